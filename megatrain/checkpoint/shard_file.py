@@ -42,7 +42,7 @@ class WrittenFile:
     num_bytes: int
     header_crc32: int
     checksums: list[str]
-    """For each chunk, those of its blocks, as `BlockFormat.checksums` returns them."""
+    """For each chunk (or piece), those of its blocks, as `BlockFormat.checksums` returns them."""
 
 
 def write_shard_file(
@@ -57,7 +57,7 @@ def write_shard_file(
     """Write a file and fsync its data (not its name); checksums are computed while the disk writes.
 
     Args:
-        data: the bytes of each chunk.
+        data: the bytes of each chunk; of the chunks of exports, which need no checksums, in pieces.
         verifies: read the file again from the disk, and compare it with the checksums.
         metadata: texts for the header.
 

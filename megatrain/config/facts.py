@@ -132,6 +132,10 @@ class Facts:
     tokenizer_note: str | None = None
     """Note on the tokenizer for the user, such as the source of its end-of-document token."""
     checkpoint: StoredRun | None = None
+    described_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the run takes from a config.json (--from-hf), by path."""
+    described_by: str = ""
+    """That file."""
     custom_layers: CustomLayers | None = None
     """The custom layers of --spec."""
     layers_config: str | None = None

@@ -137,7 +137,7 @@ class Draft:
         return self.origins[path].kind in ("flag", "yaml")
 
     def is_given_or_stored(self, path: str) -> bool:
-        return self.is_given(path) or self.origins[path].kind == "checkpoint"
+        return self.is_given(path) or self.origins[path].kind in ("checkpoint", "folder")
 
 
 @dataclass(frozen=True)

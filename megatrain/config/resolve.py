@@ -21,13 +21,14 @@ from megatrain.config.rules.notes import NOTES
 from megatrain.config.rules.rule_list import RULES
 from megatrain.config.schema.tree import Config, Origin, settings
 from megatrain.config.schema.values import AUTO, INVALID, REQUIRED, UnresolvedError, is_resolved
-from megatrain.config.stored_settings import with_stored_settings
+from megatrain.config.stored_settings import with_settings, with_stored_settings
 
 T = TypeVar("T")
 
 
 def resolve(request: Request, facts: Facts) -> Plan:
     """Return the plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
+    request = with_settings(request, facts.described_settings, Origin("folder", facts.described_by))
     request = with_stored_settings(request, facts.checkpoint)
     if not request.is_complete:
         raise ConfigError.of([*request.problems, *facts.data_problems])

@@ -121,10 +121,15 @@ def stored_settings(
 
 def with_stored_settings(request: Request, stored: StoredRun | None) -> Request:
     """Return the request with the settings of the checkpoint, which are empty without --use-checkpoint-args."""
-    if stored is None or not stored.settings:
+    if stored is None:
         return request
-    values = {path: _as_setting(value) for path, value in stored.settings.items()}
-    origins = dict.fromkeys(values, Origin("checkpoint", stored.path))
+    return with_settings(request, stored.settings, Origin("checkpoint", stored.path))
+
+
+def with_settings(request: Request, taken: Mapping[str, Any], origin: Origin) -> Request:
+    """Return the request with settings that are taken from elsewhere, by path."""
+    values = {path: _as_setting(value) for path, value in taken.items()}
+    origins = dict.fromkeys(values, origin)
     return replace(request, config=request.config.with_values(values), origins={**request.origins, **origins})
 
 

@@ -17,10 +17,11 @@ def rows_to_copy(rows: Sequence[slice], box: Box) -> Iterator[tuple[slice, range
     """
     first, (low, high) = 0, box[0]
     for part in rows:
-        start, stop = max(low, first), min(high, first + part.stop - part.start)
+        whole = range(part.start, part.stop, part.step or 1)
+        start, stop = max(low, first), min(high, first + len(whole))
         if start < stop:
-            yield slice(start - low, stop - low), range(start - first + part.start, stop - first + part.start)
-        first += part.stop - part.start
+            yield slice(start - low, stop - low), whole[start - first : stop - first]
+        first += len(whole)
 
 
 def stored_state(plan: Plan, **known: Any) -> dict[str, Any]:

@@ -79,6 +79,11 @@ def cos_sin_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles at `positions` [s], each [s, 1, 1, rotary channels / 2] in `dtype`."""
     channels = spec.rotary_channels(head_channels)
+    if (
+        positions.is_meta
+    ):  # no values, and operators of tables would import torch's compiler, which takes a second
+        table = positions.new_empty((len(positions), 1, 1, channels // 2), dtype=dtype)
+        return table, table
     exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device) / channels
     frequencies = spec.base**-exponents
     scale = 1.0

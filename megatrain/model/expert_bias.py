@@ -55,9 +55,9 @@ class ExpertBiases:
         emas = [1.0 if router.quantile_ema is None else router.quantile_ema for router in routers.values()]
         self._emas = torch.tensor(emas, dtype=dtype, device=device).view(-1, 1)
         self.have_quantiles = any(router.quantile_ema is not None for router in routers.values())
-        sizes = torch.tensor([[router.num_experts] for router in routers.values()], device=device)
-        self._sizes = sizes.view(-1, 1)
-        self._is_expert = torch.arange(max_experts, device=device) < self._sizes
+        sizes = torch.tensor([[router.num_experts] for router in routers.values()]).view(-1, 1)
+        self._sizes = sizes.to(device)
+        self._is_expert = (torch.arange(max_experts) < sizes).to(device)
 
     def attach_to(self, segments: Sequence[nn.Module]) -> None:
         """Set the biases of the routers in this rank's segments."""

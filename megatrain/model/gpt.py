@@ -127,7 +127,7 @@ def build_model(
         seed=seed,
         side=SideStream() if overlaps_shared_expert else None,
     )
-    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)
+    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute)
     segments: list[nn.Module] = []

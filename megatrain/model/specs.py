@@ -272,12 +272,11 @@ def gpt_spec(
     init_std = matrix_init_std(model)[0]
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
-    layers = _layers(model, experts, attention_scale(model)[0], qk_norm_decays)
     return GptSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
         padded_vocab_size=model.padded_vocab_size,
-        layers=layers,
+        layers=_layers(model, experts, attention_scale(model)[0], qk_norm_decays),
         is_tied=not model.untie_embeddings_and_output_weights,
         init_std=init_std,
         output_init_std=init_std / math.sqrt(2 * model.num_layers),
@@ -308,7 +307,13 @@ def _layers(
     has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
     has_rotary = parse_layer_pattern(model.no_rope_freq, model.num_layers, one_means=False)
     left = parse_window(model.window_size)
-    rotary = _rotary(model)
+    rotary = rotary_of_windows = _rotary(model)
+    if rotary is not None and left is not None and model.window_rotary_base is not None:
+        rotary_of_windows = RotarySpec(
+            base=model.window_rotary_base,
+            rotary_percent=rotary.rotary_percent,
+            is_interleaved=rotary.is_interleaved,
+        )
     has_bias = not model.disable_bias_linear
     layers = []
     for number, sizes in enumerate(layer_table(model, experts).layers):
@@ -317,7 +322,7 @@ def _layers(
             num_query_groups=sizes.num_query_groups,
             head_channels=sizes.head_channels,
             latent=sizes.latent,
-            rotary=rotary if has_rotary[number] else None,
+            rotary=(rotary_of_windows if has_window[number] else rotary) if has_rotary[number] else None,
             window=left if has_window[number] else None,
             scale=scale,
             softcap=model.attn_logit_softcapping,
@@ -411,17 +416,13 @@ def _rotary(model: ModelConfig) -> RotarySpec | None:
         return _rotary_of_latents(model)
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
-    scaling: LlamaScaling | YarnScaling | None = None
-    if model.position_embedding_type == "yarn":
-        scaling = _yarn(model)
-    elif model.use_rope_scaling:
-        scaling = LlamaScaling(factor=model.rope_scaling_factor)
+    llama = LlamaScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
     return RotarySpec(
         base=float(model.rotary_base),
         rotary_percent=model.rotary_percent,
         is_interleaved=model.rotary_interleaved,
         interpolation=float(model.rotary_seq_len_interpolation_factor or 1),
-        scaling=scaling,
+        scaling=_yarn(model) if model.position_embedding_type == "yarn" else llama,
     )
 
 

@@ -92,6 +92,8 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
     print(f"{reader.family.architecture}: {' '.join(reader.flags)}")
     if reader.unread_keys:
         print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
+    if reader.left_out:
+        print(f"{len(reader.left_out)} layers of multi-token prediction are left out, as in transformers")
     size, kept = reader.tokenizer_size, reader.vocab_size
     if size is not None and size != kept:
         remedy = f": to train with it, convert with --vocab-size {size}" if size < kept else ""
@@ -113,14 +115,23 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
                 name,
                 WEIGHT,
                 one.shape,
-                dtype or export.kind(name, one.shape, WEIGHT).dtype,
+                export.dtype_of(name, dtype),
                 whole_box(one.shape),
             )
             for name, one in export.tensors.items()
         ]
         small = export.small_files(dtype)
-        write_weights(export, weights, target, max_file_gb=arguments.max_file_gb, others=small)
+        write_weights(
+            export,
+            weights,
+            target,
+            max_file_gb=arguments.max_file_gb,
+            others=small,
+            is_read_whole=export.is_read_whole,
+        )
         print(f"{export.family.architecture}; also {', '.join(small)}")
+        if export.has_mtp:
+            print("the layers of multi-token prediction are left out, as in transformers")
         if arguments.no_compare:
             return 0
         compared = compare_logits(reader, target, vocab_size=export.vocab_size, dtype=dtype)

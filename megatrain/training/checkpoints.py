@@ -13,16 +13,18 @@ from typing import Any
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import is_of_megatron
-from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
+from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
+from megatrain.config.schema.training import HF_PREFIX
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
+from megatrain.training.launch.hf_folder import opener
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
 
@@ -69,20 +71,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         return ranks.plan
     with_optimizer = continues_optimizer(config, ranks.facts)
     with ranks.phases.phase("loading the checkpoint"):
-        source, *others = map(Path, stored.sources)
-        loaded = load_checkpoint(
-            source,
-            engine.optimizer,
-            ranks.grid,
-            with_optimizer=with_optimizer,
-            also=others,
-            upcycling=_upcycling(ranks.plan) if stored.is_upcycled else None,
-            open_foreign=partial(
-                open_foreign,
-                vocab_size=ranks.plan.derived.vocab_size,
-                allows_format_torch=config.checkpoint.allow_pickle,
-            ),
-        )
+        loaded = _load(ranks, engine, stored, with_optimizer=with_optimizer)
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)
     for line in loaded.skipped:
@@ -105,6 +94,30 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
     return plan
+
+
+def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bool) -> Loaded:
+    """Load the weights, and the state of the optimizer, of the checkpoint or the folder that the facts name."""
+    upcycling = _upcycling(ranks.plan) if stored.is_upcycled else None
+    if stored.path.startswith(HF_PREFIX):
+        open_folder = opener(stored.path, ranks.plan.derived.vocab_size)
+        return load_foreign_weights(
+            open_folder, Path(stored.path), engine.optimizer, ranks.grid, upcycling=upcycling
+        )
+    source, *others = map(Path, stored.sources)
+    return load_checkpoint(
+        source,
+        engine.optimizer,
+        ranks.grid,
+        with_optimizer=with_optimizer,
+        also=others,
+        upcycling=upcycling,
+        open_foreign=partial(
+            open_foreign,
+            vocab_size=ranks.plan.derived.vocab_size,
+            allows_format_torch=ranks.plan.config.checkpoint.allow_pickle,
+        ),
+    )
 
 
 def _upcycling(plan: Plan) -> Upcycling:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, VOCAB, tiny_model, write
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +20,7 @@ from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
 from megatrain.interop.hf.settings import read_settings
+from megatrain.tools.checkpoint import rewrite
 from megatrain.tools.main import main
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -29,17 +30,18 @@ transformers = pytest.importorskip("transformers")
 TRAINING = (
     "--use-checkpoint-args --seq-length 16 --mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 5 --lr 1e-3"
     " --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 0 --eval-iters 0 --device cpu --log-interval 1"
-    " --no-calculate-per-token-loss"
+    " --no-calculate-per-token-loss --moe-router-bias-update-rate 0"
 ).split()
 REQUIRED = {
     *"hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings rms_norm_eps".split(),
     *"moe_intermediate_size n_embd n_layer n_head n_positions use_parallel_residual".split(),
 }
 """Keys without which a config.json is refused, although transformers has defaults."""
+REQUIRED_BY = {"DeepSeek-V2": {"num_experts_per_tok"}, "DeepSeek-V3": {"num_key_value_heads"}}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "GPT-NeoX", "Gemma 2", "Phi-3")
+ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "GPT-NeoX", "Gemma 3", "Phi-3", "DeepSeek-V3", "gpt-oss")
 """Models of every test run: each kind of fused tensor, experts, windows. Nightly runs have all."""
 every_model = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in MODELS]
@@ -67,8 +69,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @every_model
 def test_a_model_has_the_same_logits_here_and_comes_back(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tensors are read and written in pieces of a few rows."""
+    monkeypatch.setattr(rewrite, "_CHUNK_BYTES", 1000)
     theirs = tiny_model(name)
     source = write(theirs, tmp_path / "theirs")
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -101,18 +105,23 @@ def steps_here(folder: Path, tmp_path: Path) -> list[float]:
     ]
 
 
-def steps_of_transformers(
-    model: Any, folder: Path, capsys: pytest.CaptureFixture[str], *, lr: float
-) -> list[float]:
-    """Return the losses of the same iterations, with the same samples, in transformers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses = []
+def samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and labels of the samples of these iterations."""
+    found = []
     for number in range(5):
         capsys.readouterr()
         which = ["--load", str(folder), "--finetune", "--of", "train", "--index", str(number), "--json"]
         assert main(["data", "sample", *TRAINING, *which]) == 0
         sample = json.loads(capsys.readouterr().out)
-        tokens, labels = (torch.tensor([sample[name]]) for name in ("tokens", "labels"))
+        found.append((torch.tensor([sample["tokens"]]), torch.tensor([sample["labels"]])))
+    return found
+
+
+def steps_of_transformers(model: Any, batches: list[tuple[Tensor, Tensor]], *, lr: float) -> list[float]:
+    """Return the losses of the same iterations, with the same samples, in transformers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for tokens, labels in batches:
         loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -121,8 +130,13 @@ def steps_of_transformers(
     return losses
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["Llama 3", "Mixtral"])
+TRAINED = ["Llama 3", "Mixtral", "Gemma 3", "DeepSeek-V2", "DeepSeek-V3", "gpt-oss"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "DeepSeek-V3" else pytest.mark.nightly) for name in TRAINED],
+)
 def test_five_iterations_have_the_losses_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,8 +145,9 @@ def test_five_iterations_have_the_losses_of_transformers(
         main(["convert", "hf-to-megatrain", str(write(theirs, tmp_path / "theirs")), str(tmp_path / "ours")])
         == 0
     )
-    untrained = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys, lr=0.0)
-    expected = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys, lr=1e-3)
+    batches = samples(tmp_path / "ours", capsys)
+    untrained = steps_of_transformers(theirs.train(), batches, lr=0.0)
+    expected = steps_of_transformers(theirs.train(), batches, lr=1e-3)
     found = steps_here(tmp_path / "ours", tmp_path)
     assert abs(expected[-1] - untrained[-1]) > 1e-3
     assert found == pytest.approx(expected, rel=1e-5)
@@ -153,7 +168,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name: str) -> None:
     whole = json.loads(config.to_json_string(use_diff=False))
     for key in sorted(whole):
         fewer = {other: value for other, value in whole.items() if other != key}
-        if key in REQUIRED:
+        if key in REQUIRED | REQUIRED_BY.get(name, set()):
             with pytest.raises(ConfigError, match=key):
                 settings_of(family, fewer)
             continue
@@ -173,3 +188,16 @@ def test_the_comparison_of_logits_finds_a_wrong_table(
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", dataclasses.replace(family, modules=swapped))
     assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
     assert "do not use the folder" in capsys.readouterr().err
+
+
+def test_layers_of_multi_token_prediction_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tiny_model("DeepSeek-V3"), tmp_path / "theirs")
+    found = tensors(source)
+    extra = {f"model.layers.4.{name}": torch.ones(3) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(found | extra, source / "model.safetensors", metadata={"format": "pt"})
+    keys = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(keys))
+    assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
+    assert "1 layers of multi-token prediction are left out" in capsys.readouterr().out

@@ -110,7 +110,8 @@ def test_a_tied_output_weight_in_the_files_must_equal_the_embedding(tmp_path: Pa
     ("changes", "problem"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not converted"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "multi-latent attention"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "linear attention"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "rms_norm_eps 1e-05 is not 1e-06"),
         ({"architectures": None}, "is not converted"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map names code"),
         ({"quantization_config": {"bits": 4}}, "quantized weights"),
@@ -267,6 +268,11 @@ def test_a_tokenizer_of_the_vocabulary_s_size_is_used_and_copied(
     assert json.loads((back / "config.json").read_text())["eos_token_id"] == 2
     assert json.loads((back / "generation_config.json").read_text())["top_k"] == 7
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer_config.json").unlink()
+    alone = tmp_path / "alone"
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(alone), "--no-compare"]) == 0
+    written = json.loads((alone / "tokenizer_config.json").read_text())
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast"}
     capsys.readouterr()
     del vocab["w"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -23,6 +23,10 @@ YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENTS = {
+    **SHAPE, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("LlamaForCausalLM", SHAPE),
     "Llama 3": ("LlamaForCausalLM", {**GQA, "rope_parameters": ROPE3, "rms_norm_eps": 1e-5}),
@@ -68,6 +72,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {**GQA, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "Gemma 3": (
+        "Gemma3ForCausalLM",
+        {**GQA, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {**LATENTS, "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
+         "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 24, "num_experts_per_tok": 8, "n_shared_experts": 1,
+         "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "num_mtp_layers": 0,
+         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**GQA, "intermediate_size": 24, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+         "sliding_window": 8, "swiglu_limit": 0.3, "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False}},
+    ),
 }  # fmt: skip
 
 
@@ -84,6 +111,9 @@ def tiny_model(name: str) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        for label, buffer in model.named_buffers():
+            if label.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -72,12 +72,13 @@ def _given(plan: Plan) -> list[str]:
     as_default: Counter[str] = Counter()
     sources: dict[str, dict[str, list[str]]] = {}
     for path, origin in plan.origins.items():
-        if origin.kind not in ("flag", "yaml", "checkpoint"):
+        if origin.kind not in ("flag", "yaml", "checkpoint", "folder"):
             continue
         source = {
             "flag": "on the command line",
             "yaml": f"by {origin.detail.rpartition(':')[0]}",
             "checkpoint": f"by the checkpoint {origin.detail}",
+            "folder": f"by {origin.detail} (--from-hf)",
         }[origin.kind]
         if origin.kind == "yaml" and plan.config.get(path) == defaults[path]:
             as_default[source] += 1

@@ -85,7 +85,7 @@ def default_differences(plan: Plan) -> Iterator[str]:
     found = []
     for different in DIFFERENT_DEFAULTS:
         value = _shown(plan.config.get(different.path))
-        is_given = plan.origins[different.path].kind in ("flag", "yaml", "checkpoint")
+        is_given = plan.origins[different.path].kind in ("flag", "yaml", "checkpoint", "folder")
         has_effect = different.requires is None or bool(plan.config.get(different.requires))
         has_effect &= not different.requires_replicas or plan.derived.data_parallel_size > 1
         if different.is_noted and has_effect and not is_given and value != different.megatron_default:

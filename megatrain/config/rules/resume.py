@@ -23,6 +23,7 @@ from megatrain.config.rules.resume_classes import (
     classes_by_path,
 )
 from megatrain.config.rules.sizes import multiple_near
+from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.schema.tree import flag_of, settings, unit_of
 from megatrain.config.schema.values import is_resolved
 
@@ -175,6 +176,19 @@ def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def vocabulary_is_in_the_folder(draft: Draft) -> Iterator[Problem]:
+    """Weights of transformers may have more rows than the tokenizer has tokens, and never fewer."""
+    stored, size = draft.facts.checkpoint, draft.derived.vocab_size
+    if stored is None or not stored.path.startswith(HF_PREFIX):
+        return
+    rows = stored.config["model"]["padded_vocab_size"]
+    if size > rows:
+        yield Problem(
+            f"{stored.path}: its vocabulary has {rows} rows, and the tokenizer {size} tokens",
+            f"use the tokenizer of the folder, or --vocab-size {rows}",
+        )
+
+
 def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     """As in Megatron-LM, a change of the schedule on resume requires a flag."""
     stored = draft.facts.checkpoint
@@ -282,6 +296,8 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
         return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
+        if (checkpoint.load or "").startswith(HF_PREFIX):
+            return "--load hf:"
         return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
     return ""
 
@@ -323,6 +339,7 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     data_matches_checkpoint,
     cyclic_pass_size_matches_checkpoint,
     tokenizer_matches_checkpoint,
+    vocabulary_is_in_the_folder,
     schedules_match_checkpoint,
     checkpoint_has_optimizer_state,
     restarts_keep_training_state,

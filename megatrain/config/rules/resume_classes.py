@@ -47,7 +47,7 @@ FUNCTION: Final = ResumeClass(
     reason="the function that the model computes depends on it",
     consent="--finetune",
     settings="model: norm_epsilon squared_relu no_bias_gelu_fusion activation_func_clamp_value glu_linear_offset"
-    " rope_type rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
+    " rope_type rotary_base window_rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
     " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
     " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
@@ -122,7 +122,7 @@ SILENT: Final = ResumeClass(
     settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path;"
     " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
-    " ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
+    " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
 )
 
 RESUME_CLASSES: Final = (SHAPE, VOCABULARY, FUNCTION, ORDER, OPTIMIZER_STATE, SCHEDULE, SAFE, SILENT)

@@ -115,7 +115,8 @@ CONDITIONS: Final = (
         lambda d: _has_latents(d) or d.config.model.position_embedding_type in ("rope", "yarn"),
         _settings(
             "model",
-            "no_rope_freq rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
+            "no_rope_freq rotary_base window_rotary_base rotary_percent rotary_interleaved"
+            " rotary_seq_len_interpolation_factor",
         ),
     ),
     Condition(
@@ -139,7 +140,7 @@ CONDITIONS: Final = (
     Condition(
         "without --window-size",
         lambda d: d.config.model.window_size is not None,
-        _settings("model", "window_attn_skip_freq"),
+        _settings("model", "window_attn_skip_freq window_rotary_base"),
     ),
     Condition(
         "without --qk-layernorm",

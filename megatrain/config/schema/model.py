@@ -86,6 +86,8 @@ class ModelConfig(CheckedSection):
     """MLA: type of its RoPE, which it has under every --position-embedding-type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
     rotary_base: float = field(default=10000.0, metadata=in_range(above=0))
     """Base of the RoPE frequencies (theta)."""
+    window_rotary_base: float | None = field(default=None, metadata=in_range(above=0))
+    """Base of the RoPE frequencies in layers with --window-size, which have no scaling of RoPE then (Gemma 3). none: as in other layers. Not in Megatron-LM."""
     rotary_percent: float = field(default=1.0, metadata=in_range(above=0, at_most=1))
     """Fraction of the channels of a head to which RoPE is applied."""
     rotary_interleaved: bool = False

@@ -1,7 +1,7 @@
 """Settings of the run: training, checkpoints, early exit."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from megatrain.config.schema.values import (
     AUTO,
@@ -98,6 +98,10 @@ class TrainingConfig(CheckedSection):
         return self.skip_train or self.eval_only
 
 
+HF_PREFIX: Final = "hf:"
+"""Start of a path of --load or --pretrained-checkpoint that names a folder of transformers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(CheckedSection):
     """Checkpoints: saving and loading."""
@@ -105,7 +109,7 @@ class CheckpointConfig(CheckedSection):
     save: str | None = None
     """Folder for checkpoints."""
     load: str | None = None
-    """Folder from which to load the latest valid checkpoint, or FOLDER/iter_0000100 for that one. A missing checkpoint is an error."""
+    """Folder from which to load the latest valid checkpoint, or FOLDER/iter_0000100 for that one. A missing checkpoint is an error. hf:FOLDER: start with the weights of a folder of transformers."""
     ckpt_step: int | None = field(default=None, metadata=in_range(at_least=1))
     """Load the checkpoint of this iteration. none: the newest valid one."""
     save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
@@ -143,7 +147,9 @@ class CheckpointConfig(CheckedSection):
     finetune: bool = False
     """Load only weights and start at iteration 0, with the data and schedules of this command line."""
     pretrained_checkpoint: str | None = None
-    """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint."""
+    """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint. hf:FOLDER: a folder of transformers."""
+    from_hf: str | None = None
+    """Folder of transformers from whose config.json the settings of the model are taken, and its tokenizer, where they are not given. Not in Megatron-LM."""
     allow_pickle: bool = False
     """Also load checkpoints of Megatron-LM in the format torch (mp_rank_*), whose files are pickled; no code in them is run. Not in Megatron-LM."""
     use_checkpoint_args: bool = False

@@ -78,12 +78,12 @@ class Config:
         }
 
 
-OriginKind = Literal["flag", "yaml", "checkpoint", "default", "derived"]
+OriginKind = Literal["flag", "yaml", "checkpoint", "folder", "default", "derived"]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a value. `detail`: the flag as typed, `file:line`, the checkpoint's path, or the reason of a derived value."""
+    """Origin of a value. `detail`: the flag as typed, `file:line`, the checkpoint's path, the folder's file, or the reason of a derived value."""
 
     kind: OriginKind
     detail: str = ""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+import zlib
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.reader import stored_kind
+from megatrain.checkpoint.untrusted_json import integer
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -17,11 +21,11 @@ from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
-from megatrain.interop.hf.folder import HfFolder
-from megatrain.interop.hf.settings import flags_of, plan_of, read_settings, shapes_of
-from megatrain.interop.hf.tensors import Part, TheirTensor, their_tensors
+from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
+from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
+from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box
+from megatrain.parallel.layout import Box, whole_box
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
@@ -55,12 +59,14 @@ class HfCheckpoint:
             )
         self.settings = read_settings(self.family, source)
         self.plan = plan_of(self.settings, self.vocab_size, source.path)
-        self.unread_keys = source.unread
-        self._shapes = self._canonical_shapes()
+        self._shapes, self._biases = self._canonical_shapes()
         self._stored_names = self._names_in_files()
         self._theirs: dict[str, tuple[TheirTensor, Part]] = {}
+        self.left_out = self._layers_left_out()
+        """Numbers of layers in the files that the model of transformers leaves out."""
         self._check_tensors()
-        self._transposed = functools.lru_cache(1)(self._read_transposed)
+        self.unread_keys = source.unread
+        self._whole = functools.lru_cache(1)(self._read_whole)
 
     @property
     def flags(self) -> list[str]:
@@ -87,7 +93,7 @@ class HfCheckpoint:
     @functools.cached_property
     def tokenizer_size(self) -> int | None:
         """Number of tokens of the folder's tokenizer; None: it has none that can be read."""
-        if not (self.path / "tokenizer.json").is_file():
+        if not (self.path / TOKENIZER_NAME).is_file():
             return None
         try:
             return load_tokenizer(
@@ -116,34 +122,53 @@ class HfCheckpoint:
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=stored_state(plan),
+            state=stored_state(plan, expert_biases=self._expert_biases()),
             config=config,
             files={},
             tensors=tensors,
+            checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
 
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the dtype of a tensor; it has no chunks."""
-        tensor = self.manifest.tensors[name]
-        assert tensor.shape == shape, name
-        return tensor.kinds[kind]
+        return stored_kind(self, name, shape, kind)
+
+    def close(self) -> None:
+        """Do nothing: files are open only while they are read."""
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
         theirs, part = self._theirs[name]
         rest = tuple(slice(*edge) for edge in box[1:])
+        stored = self._stored_names[theirs.name]
+        is_plain = not theirs.is_transposed and part.place is None and out.shape[1:] == part.shape[1:]
+        is_plain = is_plain and out.is_cpu and out.dtype == self._folder.dtype(stored)
         for own, found in rows_to_copy(part.rows, box):
-            out[own].copy_(self._rows(theirs, found.start, found.stop)[(slice(None), *rest)])
+            if is_plain and out[own].is_contiguous():
+                self._folder.read_rows(stored, found.start, out[own])
+            else:
+                out[own].copy_(self._rows(theirs, part.place, found)[(slice(None), *rest)])
 
-    def _rows(self, theirs: TheirTensor, start: int, stop: int) -> Tensor:
-        if theirs.is_transposed:
-            return self._transposed(theirs.name)[start:stop]
-        return self._folder.rows(self._stored_names[theirs.name], start, stop)
+    def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
+        if not theirs.is_transposed and place is None:
+            return self._folder.rows(self._stored_names[theirs.name], rows.start, rows.stop)
+        whole = self._whole(theirs.name, place)
+        return (whole.t() if theirs.is_transposed else whole)[rows.start : rows.stop : rows.step]
 
-    def _read_transposed(self, name: str) -> Tensor:
-        """Return a whole tensor, transposed: its parts are columns."""
+    def _read_whole(self, name: str, place: int | None) -> Tensor:
+        """Return a whole tensor, or that of an expert."""
         stored = self._stored_names[name]
-        return self._folder.rows(stored, 0, self._folder.tensors[stored].shape[0]).t()
+        if place is not None:
+            return self._folder.rows(stored, place, place + 1)[0]
+        return self._folder.rows(stored, 0, self._folder.tensors[stored].shape[0])
+
+    def _expert_biases(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for name, shape in self._biases.items():
+            values = torch.empty(shape)
+            self.read_box(values, kind=WEIGHT, name=name, shape=shape, box=whole_box(shape))
+            found[name] = values.tolist()
+        return found
 
     def _kind(self, name: str) -> StoredKind:
         theirs, _ = self._theirs[name]
@@ -161,9 +186,11 @@ class HfCheckpoint:
                     fix="restore the file from the model's source",
                 )
 
-    def _canonical_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _canonical_shapes(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        """Return the shapes of the model's tensors, and of its biases that select experts."""
         try:
-            return shapes_of(self.plan.config, self.vocab_size)
+            config = self.plan.config
+            return shapes_of(config, self.vocab_size), bias_shapes(config, self.vocab_size)
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
@@ -191,9 +218,10 @@ class HfCheckpoint:
         expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
         left_out = [*map(re.compile, self.family.buffers), re.compile(re.escape(head))]
+        left_out += [re.compile(rf"model\.layers\.{number}\..*") for number in self.left_out]
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
-            f"unused: {name[:200]}"
+            f"unused: {name_text(name)}"
             for name in sorted(found.keys() - expected.keys())
             if not any(pattern.fullmatch(name) for pattern in left_out)
         ]
@@ -214,11 +242,16 @@ class HfCheckpoint:
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
+    def _layers_left_out(self) -> range:
+        key, first = self.family.more_layers, self.plan.config.model.num_layers
+        number = 0 if key is None else self._folder.config.checked(key, check=integer(0, 64), default=0)
+        return range(first, first + number)
+
     def _expected(self) -> dict[str, TheirTensor]:
         """Return the tensors that the files of this model have; the vocabulary's with all rows."""
         rows = {
             name: (self.num_rows, *shape[1:]) if name in (EMBEDDING, OUTPUT) else shape
-            for name, shape in self._shapes.items()
+            for name, shape in (self._shapes | self._biases).items()
         }
         try:
             return their_tensors(self.family.modules, rows, self.plan.config.model.num_attention_heads)

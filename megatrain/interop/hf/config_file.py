@@ -43,7 +43,7 @@ class ConfigFile:
         if values.get(_QUANTIZED) is not None:
             raise InputError(
                 f"{path}: {_QUANTIZED} describes quantized weights, which are not read",
-                fix="convert the original weights in bf16, fp16 or fp32",
+                fix="take weights in bf16, fp16 or fp32: load it with transformers, dequantized, and write it with save_pretrained",
             )
 
     @property

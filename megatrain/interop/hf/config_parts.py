@@ -1,13 +1,13 @@
-"""Parts of config.json that take more than one key: query groups, RoPE, windows, layers with experts."""
+"""Parts of config.json that take more than one key: query groups, windows, layers with experts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import flag, integer, list_of, text
+from megatrain.checkpoint.untrusted_json import integer, list_of, text
 from megatrain.config.derive.patterns import parse_expert_pattern, parse_layer_pattern, parse_window
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
@@ -34,130 +34,16 @@ class QueryGroups:
         return {"num_key_value_heads": config.model.num_query_groups}
 
 
-@dataclass(frozen=True)
-class Rope:
-    """RoPE: base, fraction of the channels, scaling; as `rope_parameters`, or as the older `rope_theta` and `rope_scaling`."""
-
-    base: float = 10000.0
-    theta: str = "rope_theta"
-    """Older key of the base."""
-    partial: str | None = None
-    """Older key of the fraction of rotated channels; None: all are rotated."""
-    percent: float = 1.0
-    types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-
-    def read(self, source: ConfigFile) -> dict[str, Any]:
-        given = source.get("rope_parameters")
-        if given is None:
-            given = source.get("rope_scaling")
-        if not isinstance(given, dict | None) or any(
-            isinstance(value, dict) for value in (given or {}).values()
-        ):
-            raise source.refusal("rope_parameters", given, "one RoPE for all layers is needed")
-        keys = dict(given or {})
-        keys.setdefault("rope_theta", source.get(self.theta, default=self.base))
-        old = self.partial or "partial_rotary_factor"
-        keys.setdefault("partial_rotary_factor", source.get(old, default=self.percent))
-        rope = ConfigFile(source.path, keys)
-        kind = rope.get("rope_type", "type", default="default")
-        if kind not in self.types:
-            raise source.refusal("rope_type", kind)
-        percent = float(rope.checked("partial_rotary_factor", check=POSITIVE))
-        if percent > 1 or (self.partial is None and percent != 1):
-            raise source.refusal("partial_rotary_factor", percent)
-        settings = {
-            "model.position_embedding_type": "rope",
-            "model.rotary_base": float(rope.checked("rope_theta", check=POSITIVE)),
-            "model.rotary_percent": percent,
-            **_SCALINGS[kind](rope),
-        }
-        if rope.unread:
-            raise source.refusal(f"rope_parameters.{rope.unread[0]}", keys[rope.unread[0]])
-        return settings
-
-    def write(self, config: Config) -> dict[str, Any]:
-        model = config.model
-        scaling: dict[str, Any] = {}
-        if model.position_embedding_type == "yarn":
-            scaling = {theirs: config.get(ours) for theirs, ours in _YARN.items()} | {"rope_type": "yarn"}
-        elif model.use_rope_scaling:
-            scaling = {**_LLAMA3, "rope_type": "llama3", "factor": model.rope_scaling_factor}
-        elif model.rotary_seq_len_interpolation_factor not in (None, 1):
-            scaling = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor or 1)}
-        parameters = {"rope_type": "default", **scaling, "rope_theta": model.rotary_base}
-        # Both forms: versions of transformers before 5 read the older keys.
-        older: dict[str, Any] = {self.theta: model.rotary_base}
-        if self.partial is not None:
-            parameters["partial_rotary_factor"] = older[self.partial] = model.rotary_percent
-        if scaling:
-            older["rope_scaling"] = parameters
-        return {"rope_parameters": parameters, **older}
-
-
-_LLAMA3: Final = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Values of Llama 3.1, which are fixed in megatrain."""
-_YARN: Final = {
-    "factor": "model.rotary_scaling_factor",
-    "original_max_position_embeddings": "model.yarn_original_max_position_embeddings",
-    "beta_fast": "model.yarn_beta_fast",
-    "beta_slow": "model.yarn_beta_slow",
-    "truncate": "model.yarn_correction_range_round_to_int",
-}
-
-
-def _llama3(rope: ConfigFile) -> dict[str, Any]:
-    for name, value in _LLAMA3.items():
-        if rope.get(name) != value:
-            raise rope.refusal(f"{name} of RoPE", rope.get(name), f"it has {value:g}")
-    return {
-        "model.use_rope_scaling": True,
-        "model.rope_scaling_factor": float(rope.checked("factor", check=POSITIVE)),
-    }
-
-
-def _linear(rope: ConfigFile) -> dict[str, Any]:
-    factor = rope.checked("factor", check=POSITIVE)
-    if factor != int(factor):
-        raise rope.refusal("factor of RoPE", factor, "only whole factors")
-    return {"model.rotary_seq_len_interpolation_factor": int(factor)}
-
-
-def _yarn(rope: ConfigFile) -> dict[str, Any]:
-    factor = float(rope.checked("factor", check=POSITIVE))
-    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    attention = rope.checked("attention_factor", check=POSITIVE, default=usual, is_optional=True)
-    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-9):
-        raise rope.refusal("attention_factor of RoPE", attention, f"it has {usual:g}")
-    truncate = rope.get("truncate", default=True)
-    flag(truncate, "truncate")
-    return {
-        "model.position_embedding_type": "yarn",
-        "model.rotary_scaling_factor": factor,
-        "model.yarn_original_max_position_embeddings": rope.checked(
-            "original_max_position_embeddings", check=COUNT
-        ),
-        "model.yarn_beta_fast": float(rope.checked("beta_fast", check=POSITIVE, default=32.0)),
-        "model.yarn_beta_slow": float(rope.checked("beta_slow", check=POSITIVE, default=1.0)),
-        "model.yarn_correction_range_round_to_int": truncate,
-    }
-
-
-_SCALINGS: Final[Mapping[str, Callable[[ConfigFile], dict[str, Any]]]] = {
-    "default": lambda _: {},
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
-
-
 def every_second(source: ConfigFile, num_layers: int) -> list[bool]:
     """Return the layers with a window in Gemma 2: the first, the third ..."""
     del source
     return [number % 2 == 0 for number in range(num_layers)]
+
+
+def all_but_every_sixth(source: ConfigFile, num_layers: int) -> list[bool]:
+    """Return the layers with a window in Gemma 3: all but every `sliding_window_pattern`th."""
+    every = source.checked("sliding_window_pattern", check=COUNT, default=6)
+    return [(number + 1) % every != 0 for number in range(num_layers)]
 
 
 def last_layers(source: ConfigFile, num_layers: int) -> list[bool]:
@@ -199,7 +85,7 @@ class Windows:
             raise source.refusal("sliding_window", size, f"with {len(has_window)} layer_types")
         if not any(has_window):
             return {}
-        pattern = {} if all(has_window) else {"model.window_attn_skip_freq": _list(has_window)}
+        pattern = {} if all(has_window) else {"model.window_attn_skip_freq": layer_list(has_window)}
         return {"model.window_size": f"{size - 1},0", **pattern}
 
     def write(self, config: Config) -> dict[str, Any]:
@@ -225,7 +111,7 @@ class ExpertLayers:
         )
         dense = frozenset(dense or ())
         has_experts = [number not in dense and (number + 1) % step == 0 for number in range(num_layers)]
-        return {} if all(has_experts) else {"experts.moe_layer_freq": _list(has_experts)}
+        return {} if all(has_experts) else {"experts.moe_layer_freq": layer_list(has_experts)}
 
     def write(self, config: Config) -> dict[str, Any]:
         has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
@@ -253,5 +139,6 @@ class GemmaScales:
         return {"query_pre_attn_scalar": round(scalar) if is_whole else scalar}
 
 
-def _list(values: list[bool]) -> str:
+def layer_list(values: list[bool]) -> str:
+    """Return a list of layers as a flag has it."""
     return f"[{','.join(str(int(value)) for value in values)}]"

@@ -27,18 +27,21 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
 from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.hf.settings import fitting_family, shapes_of
-from megatrain.interop.hf.tensors import their_tensors
+from megatrain.interop.hf.folder import TOKENIZER_NAME
+from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
+from megatrain.interop.hf.tensors import Part, their_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
 _TOKENIZER_FILES: Final = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-_NEXT_TO_TOKENIZER: Final = ("tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_NEXT_TO_TOKENIZER: Final = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _GENERATION: Final = "generation_config.json"
 _MAX_FILE_BYTES: Final = 1 << 28
 _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -58,6 +61,7 @@ class HfExport:
     def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
         self._reader = reader
         manifest = reader.manifest
+        self._biases = manifest.state.get("expert_biases", {})
         model: ModelConfig = stored_section(reader.path, manifest.config, "model", ModelConfig)
         experts: ExpertsConfig = stored_section(reader.path, manifest.config, "experts", ExpertsConfig)
         if model.spec:
@@ -74,8 +78,10 @@ class HfExport:
         self._config = Config(model=model, experts=experts)
         self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
-        ours = {name: tensor.shape for name, tensor in manifest.tensors.items()}
-        self.tensors = their_tensors(self.family.modules, ours, model.num_attention_heads)
+        ours = {name: one.shape for name, one in manifest.tensors.items() if not name.startswith(MTP)}
+        self.has_mtp = len(ours) < len(manifest.tensors)
+        biases = bias_shapes(self._config, self.vocab_size)
+        self.tensors = their_tensors(self.family.modules, ours | biases, model.num_attention_heads)
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
@@ -90,28 +96,49 @@ class HfExport:
         theirs = self.tensors[name]
         assert theirs.shape == shape, name
         first = theirs.parts[0]
+        if first.name in self._biases:
+            return StoredKind("F32", ())
         return StoredKind(self._reader.kind(first.name, first.shape, kind).dtype, ())
 
-    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy one of their tensors, as a whole, into `out`."""
+    def dtype_of(self, name: str, wanted: str | None) -> str:
+        """Return the dtype in which one of their tensors is written: biases that select experts stay in fp32, as in transformers."""
         theirs = self.tensors[name]
-        assert box == whole_box(shape) == whole_box(theirs.shape), name
-        rows = out.t() if theirs.is_transposed else out
+        is_bias = theirs.parts[0].name in self._biases
+        return self.kind(name, theirs.shape, WEIGHT).dtype if is_bias or wanted is None else wanted
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy rows of one of their tensors into `out`; all of them, if its weight is transposed."""
+        theirs, (low, high) = self.tensors[name], box[0]
+        assert box[1:] == whole_box(shape)[1:], name
         for part in theirs.parts:
-            values = (
-                torch.empty(part.shape, dtype=out.dtype)
-                if len(theirs.parts) > 1 or theirs.is_transposed
-                else out
-            )
-            self._reader.read_box(
-                values, kind=kind, name=part.name, shape=part.shape, box=whole_box(part.shape)
-            )
-            if values is out:
-                return
-            first = 0
-            for each in part.rows:
-                rows[each] = values[first : first + each.stop - each.start]
-                first += each.stop - each.start
+            if part.place is None:
+                self._read(part, kind, out.t() if theirs.is_transposed else out, low)
+            elif low <= part.place < high:
+                rows = out[part.place - low]
+                self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)
+
+    def _read(self, part: Part, kind: str, out: Tensor, first: int) -> None:
+        """Copy the rows of a part into `out`, which begins with the row `first` of the tensor."""
+        for own, found in rows_to_copy(part.rows, whole_box(part.shape)):
+            low, high = max(found.start, first), min(found.stop, first + len(out))
+            if low >= high:
+                continue
+            start = own.start + low - found.start
+            edge = (start, own.stop if found.step > 1 else start + high - low)  # rows in turns are read whole
+            rows = out[low - first : high - first : found.step]
+            values = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=out.dtype)
+            if part.name in self._biases:
+                values.copy_(torch.tensor(self._biases[part.name][slice(*edge)]))
+            else:
+                box = (edge, *whole_box(part.shape)[1:])
+                self._reader.read_box(values, kind=kind, name=part.name, shape=part.shape, box=box)
+            if values is not rows:
+                rows.copy_(values)
+
+    def is_read_whole(self, name: str) -> bool:
+        """Return whether `read_box` reads a tensor only as a whole."""
+        theirs = self.tensors[name]
+        return theirs.is_transposed and theirs.parts[0].place is None
 
     def small_files(self, dtype: str | None) -> dict[str, bytes]:
         """Return names and contents of config.json, generation_config.json and the tokenizer's files.
@@ -125,14 +152,12 @@ class HfExport:
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
         generation = {"_from_model_config": True, "eos_token_id": end}
-        return {
-            CONFIG_NAME: _json(keys),
-            _GENERATION: _json(generation),
-            **{
-                name: read_small_file(path, max_bytes=_MAX_FILE_BYTES)
-                for name, path in self._tokenizer_files()
-            },
+        found = {
+            name: read_small_file(path, max_bytes=_MAX_FILE_BYTES) for name, path in self._tokenizer_files()
         }
+        if TOKENIZER_NAME in found and _TOKENIZER_CONFIG not in found:
+            found[_TOKENIZER_CONFIG] = _json(_tokenizer_config(found[TOKENIZER_NAME], end))
+        return {CONFIG_NAME: _json(keys), _GENERATION: _json(generation), **found}
 
     def _end_of_document(self) -> int | None:
         """Return the id that ends documents, if the tokenizer is known and can be read."""
@@ -172,6 +197,13 @@ class HfExport:
                 f"{self._reader.path}: {', '.join(wrong)}: not the tensors of its configuration",
                 fix="export another checkpoint of the run",
             )
+
+
+def _tokenizer_config(tokenizer: bytes, end: int | None) -> dict[str, Any]:
+    """Return a tokenizer_config.json: the tokenizer is as its file says, and this token ends a text."""
+    added = json.loads(tokenizer).get("added_tokens", [])
+    text = next((token["content"] for token in added if token["id"] == end), None)
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if text is None else {"eos_token": text})
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ Each part is read (config.json to settings) and written (settings to config.json
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from megatrain.checkpoint.untrusted_json import Check, integer, number
@@ -104,6 +104,20 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Implied:
+    """Keys whose values follow from others."""
+
+    keys: tuple[str, ...]
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        source.get(*self.keys)
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+@dataclass(frozen=True)
 class Fixed:
     """Settings that all models of the family have."""
 
@@ -125,10 +139,14 @@ class Fused:
     """Rows are those of each module for the first head, then for the second ..."""
     is_transposed: bool = False
     """Their weight is [inputs, outputs]."""
+    in_turns: bool = False
+    """Rows are the first of each module, then the second of each ..."""
+    is_stacked: bool = False
+    """One tensor holds all experts, [experts, ...]; its name has no `.weight`, and `_bias` in place of `.bias`."""
 
 
 Modules = Mapping[str, str | Fused]
-"""Modules of theirs, each with ours; `{}` is the number of a layer or an expert."""
+"""Modules of theirs, or whole names of tensors, each with ours; `{}` is the number of a layer or an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +161,8 @@ class Family:
     """Prefix of names that files of the model without head leave out."""
     buffers: tuple[str, ...] = field(default=())
     """Patterns of tensors that are not weights: old versions stored them."""
+    more_layers: str | None = None
+    """Key with the number of layers in the files after those of the model, which transformers leaves out: multi-token prediction."""
 
 
 def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:
@@ -151,6 +171,6 @@ def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:
     return {
         f"{layers}.{{}}.{theirs}": prefix + ours
         if isinstance(ours, str)
-        else Fused(tuple(prefix + name for name in ours.names), ours.by_head, ours.is_transposed)
+        else replace(ours, names=tuple(prefix + name for name in ours.names))
         for theirs, ours in modules.items()
     }

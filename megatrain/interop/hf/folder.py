@@ -9,6 +9,7 @@ There are no checksums: wrong data is not found.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
+TOKENIZER_NAME: Final = "tokenizer.json"
 _MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors library."""
@@ -77,7 +79,11 @@ class HfFolder:
                 fix="name a folder that save_pretrained of transformers wrote",
             )
         self.config = ConfigFile(path / CONFIG_NAME, self._json(CONFIG_NAME, _MAX_CONFIG_BYTES))
-        self.tensors: dict[str, StoredTensor] = {}
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Tensors of all files by name, from the headers."""
+        tensors: dict[str, StoredTensor] = {}
         for name, listed in self._files().items():
             found = self._header(name)
             if listed is not None and listed != found.keys():
@@ -85,7 +91,8 @@ class HfFolder:
                 raise self._damaged(
                     name, f"{wrong[:200]!r} is in {'the index' if wrong in listed else 'the file'} alone"
                 )
-            self.tensors |= found
+            tensors |= found
+        return tensors
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a tensor as stored.
@@ -93,16 +100,19 @@ class HfFolder:
         Raises:
             InputError: its dtype is not a floating-point number of 16 bits or more.
         """
+        out = torch.empty((stop - start, *self.tensors[name].shape[1:]), dtype=self.dtype(name))
+        self.read_rows(name, start, out)
+        return out
+
+    def read_rows(self, name: str, start: int, out: Tensor) -> None:
+        """Read rows into `out`, which is contiguous and has their dtype."""
         stored = self.tensors[name]
-        dtype = self.dtype(name)
-        out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
-        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+        row_bytes = math.prod(stored.shape[1:]) * out.itemsize
         try:
             with open_regular_file(stored.file) as file:
                 read_into(file, bytes_of(out), stored.start + start * row_bytes, stored.file)
         except DamagedError as error:
             raise InputError(error.problems[0].text, fix=_GET_AGAIN) from error
-        return out
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor with weights."""
@@ -186,6 +196,11 @@ class HfFolder:
         return InputError(f"{self.path / name}: {problem[:500]}", fix=_GET_AGAIN)
 
 
+def name_text(name: str) -> str:
+    """Return a name from a file for a message: cut, and with escapes for what a terminal would interpret."""
+    return name[:200] if name[:200].isprintable() else repr(name[:200])[1:-1]
+
+
 def _tensors(
     path: Path, entries: Mapping[str, Any], data_start: int, file_bytes: int
 ) -> dict[str, StoredTensor]:
@@ -197,12 +212,14 @@ def _tensors(
     found: dict[str, StoredTensor] = {}
     at = 0
     for name, entry in entries.items():
-        _ENTRY(entry, name[:200])
+        _ENTRY(entry, name_text(name))
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         shape, offsets = tuple(entry["shape"]), entry["data_offsets"]
         size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
         if len(offsets) != 2 or offsets[0] != at or (size is not None and offsets[1] != at + size):
-            raise InvalidError(f"{name[:200]}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}")
+            raise InvalidError(
+                f"{name_text(name)}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}"
+            )
         found[name] = StoredTensor(path, entry["dtype"], shape, data_start + at)
         at = offsets[1]
     if data_start + at != file_bytes:

@@ -32,6 +32,8 @@ from megatrain.parallel.rank_lists import GridShape
 _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
 """Flags that a plan needs, and that no model has."""
 
+MTP: Final = "mtp."
+"""Start of the names of tensors of multi-token prediction, which transformers leaves out."""
 _NO_MODEL: Final = 1 << 30
 """Distance of a family that has no config.json for a model."""
 
@@ -94,6 +96,16 @@ def shapes_of(config: Config, vocab_size: int) -> dict[str, Shape]:
     }
 
 
+def bias_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the shapes of the biases that select experts, by canonical name: state of our models, tensors of theirs."""
+    routers = gpt_spec(config.model, config.experts, vocab_size=vocab_size).routers_by_name
+    return {
+        f"{name}.expert_bias": (router.num_experts,)
+        for name, router in routers.items()
+        if router.has_expert_bias and not name.startswith(MTP)
+    }
+
+
 def fitting_family(
     config: Config, vocab_size: int, where: Path, wanted: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
@@ -133,7 +145,7 @@ def fitting_family(
 
 
 def function_of(config: Config, vocab_size: int) -> GptSpec:
-    """Return the spec of a model without what changes only training or rounding."""
+    """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
     spec = gpt_spec(config.model, config.experts, vocab_size=vocab_size)
     return replace(
         spec,
@@ -146,6 +158,7 @@ def function_of(config: Config, vocab_size: int) -> GptSpec:
         hidden_dropout=0.0,
         is_residual_fp32=False,
         z_loss_coeff=0.0,
+        mtp=None,
     )
 
 

@@ -3,19 +3,21 @@
 self_attn.qkv_proj.weight   rows  q q k v        stacked:     q, k and v one after the other
 attention.query_key_value   rows  q0 k0 v0 q1 .. by head:     those of head 0, of head 1 ...
 attn.c_attn.weight          columns q k v        transposed:  [inputs, outputs]
+mlp.experts.gate_up_proj    experts, columns g0 u0 g1 u1 ..   stacked experts, transposed, rows in turns
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.interop.hf.family import Fused, Modules
 
 Shape = tuple[int, ...]
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERT: Final = re.compile(r"(?<=\.experts)\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Part:
     name: str
     shape: Shape
     rows: tuple[slice, ...]
+    place: int | None = None
+    """Number of the expert in a tensor that holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,43 @@ def their_tensors(modules: Modules, ours: Mapping[str, Shape], num_heads: int) -
     }
     found: dict[str, TheirTensor] = {}
     for name in ours:
-        module, _, kind = name.rpartition(".")
-        numbers = _NUMBER.findall(f"{module}.")
-        template = _NUMBER.sub("{}", f"{module}.")[:-1]
-        if template not in homes:
+        kind = "" if _template(name) in homes else name.rpartition(".")[2]
+        module = _template(name.removesuffix(f".{kind}"))
+        if module not in homes:
             raise KeyError(name)
-        theirs, fused = homes[template]
-        whole = f"{theirs.format(*numbers)}.{kind}"
+        theirs, fused = homes[module]
+        numbers = _NUMBER.findall(f"{name}.")
+        whole = theirs.format(*numbers) + _ending(kind, fused)
         if whole not in found:
-            names = [f"{each.format(*numbers)}.{kind}" for each in fused.names]
-            found[whole] = _their_tensor(whole, names, ours, fused, num_heads)
+            names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]
+            found[whole] = (
+                _stack(whole, names, ours, fused, num_heads)
+                if fused.is_stacked
+                else _their_tensor(whole, names, ours, fused, num_heads)
+            )
     return found
+
+
+def _template(name: str) -> str:
+    return _NUMBER.sub("{}", f"{name}.")[:-1]
+
+
+def _ending(kind: str, fused: Fused) -> str:
+    """Return the end of the name of their tensor."""
+    if fused.is_stacked:
+        return "" if kind == "weight" else f"_{kind}"
+    return kind and f".{kind}"
+
+
+def _stack(
+    name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, num_heads: int
+) -> TheirTensor:
+    """Return the tensor of all experts; `names` are those of one of them."""
+    experts: list[TheirTensor] = []
+    while (numbered := [_EXPERT.sub(f".{len(experts)}.", each) for each in names])[0] in ours:
+        experts.append(_their_tensor(name, numbered, ours, fused, num_heads))
+    parts = [replace(part, place=place) for place, expert in enumerate(experts) for part in expert.parts]
+    return replace(experts[0], shape=(len(experts), *experts[0].shape), parts=tuple(parts))
 
 
 def _their_tensor(
@@ -72,10 +102,11 @@ def _their_tensor(
     shapes = [ours[each] for each in names]
     total, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     parts, first = [], 0
-    for each, shape in zip(names, shapes, strict=True):
+    for number, (each, shape) in enumerate(zip(names, shapes, strict=True)):
         size = shape[0] // num_heads if fused.by_head else shape[0]
         starts = range(first, total, total // num_heads) if fused.by_head else [first]
-        parts.append(Part(each, shape, tuple(slice(start, start + size) for start in starts)))
+        rows = tuple(slice(start, start + size) for start in starts)
+        parts.append(Part(each, shape, (slice(number, total, len(names)),) if fused.in_turns else rows))
         first += size
     is_transposed = fused.is_transposed and len(rest) == 1
     return TheirTensor(name, (*rest, total) if is_transposed else (total, *rest), is_transposed, tuple(parts))

@@ -1,7 +1,9 @@
 """`megatrain checkpoint reshard | export-weights`: write the tensors of a checkpoint into other files.
 
 reshard          source ─> boxes of at most 64 MB ─> N files of equal size ─> committed as a save commits
-export-weights   source ─> whole weights, one at a time ─> model-00001-of-00002.safetensors, model.safetensors.index.json
+export-weights   source ─> rows of weights, 64 MB ─> model-00001-of-00002.safetensors, model.safetensors.index.json
+
+One piece is written while a thread reads the next one: two are in memory.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ import contextlib
 import json
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatrain.checkpoint.chunks import chunk_key, split_box
 from megatrain.checkpoint.disk import Disk, write_file
@@ -78,10 +85,12 @@ def write_weights(
     *,
     max_file_gb: float,
     others: Mapping[str, bytes] | None = None,
+    is_read_whole: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Write whole tensors as safetensors files with an index, one in memory at a time.
+    """Write whole tensors as safetensors files with an index.
 
     Args:
+        is_read_whole: whether `reader` reads a tensor, by name, only as a whole; others are read in pieces.
         target: the folder; it appears when it is complete.
         others: more files, by name.
     """
@@ -90,7 +99,8 @@ def write_weights(
     files, disk = list(_filled(weights, round(max_file_gb * 1e9))), Disk()
     num_bytes = sum(part.num_bytes for part in weights)
     with temporary_folder(target, num_bytes, target, disk) as temporary:
-        _write_weights(reader, files, temporary, disk)
+        pieces = [[piece for part in file for piece in _pieces(part, is_read_whole)] for file in files]
+        _write_weights(reader, files, pieces, temporary, disk)
         for name, data in (others or {}).items():
             write_file(disk, temporary / name, data)
         disk.sync_folder(temporary)
@@ -150,17 +160,25 @@ def _write_files(
 
 
 def _write_weights(
-    reader: BoxReader, files: Sequence[Sequence[TensorPart]], temporary: Path, disk: Disk
+    reader: BoxReader,
+    files: Sequence[Sequence[TensorPart]],
+    pieces: Sequence[Sequence[TensorPart]],
+    temporary: Path,
+    disk: Disk,
 ) -> None:
     weight_map: dict[str, str] = {}
     total = sum(part.num_bytes for parts in files for part in parts)
     with Progress("writing", total) as progress:
-        for number, parts in enumerate(files, 1):
+        for number, (parts, pieces_of_file) in enumerate(zip(files, pieces, strict=True), 1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             entries = [ChunkEntry(part.name, part.dtype, part.shape, part.num_bytes) for part in parts]
             # Old versions of transformers refuse files without this entry.
             write_shard_file(
-                disk, temporary / name, entries, _data(reader, parts, progress), metadata={"format": "pt"}
+                disk,
+                temporary / name,
+                entries,
+                _data(reader, pieces_of_file, progress),
+                metadata={"format": "pt"},
             )
             weight_map |= dict.fromkeys((part.name for part in parts), name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -168,17 +186,41 @@ def _write_weights(
 
 
 def _data(reader: BoxReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
-    """Yield the bytes of each part; one part is in memory at a time."""
-    for part in parts:
-        values = part.read(reader)
-        converted = values.to(DTYPES[part.dtype])
-        if converted is not values and not bool(converted.isfinite().all()) and bool(values.isfinite().all()):
-            raise ConfigError(
-                f"{part.name} has values up to {float(values.abs().max()):g}, which {part.dtype} cannot represent",
-                fix="use --dtype bf16 or fp32",
-            )
-        yield bytes_of(converted)
-        progress.add(part.num_bytes)
+    """Yield the bytes of each part; while one is in use, the next is read."""
+    size = max(part.stored_bytes(reader) for part in parts)
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        jobs: list[Future[memoryview]] = []
+        for number, part in enumerate(parts):
+            jobs.append(pool.submit(_bytes, reader, part, buffers[number % 2]))
+            if number:
+                yield jobs.pop(0).result()
+                progress.add(parts[number - 1].num_bytes)
+        yield jobs.pop().result()
+        progress.add(parts[-1].num_bytes)
+
+
+def _bytes(reader: BoxReader, part: TensorPart, buffer: Tensor) -> memoryview:
+    """Return the bytes of a part in its dtype, in `buffer` if it is stored so."""
+    values = part.read(reader, buffer)
+    converted = values.to(DTYPES[part.dtype])
+    if converted is not values and not bool(converted.isfinite().all()) and bool(values.isfinite().all()):
+        raise ConfigError(
+            f"{part.name} has values up to {float(values.abs().max()):g}, which {part.dtype} cannot represent",
+            fix="use --dtype bf16 or fp32",
+        )
+    return bytes_of(converted)
+
+
+def _pieces(part: TensorPart, is_read_whole: Callable[[str], bool]) -> Iterator[TensorPart]:
+    """Yield rows of a whole tensor, of at most 64 MB as far as a row is not larger."""
+    num_rows = part.shape[0] if part.shape else 1
+    step = max(1, _CHUNK_BYTES * num_rows // max(part.num_bytes, 1))
+    if step >= num_rows or is_read_whole(part.name):
+        yield part
+        return
+    for start in range(0, num_rows, step):
+        yield replace(part, box=((start, min(start + step, num_rows)), *part.box[1:]))
 
 
 def _boxes(reader: BoxReader) -> Iterator[TensorPart]:

@@ -74,11 +74,19 @@ class TensorPart:
     def num_bytes(self) -> int:
         return num_bytes_of(box_shape(self.box), self.dtype)
 
-    def read(self, reader: BoxReader) -> Tensor:
-        """Return the checked values of this box; they may be of another checkpoint with the same tensor."""
-        values = torch.empty(
-            box_shape(self.box), dtype=DTYPES[reader.kind(self.name, self.shape, self.kind).dtype]
-        )
+    def stored_bytes(self, reader: BoxReader) -> int:
+        """Return its bytes in the dtype that `reader` has."""
+        return num_bytes_of(box_shape(self.box), reader.kind(self.name, self.shape, self.kind).dtype)
+
+    def read(self, reader: BoxReader, buffer: Tensor | None = None) -> Tensor:
+        """Return the checked values of this box; they may be of another checkpoint with the same tensor.
+
+        Args:
+            buffer: memory for `stored_bytes` or more; None: new memory.
+        """
+        dtype = DTYPES[reader.kind(self.name, self.shape, self.kind).dtype]
+        memory = torch.empty(self.stored_bytes(reader), dtype=torch.uint8) if buffer is None else buffer
+        values = memory[: self.stored_bytes(reader)].view(dtype).view(box_shape(self.box))
         reader.read_box(values, kind=self.kind, name=self.name, shape=self.shape, box=self.box)
         return values
 

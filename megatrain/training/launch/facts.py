@@ -21,11 +21,13 @@ from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
+from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
-from megatrain.config.stored_settings import with_stored_settings
+from megatrain.config.stored_settings import with_settings, with_stored_settings
 from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
 
@@ -48,7 +50,8 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     Raises:
         NoCheckpointError: `--load` has no valid checkpoint, and a start from scratch is not allowed.
     """
-    request, stored = _with_checkpoint_args(request)
+    described = described_settings(request)
+    request, stored = _with_taken_settings(request, *described)
     found, problems = _input_facts(request)
     of_paths = list(path_problems(request))
     problems += (*of_paths, *step_problems(request))
@@ -65,6 +68,8 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         devices_per_node=_num_node_devices(environment) if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
+        described_settings=described[0],
+        described_by=described[1],
         data_problems=tuple(problems),
         has_triton=importlib.util.find_spec("triton") is not None,
         libraries=library_versions(),
@@ -84,8 +89,9 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     Output folders and the checkpoint's schedules are not checked. Without a valid checkpoint the facts are of a run from
     scratch, and `log` gets a line that says so.
     """
+    described = described_settings(request)
     try:
-        request, stored = _with_checkpoint_args(request)
+        request, stored = _with_taken_settings(request, *described)
         found, problems = _input_facts(request)
         stored = stored or (stored_run(request) if not problems else None)
     except NoCheckpointError as error:
@@ -94,6 +100,8 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     facts = Facts(
         world_size=world_size,
         checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
+        described_settings=described[0],
+        described_by=described[1],
         data_problems=tuple(problems),
         libraries=library_versions(),
         **found,
@@ -101,8 +109,14 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     return add_custom_layers(request, facts)
 
 
-def _with_checkpoint_args(request: Request) -> tuple[Request, StoredRun | None]:
-    """Return the request with the settings of --use-checkpoint-args, and the checkpoint; without the flag, the request alone."""
+def _with_taken_settings(
+    request: Request, described: Mapping[str, Any], file: str
+) -> tuple[Request, StoredRun | None]:
+    """Return the request with the settings that a file describes and those of --use-checkpoint-args, and the checkpoint.
+
+    Without the latter flag there is no checkpoint yet.
+    """
+    request = with_settings(request, described, Origin("folder", file))
     is_wanted = request.known("checkpoint.use_checkpoint_args") or request.known("training.eval_only")
     is_wanted = is_wanted and not any(step_problems(request))
     stored = stored_run(request) if is_wanted else None

@@ -3,14 +3,15 @@
 --load FOLDER                                  newest valid checkpoint   ┐
 --load FOLDER/iter_0000100, --ckpt-step 100    that one                  ├─> StoredRun
 non-persistent checkpoints of the same run     if newer                  │
---pretrained-checkpoint                        while --load has none     ┘
+--pretrained-checkpoint                        while --load has none     │
+either with hf:FOLDER                          a folder of transformers  ┘
 
 A folder may hold checkpoints of Megatron-LM and of megatrain: the newest of all counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from megatrain.checkpoint.find import (
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Request, StoredRun
 from megatrain.config.errors import NoCheckpointError, Problem
-from megatrain.config.schema.training import non_persistent_folder
+from megatrain.config.schema.training import HF_PREFIX, non_persistent_folder
 from megatrain.config.stored_settings import stored_settings
 from megatrain.training.launch.foreign_checkpoints import foreign_candidates, newest_foreign
+from megatrain.training.launch.hf_folder import start_of_folder
 
 
 def stored_run(request: Request) -> StoredRun | None:
@@ -40,7 +42,9 @@ def stored_run(request: Request) -> StoredRun | None:
     found = _whole_run(request)
     if found is None:
         return None
-    settings = _taken_settings(request, found)
+    if found.path.startswith(HF_PREFIX):
+        return found
+    settings = _taken_settings(request, found.config)
     found = found.weights_only if found.is_start else found
     return replace(found, settings=settings)
 
@@ -96,6 +100,8 @@ def _whole_run(request: Request) -> StoredRun | None:
     """Return the checkpoint with its whole state; `is_start` if the run takes only its weights."""
     load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
     has_candidates = load is not None and bool(find_checkpoints(Path(load)))
+    if load is not None and load.startswith(HF_PREFIX):
+        return _start_of_folder(request, load)
     if load is not None:
         found = _newest_of(request, _sources(request, load))
         if found is not None:
@@ -103,11 +109,7 @@ def _whole_run(request: Request) -> StoredRun | None:
             is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
             return replace(found, is_start=is_start, is_upcycled=is_upcycled)
     if start is not None and not has_candidates:
-        source = _chosen(start, request.known("checkpoint.ckpt_step"))
-        found = _newest_of(request, (source,))
-        if found is None:
-            raise _no_checkpoint("--pretrained-checkpoint", source)
-        return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
+        return _start(request, start)
     if load is None:
         return None
     save, chosen = request.known("checkpoint.save"), _chosen(load, request.known("checkpoint.ckpt_step"))
@@ -117,6 +119,25 @@ def _whole_run(request: Request) -> StoredRun | None:
     if is_empty and may_start and not request.known("checkpoint.exit_on_missing_checkpoint"):
         return None
     raise _no_checkpoint("--load", chosen)
+
+
+def _start(request: Request, name: str) -> StoredRun:
+    """Return the checkpoint of --pretrained-checkpoint."""
+    if name.startswith(HF_PREFIX):
+        return _start_of_folder(request, name)
+    source = _chosen(name, request.known("checkpoint.ckpt_step"))
+    found = _newest_of(request, (source,))
+    if found is None:
+        raise _no_checkpoint("--pretrained-checkpoint", source)
+    return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
+
+
+def _start_of_folder(request: Request, name: str) -> StoredRun:
+    """Return the start with the weights of a folder of transformers."""
+    found, config = start_of_folder(name)
+    settings, is_upcycled = _taken_settings(request, config), _is_upcycled(request, found)
+    compared = {"model": found.config["model"]} if is_upcycled else found.config
+    return replace(found, config=compared, settings=settings, is_upcycled=is_upcycled)
 
 
 def _is_upcycled(request: Request, found: StoredRun) -> bool:
@@ -173,12 +194,12 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
     )
 
 
-def _taken_settings(request: Request, stored: StoredRun) -> dict[str, Any]:
+def _taken_settings(request: Request, config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     is_evaluated = bool(request.known("training.eval_only"))
     if not (is_evaluated or request.known("checkpoint.use_checkpoint_args")):
         return {}
     with_layout = bool(request.known("checkpoint.use_mp_args_from_checkpoint_args"))
-    return stored_settings(stored.config, request, with_layout=with_layout, with_training=is_evaluated)
+    return stored_settings(config, request, with_layout=with_layout, with_training=is_evaluated)
 
 
 def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:

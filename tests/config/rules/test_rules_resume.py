@@ -441,7 +441,25 @@ def test_settings_that_the_checkpoint_does_not_have_are_skipped(plan_of):
     assert plan_of(facts=Facts(checkpoint=stored)).notes == ()
 
 
+FOLDER = Facts(
+    checkpoint=StoredRun(
+        path="hf:f",
+        iteration=0,
+        consumed_train_samples=0,
+        config={"model": {"padded_vocab_size": 300}},
+        is_start=True,
+    )
+)
+
+
+def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
+    assert plan_of("--load hf:f --vocab-size 299", facts=FOLDER).derived.vocab_size == 299
+
+
 CASES = {
+    "vocabulary_is_in_the_folder": [
+        ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
+    ],
     "restarts_keep_training_state": [
         ("--save r --load r --no-load-optim", "", None,
          ("--no-load-optim", "--save", "--load"), ("--load", "--no-load-optim")),

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import Rope
 from megatrain.interop.hf.families.llama import SIZES
 from megatrain.interop.hf.family import (
     POSITIVE,
@@ -15,6 +14,7 @@ from megatrain.interop.hf.family import (
     Value,
     in_layers,
 )
+from megatrain.interop.hf.rope import Rope
 
 _LAYER: Final[dict[str, str | Fused]] = {
     "input_layernorm": "attention.norm",

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope
+from megatrain.interop.hf.config_parts import QueryGroups
 from megatrain.interop.hf.family import (
     POSITIVE,
     PROBABILITY,
@@ -15,6 +15,7 @@ from megatrain.interop.hf.family import (
     Value,
     in_layers,
 )
+from megatrain.interop.hf.rope import Rope
 
 SIZES: Final[tuple[ConfigPart, ...]] = (
     Value("hidden_size", "model.hidden_size"),

@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope, Windows
+from megatrain.interop.hf.config_parts import QueryGroups, Windows
 from megatrain.interop.hf.families.llama import BUFFERS, MODULES, SWIGLU
 from megatrain.interop.hf.family import Family
+from megatrain.interop.hf.rope import Rope
 
 MISTRAL: Final = Family(
     architecture="MistralForCausalLM",

@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope, Windows
+from megatrain.interop.hf.config_parts import QueryGroups, Windows
 from megatrain.interop.hf.families.llama import ATTENTION, BUFFERS, NORMS, OUTER, SWIGLU
 from megatrain.interop.hf.family import Family, Fixed, Fused, Value, in_layers
+from megatrain.interop.hf.rope import Rope
 
 _EXPERTS: Final[dict[str, str | Fused]] = {
     "block_sparse_moe.gate": "mlp.router",

@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope
+from megatrain.interop.hf.config_parts import QueryGroups
 from megatrain.interop.hf.families.llama import ATTENTION, MLP, NO_ATTENTION_BIAS, OUTER, QK_NORMS, SWIGLU
 from megatrain.interop.hf.family import Family, Fixed, Fused, in_layers
+from megatrain.interop.hf.rope import Rope
 
 QK_LAYERNORM: Final = Fixed({"model.qk_layernorm": True, "model.qk_layernorm_width": "all_heads"})
 _NORMS: Final[dict[str, str | Fused]] = {

@@ -2,11 +2,12 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope
+from megatrain.interop.hf.config_parts import QueryGroups
 from megatrain.interop.hf.families.llama import ATTENTION, NO_ATTENTION_BIAS, NORMS, OUTER, QK_NORMS, SWIGLU
 from megatrain.interop.hf.families.olmo2 import QK_LAYERNORM
 from megatrain.interop.hf.families.qwen3_moe import EXPERTS
 from megatrain.interop.hf.family import Choice, Family, Not, Value, in_layers
+from megatrain.interop.hf.rope import Rope
 
 OLMOE: Final = Family(
     architecture="OlmoeForCausalLM",

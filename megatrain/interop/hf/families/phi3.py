@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope, Windows
+from megatrain.interop.hf.config_parts import QueryGroups, Windows
 from megatrain.interop.hf.families.llama import NORMS, OUTER, SWIGLU
 from megatrain.interop.hf.family import Family, Fused, in_layers
+from megatrain.interop.hf.rope import Rope
 
 _LAYER: Final[dict[str, str | Fused]] = {
     "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v")),

@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope, Windows, last_layers
+from megatrain.interop.hf.config_parts import QueryGroups, Windows, last_layers
 from megatrain.interop.hf.families.llama import BUFFERS, MODULES, SWIGLU
 from megatrain.interop.hf.family import Family, Fixed
+from megatrain.interop.hf.rope import Rope
 
 QKV_BIAS: Final = Fixed({"model.add_qkv_bias": True})
 

@@ -2,11 +2,12 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope
+from megatrain.interop.hf.config_parts import QueryGroups
 from megatrain.interop.hf.families.llama import LAYER, OUTER, SWIGLU
 from megatrain.interop.hf.families.qwen2 import QKV_BIAS
 from megatrain.interop.hf.families.qwen3_moe import EXPERT_CONFIG, EXPERTS
 from megatrain.interop.hf.family import Choice, Family, Fixed, Fused, Value, in_layers
+from megatrain.interop.hf.rope import Rope
 
 _SHARED: Final[dict[str, str | Fused]] = {
     "mlp.shared_expert.gate_proj": "mlp.shared.gate",

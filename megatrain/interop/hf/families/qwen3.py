@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups, Rope, Windows, last_layers
+from megatrain.interop.hf.config_parts import QueryGroups, Windows, last_layers
 from megatrain.interop.hf.families.llama import LAYER, NO_ATTENTION_BIAS, OUTER, QK_NORMS, SWIGLU
 from megatrain.interop.hf.family import Family, Fixed, Value, in_layers
+from megatrain.interop.hf.rope import Rope
 
 CONFIG: Final = (
     *SWIGLU,

@@ -4,9 +4,12 @@ from typing import Final
 
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatrain.interop.hf.families.gemma2 import GEMMA2
+from megatrain.interop.hf.families.gemma3 import GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
+from megatrain.interop.hf.families.gpt_oss import GPT_OSS
 from megatrain.interop.hf.families.llama import LLAMA
 from megatrain.interop.hf.families.mistral import MISTRAL
 from megatrain.interop.hf.families.mixtral import MIXTRAL
@@ -22,15 +25,13 @@ from megatrain.interop.hf.family import Family
 FAMILIES: Final = {
     family.architecture: family
     for family in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, PHI3,
+        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS,
     )
 }  # fmt: skip
 REFUSED: Final = {
-    "Gemma3ForCausalLM": "two bases of RoPE, one for layers with a window and one for the others",
-    "Gemma3ForConditionalGeneration": "images, and two bases of RoPE",
-    "GptOssForCausalLM": "biases of experts and of the router",
-    "DeepseekV2ForCausalLM": "a table of names for multi-latent attention",
-    "DeepseekV3ForCausalLM": "a table of names for multi-latent attention",
+    "Gemma3ForConditionalGeneration": "images",
+    "Qwen3NextForCausalLM": "a table of names for linear attention",
     "Llama4ForCausalLM": "experts that scale their input",
     "Phi3SmallForCausalLM": "block-sparse attention",
     "FalconForCausalLM": "parallel residual branches",

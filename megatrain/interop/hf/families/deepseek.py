@@ -1,0 +1,213 @@
+"""DeepSeek V2 and V3: multi-latent attention, first layers dense, then experts in groups with shared ones.
+
+V3 selects experts by sigmoid scores with a bias per expert; its layers of multi-token prediction stay out, as in transformers.
+"""
+
+from typing import Any, Final
+
+from megatrain.checkpoint.untrusted_json import Check, InvalidError, integer, shown
+from megatrain.config.derive.patterns import parse_expert_pattern
+from megatrain.config.schema.tree import Config
+from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.config_parts import layer_list
+from megatrain.interop.hf.families.llama import BUFFERS, MLP, NO_ATTENTION_BIAS, NORMS, OUTER, SIZES
+from megatrain.interop.hf.families.qwen3_moe import EXPERTS
+from megatrain.interop.hf.family import (
+    COUNT,
+    POSITIVE,
+    Choice,
+    ConfigPart,
+    Family,
+    Fixed,
+    Fused,
+    Implied,
+    Not,
+    Value,
+    in_layers,
+)
+from megatrain.interop.hf.rope import LatentRope
+
+_MAX_LAYERS: Final = 1 << 16
+
+
+def _epsilon(value: Any, name: str) -> None:
+    """Describe the epsilon of all norms, which is that of the norms of latents in transformers."""
+    if value != 1e-6:
+        raise InvalidError(f"{name} {shown(value)} is not 1e-06, that of the norms of its latents")
+
+
+class _Heads:
+    """Key and value heads: each query head has its own."""
+
+    def __init__(self, default: int | None) -> None:
+        self.default = default
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        groups = source.get("num_key_value_heads", default=self.default)
+        if groups not in (None, source.get("num_attention_heads")):
+            raise source.refusal("num_key_value_heads", groups, "latents have keys for every head")
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"num_key_value_heads": config.model.num_attention_heads}
+
+
+class _ExpertLayers:
+    """Layers with experts: all after the first `first_k_dense_replace`."""
+
+    def __init__(self, default: int) -> None:
+        self.default = default
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        first = source.checked("first_k_dense_replace", check=integer(0, num_layers), default=self.default)
+        if first == num_layers:
+            raise source.refusal("first_k_dense_replace", first, "a model of this kind has experts")
+        return (
+            {"experts.moe_layer_freq": layer_list([n >= first for n in range(num_layers)])} if first else {}
+        )
+
+    def write(self, config: Config) -> dict[str, Any]:
+        has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
+        return {"first_k_dense_replace": has_experts.index(True) if True in has_experts else 0}
+
+
+class _SharedExperts:
+    """Shared experts, which form one MLP."""
+
+    def __init__(self, default: int) -> None:
+        self.default = default
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        number = source.checked("n_shared_experts", check=COUNT, default=self.default)
+        width = source.checked("moe_intermediate_size", check=COUNT)
+        return {"experts.moe_shared_expert_intermediate_size": number * width}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        width = config.experts.moe_shared_expert_intermediate_size or 0
+        return {"n_shared_experts": width // (config.experts.moe_ffn_hidden_size or 1)}
+
+
+class _Groups:
+    """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores there, of k / groups here."""
+
+    def __init__(self, best: int, groups: int | None, used: int | None) -> None:
+        self.best, self.groups, self.used = best, groups, used
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        groups = source.checked("n_group", check=COUNT, default=self.groups, is_optional=True)
+        used = source.checked("topk_group", check=COUNT, default=self.used, is_optional=True)
+        top_k = source.checked("num_experts_per_tok", check=COUNT, default=8)
+        if groups in (None, 1) or source.get("topk_method") == "greedy":
+            return {}
+        if used is None or top_k // used != self.best:
+            wanted = f"scores of groups here are sums of {top_k}/{used} largest scores, there of {self.best}"
+            raise source.refusal("topk_group", used, wanted)
+        return {"experts.moe_router_num_groups": groups, "experts.moe_router_group_topk": used}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        groups, used = config.experts.moe_router_num_groups, config.experts.moe_router_group_topk
+        return {"n_group": groups or (self.groups and 1), "topk_group": used or (self.used and 1)}
+
+
+def _config(
+    *, first_dense: int, shared: int, scaling: float, experts: int, heads: int | None
+) -> tuple[ConfigPart, ...]:
+    """Return the parts that both versions have, with the defaults of one."""
+    return (
+        *SIZES,
+        Value("rms_norm_eps", "model.norm_epsilon", _EPSILON),
+        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
+        Choice("hidden_act", {"silu": {}}),
+        NO_ATTENTION_BIAS,
+        _Heads(heads),
+        LatentRope(),
+        Value("q_lora_rank", "model.q_lora_rank", default=1536, is_optional=True),
+        Value("kv_lora_rank", "model.kv_lora_rank", default=512),
+        Value("qk_nope_head_dim", "model.qk_head_dim", default=128),
+        Value("qk_rope_head_dim", "model.qk_pos_emb_head_dim", default=64),
+        Value("v_head_dim", "model.v_head_dim", default=128),
+        Implied(("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")),
+        Choice("moe_layer_freq", {1: {}}),
+        _ExpertLayers(first_dense),
+        _SharedExperts(shared),
+        Value("moe_intermediate_size", "experts.moe_ffn_hidden_size"),
+        Value(
+            "n_routed_experts",
+            "experts.num_experts",
+            default=experts,
+            also=("num_experts", "num_local_experts"),
+        ),
+        Value("routed_scaling_factor", "experts.moe_router_topk_scaling_factor", POSITIVE, default=scaling),
+        Fixed(
+            {
+                "model.normalization": "RMSNorm",
+                "model.swiglu": True,
+                "model.disable_bias_linear": True,
+                "model.hidden_dropout": 0.0,
+                "model.multi_latent_attention": True,
+                "model.qk_layernorm": True,
+            }
+        ),
+    )
+
+
+_EPSILON: Final[Check] = _epsilon
+_LAYER: Final[dict[str, str | Fused]] = {
+    **NORMS,
+    "self_attn.q_proj": "attention.q",
+    "self_attn.q_a_proj": "attention.q_down",
+    "self_attn.q_a_layernorm": "attention.q_norm",
+    "self_attn.q_b_proj": "attention.q_up",
+    "self_attn.kv_a_proj_with_mqa": "attention.kv_down",
+    "self_attn.kv_a_layernorm": "attention.kv_norm",
+    "self_attn.kv_b_proj": "attention.kv_up",
+    "self_attn.o_proj": "attention.proj",
+    **MLP,
+    **EXPERTS,
+    "mlp.shared_experts.gate_proj": "mlp.shared.gate",
+    "mlp.shared_experts.up_proj": "mlp.shared.up",
+    "mlp.shared_experts.down_proj": "mlp.shared.down",
+}
+
+DEEPSEEK_V2: Final = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    config=(
+        *_config(first_dense=0, shared=2, scaling=1.0, experts=64, heads=None),
+        Value("num_experts_per_tok", "experts.moe_router_topk"),
+        Choice("scoring_func", {"softmax": {}}),
+        Choice("topk_method", {"greedy": {}, "group_limited_greedy": {}}),
+        Choice("norm_topk_prob", {False: {}}, reason="transformers does not normalize its probabilities"),
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        _Groups(best=1, groups=None, used=None),
+        Fixed({"experts.moe_router_pre_softmax": True}),
+    ),
+    modules={**OUTER, **in_layers("model.layers", _LAYER)},
+    buffers=BUFFERS,
+)
+DEEPSEEK_V3: Final = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    config=(
+        *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
+        Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
+        Choice("scoring_func", {"sigmoid": {}}),
+        Choice("topk_method", {"noaux_tc": {}}),
+        Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+        Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
+        _Groups(best=2, groups=8, used=4),
+        Fixed(
+            {
+                "experts.moe_router_score_function": "sigmoid",
+                "experts.moe_router_enable_expert_bias": True,
+            }
+        ),
+    ),
+    modules={
+        **OUTER,
+        **in_layers("model.layers", {**_LAYER, "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
+    },
+    buffers=BUFFERS,
+    more_layers="num_nextn_predict_layers",
+)

@@ -1,0 +1,85 @@
+"""A folder of transformers as the start of a run, and as the source of its settings.
+
+--load hf:FOLDER, --pretrained-checkpoint hf:FOLDER ─> StoredRun: weights alone; each rank reads its boxes from the files
+--from-hf FOLDER ─> config.json ─> settings of the model, tokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.errors import MismatchError
+from megatrain.config import Request, StoredRun
+from megatrain.config.errors import InputError
+from megatrain.config.rules.resume_classes import FUNCTION, SHAPE, paths_of
+from megatrain.config.schema.training import HF_PREFIX
+from megatrain.interop.hf.checkpoint import HfCheckpoint
+from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.families.table import family_of
+from megatrain.interop.hf.family import COUNT
+from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder
+from megatrain.interop.hf.settings import read_settings
+
+
+def start_of_folder(name: str) -> tuple[StoredRun, Mapping[str, Any]]:
+    """Return the start of a run that `hf:FOLDER` names, and its configuration for --use-checkpoint-args.
+
+    Raises:
+        InputError: the folder is damaged, or of a model that megatrain lacks.
+    """
+    folder = Path(name.removeprefix(HF_PREFIX))
+    reader, name = HfCheckpoint(folder), f"{HF_PREFIX}{folder}"
+    config = reader.manifest.config
+    compared: dict[str, dict[str, Any]] = {"model": {"padded_vocab_size": reader.num_rows}, "experts": {}}
+    for path in (*paths_of(SHAPE), *paths_of(FUNCTION)):
+        section, _, setting = path.partition(".")
+        if section in compared:
+            compared[section][setting] = config[section][setting]
+    start = StoredRun(
+        path=name, iteration=0, consumed_train_samples=0, config=compared, sources=(name,), is_start=True
+    )
+    return start, config
+
+
+def opener(name: str, vocab_size: int) -> Callable[[], HfCheckpoint]:
+    """Return a function that opens the weights which `hf:FOLDER` names, with the first rows of the vocabulary."""
+
+    def open_folder() -> HfCheckpoint:
+        try:
+            return HfCheckpoint(Path(name.removeprefix(HF_PREFIX)), vocab_size)
+        except InputError as error:
+            first = error.problems[0]
+            raise MismatchError(first.text, fix=first.fix) from error
+
+    return open_folder
+
+
+def described_settings(request: Request) -> tuple[dict[str, Any], str]:
+    """Return the settings of --from-hf that are not given, by path, and the file that describes them.
+
+    Raises:
+        InputError: the folder's config.json is damaged, or of a model that megatrain lacks.
+    """
+    name = request.known("checkpoint.from_hf")
+    if name is None:
+        return {}, ""
+    path = Path(name)
+    folder = HfFolder(path)
+    found = read_settings(family_of(folder.config), folder.config)
+    has_tokenizer = any(
+        path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
+    )
+    if not has_tokenizer and (path / TOKENIZER_NAME).is_file():
+        found["tokenizer.tokenizer_type"] = "HuggingFaceTokenizer"
+        found["tokenizer.tokenizer_model"] = str(path.resolve())
+    elif not has_tokenizer:
+        found["tokenizer.tokenizer_type"] = "NullTokenizer"
+        found["tokenizer.vocab_size"] = folder.config.checked("vocab_size", check=COUNT)
+    taken = {key: value for key, value in found.items() if not _is_given(request, key)}
+    return taken, str(path / CONFIG_NAME)
+
+
+def _is_given(request: Request, path: str) -> bool:
+    return request.origins[path].kind in ("flag", "yaml")
