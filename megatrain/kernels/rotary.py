@@ -82,8 +82,8 @@ def cos_sin_tables(
     if (
         positions.is_meta
     ):  # no values, and operators of tables would import torch's compiler, which takes a second
-        table = positions.new_empty((len(positions), 1, 1, channels // 2), dtype=dtype)
-        return table, table
+        shape = (len(positions), 1, 1, channels // 2)
+        return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
     exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device) / channels
     frequencies = spec.base**-exponents
     scale = 1.0
