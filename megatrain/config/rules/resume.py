@@ -296,10 +296,16 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
         return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
-        if (checkpoint.load or "").startswith(HF_PREFIX):
-            return "--load hf:"
-        return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
+        return _flag_of_start(draft)
     return ""
+
+
+def _flag_of_start(draft: Draft) -> str:
+    """Return the flag that names the weights from which the run starts."""
+    checkpoint = draft.config.checkpoint
+    if (checkpoint.load or "").startswith(HF_PREFIX):
+        return "--load hf:"
+    return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
 
 
 def _with_unit(path: str, value: Any) -> str:
