@@ -28,7 +28,7 @@ from megatrain.checkpoint.chunks import plan_chunks, split_box
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest, tiling_problem
-from megatrain.checkpoint.reader import CheckpointReader, hash_tensors, verify
+from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, hash_tensors, verify
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -186,7 +186,7 @@ def test_weights_load_for_inference(tmp_path: Path) -> None:
         has_gradients=False,
     )
     with CheckpointReader(path) as reader:
-        fill_weights(buffers, reader.source("weight"))
+        fill_weights(buffers, CheckpointSource(reader, "weight"))
     assert torch.equal(
         torch.cat(buffers.weights.full), torch.cat(saved.optimizer.master_weights).to(torch.bfloat16)
     )

@@ -61,7 +61,7 @@ def test_killed_at_random_moments_and_resumed_equals_never_killed(
     chance, num_kills = random.Random(seed), 0
     while num_kills < 4:
         try:
-            span = 0.6 if world_size == 1 else 3.0
+            span = {1: 0.6, 2: 1.2}.get(world_size, 3.0)
             pool.run(world_size, train_here, [*flags, *folder_flags(tmp_path)], chance.uniform(0.01, span))
         except WorkerError:
             num_kills += 1

@@ -189,7 +189,7 @@ MUTANTS = [
         "a checkpoint is removed before its replacement is there",
         "E",
         _SAVE,
-        'disk.rename(final, final.with_name(f"{final.name}.old-{_save_id(temporary)}"))',
+        'disk.rename(final, final.with_name(f"{final.name}.{kind}-{_save_id(temporary)}"))',
         "disk.remove(final)",
     ),
     _one(
