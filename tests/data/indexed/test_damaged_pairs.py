@@ -310,10 +310,7 @@ def problems_on_resume(before, now):
     config = SimpleNamespace(training=SimpleNamespace(only_evaluates=False))
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={}, datasets=before)
     draft = SimpleNamespace(config=config, facts=Facts(checkpoint=stored, datasets=now))
-    return [
-        str(problem)
-        for problem in data_matches_checkpoint(draft)
-    ]
+    return [str(problem) for problem in data_matches_checkpoint(draft)]
 
 
 def test_another_dataset_of_equal_sizes_is_found_on_resume_by_its_digest(prefix, tmp_path):
