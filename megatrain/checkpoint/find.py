@@ -22,7 +22,7 @@ from megatrain.checkpoint.tensor_file import check_size
 RELEASE_NAME = "release"
 """Folder of weights without an iteration, which Megatron-LM's converters write."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_(\d{7,15})(\.old-[0-9a-f]+)?")
+_FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
 
 

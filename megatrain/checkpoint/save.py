@@ -312,8 +312,10 @@ def copied_ahead(part: Sequence[PlannedChunk], buffers: Sequence[Tensor]) -> Ite
     """Yield the bytes of each chunk, from its buffer if there are any; the next one is copied meanwhile."""
 
     def copied(number: int) -> memoryview:
-        values = part[number].values.detach().view(-1).view(torch.uint8)
-        return bytes_of(buffers[number % 2][: len(values)].copy_(values) if buffers else values)
+        values = part[number].values.detach()
+        data = values.view(-1).view(torch.uint8)
+        is_copied = buffers and (not values.is_cpu or len(data) <= len(buffers[0]))
+        return bytes_of(buffers[number % 2][: len(data)].copy_(data) if is_copied else data)
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(copied, 0)

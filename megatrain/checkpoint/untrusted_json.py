@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import reprlib
 import types
@@ -73,7 +72,7 @@ def number(within: Range | None = None) -> Check:
 
     def check(value: Any, name: str) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or abs(value) > MAX_INTEGER * 1e100:
+        if not is_number or not abs(value) <= MAX_INTEGER * 1e100:
             raise InvalidError(f"{name} {shown(value)} is not a finite number")
         if within is not None and not within.holds(value):
             raise InvalidError(f"{name} {shown(value)} is not {within}")

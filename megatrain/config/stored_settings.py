@@ -102,16 +102,17 @@ def stored_settings(
     """Return the settings to take from the configuration of a checkpoint, by path. Reading the checkpoint has checked them."""
     names = {*_MODEL, *(_LAYOUT if with_layout else ())}
     names_tokenizer = any(
-        path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
+        path.startswith("tokenizer.") and origin.kind in ("flag", "yaml", "folder")
+        for path, origin in request.origins.items()
     )
     if with_training:
         names_data = any(_is_given(request, path) for path in (*_DATA_SOURCES, "data.split"))
         wanted = [path for path in _TRAINING if not (names_data and path in (*_DATA_SOURCES, "data.split"))]
         names |= {*wanted, *(one.path for one in settings() if one.section in _TRAINING_SECTIONS)}
+    names |= {one.path for one in settings() if one.section == "tokenizer" and not names_tokenizer}
     taken: dict[str, Any] = {}
     for setting in settings():
-        is_wanted = setting.path in names or (setting.section == "tokenizer" and not names_tokenizer)
-        if not is_wanted or setting.name not in stored.get(setting.section, {}):
+        if setting.path not in names or setting.name not in stored.get(setting.section, {}):
             continue
         value = stored[setting.section][setting.name]
         if not _is_given(request, setting.path) and _as_setting(value) != setting.default:

@@ -20,6 +20,9 @@ from torch import Tensor
 from megatrain.config.errors import MegatrainError, Problem
 
 MAX_LOG_PROBS = 100
+MIN_TEMPERATURE = 1e-4
+"""Lower ones, except 0, overflow in fp32."""
+MAX_PENALTY = 100.0
 _MAX_SEED = 1 << 63
 
 
@@ -50,10 +53,16 @@ class Sampling:
         """Yield the name of each setting with a wrong value, and its problem."""
         checks = {
             "max_new_tokens": (self.max_new_tokens >= 0, "a whole number of 0 or more"),
-            "temperature": (0 <= self.temperature < math.inf, "a number of 0 or more"),
+            "temperature": (
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"0, or a number of {MIN_TEMPERATURE} or more",
+            ),
             "top_k": (self.top_k >= 0, "a whole number of 0 or more; 0 samples from all tokens"),
             "top_p": (0 < self.top_p <= 1, "a number above 0, up to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a number above 0; 1 is none"),
+            "repetition_penalty": (
+                1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY,
+                f"a number from {1 / MAX_PENALTY} to {MAX_PENALTY}; 1 is none",
+            ),
             "seed": (0 <= self.seed < _MAX_SEED, "a whole number from 0 to 2^63 - 1"),
             "num_log_probs": (
                 0 <= (self.num_log_probs or 0) <= MAX_LOG_PROBS,

@@ -79,6 +79,12 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
             disk.rename(temporary, final)
         write_file(disk, target / TRACKER_NAME, str(reader.manifest.iteration).encode())
         disk.sync_folder(target)
+        num_plans = len(reader.manifest.state.get("data_plans", {}).get("train", ()))
+    if num_plans > 1:
+        print(
+            f"WARNING: --train-iters has changed {num_plans - 1} times in this run; Megatron-LM orders samples by its last value"
+            " alone, so a run that continues there reads others, and some again"
+        )
     print(f"{final}: {len(export.tensors)} parameters, {size_text(export.num_bytes)}")
     print(f"continue the run in Megatron-LM with --load {target} --ckpt-format torch_dist --no-load-rng")
     return 0

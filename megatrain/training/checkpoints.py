@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import is_of_megatron
+from megatrain.checkpoint.find import RELEASE_NAME, is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
@@ -78,7 +78,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
     plan = ranks.plan if is_planned else _plan_again(ranks, loaded, stored)
-    if stored.is_start:
+    if stored.is_start or loaded.path.name == RELEASE_NAME:
         say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
         return plan
     progress.iteration = loaded.iteration
@@ -138,7 +138,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
         is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
     )
-    used = used.weights_only if planned.is_start else used
+    used = used.weights_only if planned.is_start or loaded.path.name == RELEASE_NAME else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
     for name in ("train_plan", "valid_plan", "test_plan"):
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)

@@ -60,6 +60,16 @@ def test_an_evaluation_of_a_checkpoint_has_the_losses_of_the_run(
         expected = {key: loss for key, loss in of_run.items() if key[0] == 4}
         assert expected.keys() == {(4, one) for one in {"part": ("valid", "test"), "sets": ("a", "b")}[name]}
         assert found == expected
+    untouched = {path: path.read_bytes() for path in (tmp_path / "part").glob("*") if path.is_file()}
+    saving = ["--save", str(tmp_path / "part")]
+    assert evaluate(tmp_path / "part" / "iter_0000004", *saving).keys() == {(4, "valid"), (4, "test")}
+    assert {path: path.read_bytes() for path in untouched} == untouched
+    words = ["--eval-only", "--load", str(tmp_path / "part"), "--eval-iters", "0", "--device", "cpu"]
+    assert pretrain.main(words) == 2
+    assert "--eval-iters 0 evaluates nothing" in capsys.readouterr().err
+    missing = ["--eval-only", "--load", str(tmp_path / "none"), "--save", str(tmp_path / "none")]
+    assert pretrain.main([*command_line({}), *missing, "--eval-iters", "1"]) == 3
+    assert not (tmp_path / "none").exists()
     other = evaluate(
         tmp_path / "part" / "iter_0000002", "--data-path", str(tmp_path / "b"), "--split", "0,100,0"
     )

@@ -47,8 +47,12 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     notes += [item for item in found if isinstance(item, str)]
     notes += _override_notes(flags, given)
     problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
+    values = {item.path: item.value for item in given}
+    if values.get("training.eval_only") and values.pop("checkpoint.save", None):
+        given = [item for item in given if item.path != "checkpoint.save"]
+        notes.append("--save has no effect with --eval-only, which saves nothing")
     return Request(
-        Config().with_values({item.path: item.value for item in given}),
+        Config().with_values(values),
         {setting.path: Origin("default") for setting in settings()}
         | {item.path: item.origin for item in given},
         tuple(problems),

@@ -271,8 +271,11 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             continue
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]
-        # Rows of padding are no tokens for this program: loading compares the rows that are left.
-        if before != now and not (setting.path == "tokenizer.vocab_size" and is_of_megatron):
+        # Rows of padding are no tokens for this program: loading compares the rows that are left. Fewer tokens are a change.
+        is_padding = (
+            is_of_megatron and setting.path == "tokenizer.vocab_size" and (not before or now >= before)
+        )
+        if before != now and not is_padding:
             yield setting.path, before, now
 
 

@@ -28,6 +28,14 @@ def evaluation_has_a_checkpoint(draft: Draft) -> Iterator[Problem]:
         and checkpoint.pretrained_checkpoint is None
     ):
         yield Problem("--eval-only evaluates a checkpoint, and none is given", "add --load FOLDER")
+    if (
+        draft.config.training.eval_only
+        and draft.config.training.eval_iters == 0
+        and not draft.config.data.full_validation
+    ):
+        yield Problem(
+            "--eval-only with --eval-iters 0 evaluates nothing", "add --eval-iters 100, or --full-validation"
+        )
 
 
 def training_has_one_length(draft: Draft) -> Problems:

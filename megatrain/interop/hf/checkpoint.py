@@ -144,13 +144,13 @@ class HfCheckpoint:
         is_plain = not theirs.is_transposed and part.place is None and out.shape[1:] == part.shape[1:]
         is_plain = is_plain and out.is_cpu and out.dtype == self._folder.dtype(stored)
         for own, found in rows_to_copy(part.rows, box):
-            if is_plain and out[own].is_contiguous():
+            if is_plain and found.step == 1 and out[own].is_contiguous():
                 self._folder.read_rows(stored, found.start, out[own])
             else:
                 out[own].copy_(self._rows(theirs, part.place, found)[(slice(None), *rest)])
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
-        if not theirs.is_transposed and place is None:
+        if not theirs.is_transposed and place is None and rows.step == 1:
             return self._folder.rows(self._stored_names[theirs.name], rows.start, rows.stop)
         whole = self._whole(theirs.name, place)
         return (whole.t() if theirs.is_transposed else whole)[rows.start : rows.stop : rows.step]

@@ -292,7 +292,7 @@ def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:
         ep,
         num_layers,
         arguments.get("num_experts") or 0,
-        bool(arguments.get("swiglu")),
+        any(arguments.get(name) for name in ("swiglu", "geglu", "quick_geglu")),
         not arguments.get("untie_embeddings_and_output_weights"),
     )
 

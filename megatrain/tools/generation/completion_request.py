@@ -97,7 +97,6 @@ _FIELDS: Final[Mapping[str, Check]] = {
     "logit_bias": _nothing,
     "suffix": _nothing,
     "user": _ignored,
-    "stream_options": _ignored,
 }
 """Fields of a request; the others of Sampling are those of other servers with this API."""
 

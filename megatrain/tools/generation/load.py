@@ -118,15 +118,21 @@ def end_token(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
 
 
 def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
-    """Return the bytes that a cache may take on this rank."""
+    """Return the bytes that a cache may take on each rank: all ranks get the same number."""
     if arguments.cache_gb is not None:
         if not arguments.cache_gb > 0:
             raise ConfigError(f"--cache-gb {arguments.cache_gb} is no size", fix="give a number above 0")
         return int(arguments.cache_gb * 1e9)
     if process.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(process.device)
-        return int(0.8 * free)
-    return available_bytes() // 2
+        limit = int(0.8 * free)
+    else:
+        limit = available_bytes() // 2
+    if process.ranks.size > 1:
+        least = torch.tensor([limit], device=process.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        limit = int(least)
+    return limit
 
 
 def check_max_sequences(arguments: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def stored_run(request: Request) -> StoredRun | None:
         return None
     if found.path.startswith(HF_PREFIX):
         return found
-    settings = _taken_settings(request, found.config)
+    settings = _taken_settings(request, found.config, has_run=found.iteration > 0)
     found = found.weights_only if found.is_start else found
     return replace(found, settings=settings)
 
@@ -135,7 +135,8 @@ def _start(request: Request, name: str) -> StoredRun:
 def _start_of_folder(request: Request, name: str) -> StoredRun:
     """Return the start with the weights of a folder of transformers."""
     found, config = start_of_folder(name)
-    settings, is_upcycled = _taken_settings(request, config), _is_upcycled(request, found)
+    settings = _taken_settings(request, config, has_run=False)
+    is_upcycled = _is_upcycled(request, found)
     compared = {"model": found.config["model"]} if is_upcycled else found.config
     return replace(found, config=compared, settings=settings, is_upcycled=is_upcycled)
 
@@ -194,12 +195,15 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
     )
 
 
-def _taken_settings(request: Request, config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _taken_settings(
+    request: Request, config: Mapping[str, Mapping[str, Any]], *, has_run: bool = True
+) -> dict[str, Any]:
+    """Return the settings that a run takes from a stored configuration; without a run, those of the model alone."""
     is_evaluated = bool(request.known("training.eval_only"))
     if not (is_evaluated or request.known("checkpoint.use_checkpoint_args")):
         return {}
     with_layout = bool(request.known("checkpoint.use_mp_args_from_checkpoint_args"))
-    return stored_settings(config, request, with_layout=with_layout, with_training=is_evaluated)
+    return stored_settings(config, request, with_layout=with_layout, with_training=is_evaluated and has_run)
 
 
 def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
