@@ -13,7 +13,6 @@ import contextlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from megatrain.checkpoint.manifest import (
     tiling_problem,
 )
 from megatrain.checkpoint.retention import remove_whole
-from megatrain.checkpoint.shard_file import WrittenFile, write_shard_file
+from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of, check_size
 from megatrain.data.files import describe_write_error
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
@@ -317,12 +316,7 @@ def copied_ahead(part: Sequence[PlannedChunk], buffers: Sequence[Tensor]) -> Ite
         is_copied = buffers and (not values.is_cpu or len(data) <= len(buffers[0]))
         return bytes_of(buffers[number % 2][: len(data)].copy_(data) if is_copied else data)
 
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(copied, 0)
-        for number in range(1, len(part)):
-            data, ahead = ahead.result(), pool.submit(copied, number)
-            yield data
-        yield ahead.result()
+    return one_ahead(copied, len(part))
 
 
 def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -> dict[str, Any]:

@@ -13,15 +13,17 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.checkpoint.block_checksums import BLOCKS
 from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
 from megatrain.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,16 @@ def write_shard_file(
                 fix="give --save a folder on other storage, and check the health of this one",
             )
     return written
+
+
+def one_ahead(produce: Callable[[int], T], count: int) -> Iterator[T]:
+    """Yield `produce(0)`, `produce(1)`, ...; a thread produces the next one while one is in use, so that two buffers in turn suffice."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(produce, 0)
+        for number in range(1, count):
+            value, ahead = ahead.result(), pool.submit(produce, number)
+            yield value
+        yield ahead.result()
 
 
 def header_of(chunks: Sequence[ChunkEntry], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -77,8 +77,9 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     for line in loaded.skipped:
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
-    plan = ranks.plan if is_planned else _plan_again(ranks, loaded, stored)
-    if stored.is_start or loaded.path.name == RELEASE_NAME:
+    is_start = stored.is_start or loaded.path.name == RELEASE_NAME
+    plan = ranks.plan if is_planned else _plan_again(ranks, loaded, stored, is_start=is_start)
+    if is_start:
         say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
         return plan
     progress.iteration = loaded.iteration
@@ -125,7 +126,7 @@ def _upcycling(plan: Plan) -> Upcycling:
     return upcycling_of(plan.config.experts, has_cubic_mlp=is_cubic, seed=plan.config.training.seed)
 
 
-def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
+def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: bool) -> Plan:
     """Return the plan for the loaded checkpoint: the newer one, for which `ranks.plan` was made, is damaged."""
     used = StoredRun.from_state(
         loaded.state,
@@ -138,7 +139,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
         is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
     )
-    used = used.weights_only if planned.is_start or loaded.path.name == RELEASE_NAME else used
+    used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
     for name in ("train_plan", "valid_plan", "test_plan"):
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)

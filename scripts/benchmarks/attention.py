@@ -15,13 +15,13 @@ import itertools
 import math
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from timing import REPEATS, milliseconds
 from torch import Tensor
 
 from megatrain.kernels.attention.backends import Flash2, TritonAttention
@@ -33,7 +33,6 @@ from megatrain.kernels.fused.launching import power_of_two
 
 Pass = Callable[..., Any]
 P = 0.1
-WARM_UP, REPEATS = 3, 10
 TUNED = {
     "forward": tuple(itertools.product((64, 128), (64, 128), (4, 8), (2, 3))),
     "dq": tuple(itertools.product((64, 128), (64, 128), (4, 8), (2, 3))),
@@ -168,20 +167,6 @@ def times(forward: Pass, backward: Pass, x: list[Tensor], spec: MaskSpec) -> tup
         milliseconds(partial(forward, q, k, v, spec)),
         milliseconds(partial(backward, dout, q, k, v, out, lse, spec)),
     )
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    for _ in range(WARM_UP):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

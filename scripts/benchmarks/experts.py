@@ -9,11 +9,10 @@ added to fp32 buffers by both. Transformer Engine gets the numbers of rows from 
 from __future__ import annotations
 
 import importlib.util
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from timing import REPEATS, milliseconds
 from torch import Tensor
 
 from megatrain.kernels.moe.grouped_gemm import (
@@ -21,8 +20,6 @@ from megatrain.kernels.moe.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_backward,
 )
-
-WARM_UP, REPEATS = 3, 10
 
 
 @dataclass(frozen=True)
@@ -106,20 +103,6 @@ def report(shape: Shape, name: str, forward: float, backward: float) -> None:
         )
     )
     print(f"{shape.name:<14} {name:<20}", "  ".join(figures), flush=True)
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    for _ in range(WARM_UP):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.names import BIASES, GATED, VOCABULARY, FusedRows, Part, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
@@ -230,8 +230,7 @@ def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | Torch
 
 
 def _is_gated(plan: Plan) -> bool:
-    model = plan.config.model
-    return model.swiglu or model.geglu or model.quick_geglu
+    return any(getattr(plan.config.model, name) for name in GATED)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -67,6 +67,8 @@ _RENAMED: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
+GATED: Final = ("swiglu", "geglu", "quick_geglu")
+"""Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")

@@ -27,6 +27,7 @@ from megatrain.checkpoint.errors import DamagedError, DamagedImportError, Mismat
 from megatrain.checkpoint.manifest import tiling_problem
 from megatrain.interop.megatron.archive import Archive, Place, dtype_of, size_of, tensor_record
 from megatrain.interop.megatron.inert_pickle import Record
+from megatrain.interop.megatron.names import GATED
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 FILE_NAME: Final = "model_optim_rng.pt"
@@ -292,7 +293,7 @@ def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:
         ep,
         num_layers,
         arguments.get("num_experts") or 0,
-        any(arguments.get(name) for name in ("swiglu", "geglu", "quick_geglu")),
+        any(arguments.get(name) for name in GATED),
         not arguments.get("untie_embeddings_and_output_weights"),
     )
 

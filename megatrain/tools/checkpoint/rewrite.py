@@ -14,7 +14,6 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
-from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
+from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.layout import box_shape, whole_box
@@ -189,15 +188,10 @@ def _data(reader: BoxReader, parts: Sequence[TensorPart], progress: Progress) ->
     """Yield the bytes of each part; while one is in use, the next is read."""
     size = max(part.stored_bytes(reader) for part in parts)
     buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
-    with ThreadPoolExecutor(1) as pool:
-        jobs: list[Future[memoryview]] = []
-        for number, part in enumerate(parts):
-            jobs.append(pool.submit(_bytes, reader, part, buffers[number % 2]))
-            if number:
-                yield jobs.pop(0).result()
-                progress.add(parts[number - 1].num_bytes)
-        yield jobs.pop().result()
-        progress.add(parts[-1].num_bytes)
+    produced = one_ahead(lambda number: _bytes(reader, parts[number], buffers[number % 2]), len(parts))
+    for part, data in zip(parts, produced, strict=True):
+        yield data
+        progress.add(part.num_bytes)
 
 
 def _bytes(reader: BoxReader, part: TensorPart, buffer: Tensor) -> memoryview:
