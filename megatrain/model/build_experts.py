@@ -25,7 +25,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.router import Router
-from megatrain.model.shared_expert import LatentProjection, ParallelSum, SharedExpert
+from megatrain.model.shared_expert import LatentProjection, SharedExpert, WithSharedExpert
 from megatrain.model.specs import ExpertsSpec, GptSpec, NormPosition, RouterSpec
 from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.expert_parallel import (
@@ -77,7 +77,7 @@ def expert_branch(
             spec.shared, gpt, prefix, leaves, tp, ranks.dtype, has_gate=spec.has_shared_gate
         )
         is_recomputed = recompute.has_part("shared_experts")
-        mlp = ParallelSum(experts, RecomputedModule(shared) if is_recomputed else shared, ranks.side)
+        mlp = WithSharedExpert(experts, RecomputedModule(shared) if is_recomputed else shared, ranks.side)
     mlp = RecomputedModule(mlp) if recompute.has_part("moe") else mlp
     return ExpertBranch(norm, mlp, branch_output(gpt, position, prefix, leaves, tp))
 

@@ -14,6 +14,8 @@ hidden ─ + ─ norm ──┬─ router ───────────┐
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megatrain.model.implementations.leaves import GroupedMlp, ResidualNorm
@@ -53,8 +55,17 @@ class Experts(nn.Module):
         self.to_latent, self.from_latent = to_latent, from_latent
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
+        return self.begin(x, info)()
+
+    def begin(self, x: Tensor, info: PassInfo) -> Callable[[], Tensor]:
+        """Begin to dispatch tokens and return a function that returns the output. Work in between hides a wait of the host."""
         routing = self.router(x, info)
-        dispatched = self.dispatcher.dispatch(self.to_latent(x, info).flatten(0, 1), routing)
-        rows = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
-        out: Tensor = self.from_latent(rows.unflatten(0, x.shape[:2]), info)
-        return out
+        finish_dispatch = self.dispatcher.begin_dispatch(self.to_latent(x, info).flatten(0, 1), routing)
+
+        def finish() -> Tensor:
+            dispatched = finish_dispatch()
+            rows = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
+            out: Tensor = self.from_latent(rows.unflatten(0, x.shape[:2]), info)
+            return out
+
+        return finish

@@ -1,4 +1,4 @@
-"""Parts of a layer with experts that process all tokens of a rank: the shared expert, latent projections, their sum."""
+"""Parts of a layer with experts that process all tokens of a rank: the shared expert, latent projections, the sum with the experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model import functions
+from megatrain.model.experts import Experts
 from megatrain.model.implementations.leaves import Leaves
 from megatrain.model.layouts import (
     Columns,
@@ -88,24 +89,23 @@ class SharedExpert(LaidOutModule):
         return out
 
 
-class ParallelSum(nn.Module):
-    """Two modules applied to the same input, their outputs summed. With `side` the second one runs there on a GPU.
+class WithSharedExpert(nn.Module):
+    """Experts and a shared expert applied to the same input, their outputs summed; with `side` the shared one runs there on a GPU.
 
-    The second one is called first, so that gradients of the input are summed in the same order with and without `side`.
+    The shared expert is called after the begin of the dispatch, so that the device has work while the host waits for counts;
+    with `side` it is forked there as well, so that gradients of the input are summed in the same order.
     """
 
-    def __init__(self, first: nn.Module, second: nn.Module, side: SideStream | None = None) -> None:
+    def __init__(self, experts: Experts, shared: nn.Module, side: SideStream | None = None) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.experts, self.shared = experts, shared
         self.side = side
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        out: Tensor
+        finish = self.experts.begin(x, info)
         # Deferred weight gradients would read memory of the side stream after it is free there.
         if self.side is None or not x.is_cuda or info.splits_backward:
-            second = self.second(x, info)
-            out = self.first(x, info) + second
-            return out
-        second = self.side.fork(lambda: self.second(x, info), x)
-        out = self.first(x, info)
-        return out + self.side.join(second)
+            shared: Tensor = self.shared(x, info)
+            return finish() + shared
+        forked = self.side.fork(lambda: self.shared(x, info), x)
+        return finish() + self.side.join(forked)

@@ -1,7 +1,8 @@
 """Expert parallelism: dispatches tokens to the ranks of their experts, runs the experts' grouped MLP, combines the results.
 
     routing = router(x)                                        experts and probabilities of each token
-    dispatched = dispatcher.dispatch(x, routing)               rows for this rank's experts, sorted by expert
+    finish = dispatcher.begin_dispatch(x, routing)             work that comes next hides the wait for the counts
+    dispatched = finish()                                      rows for this rank's experts, sorted by expert
     out = grouped_mlp(dispatched, fc1, fc2, activation, info)
     dispatcher.combine(out, dispatched)
 
@@ -14,7 +15,8 @@ token is sent to all etp ranks, and their outputs are summed.
 
 `LocalDispatcher` serves one rank. `AllGatherDispatcher` gathers all tokens on all ranks: the host needs no counts, and
 memory holds every possible assignment. `AllToAllDispatcher` sends each token once to each rank with one of its experts
-and receives one sum from it; the host waits for the counts once per call.
+and receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are
+all that an all-to-all sends. The host waits for the counts once per call.
 """
 
 from __future__ import annotations
@@ -87,11 +89,15 @@ class DispatchedTokens(NamedTuple):
     """The dispatcher's state for `combine`."""
 
 
+FinishDispatch = Callable[[], DispatchedTokens]
+"""Ends a dispatch; the host may wait for counts, while the device has the work that was queued before the call."""
+
+
 class TokenDispatcher(Protocol):
     """Sends tokens to experts and combines the results, differentiably."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        """Send this rank's tokens, [t, h], to their experts."""
+    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
+        """Begin to send this rank's tokens, [t, h], to their experts."""
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """Sum the experts' outputs of each token: [r, h] -> [t, h]."""
@@ -104,7 +110,7 @@ class LocalDispatcher:
         self.num_experts = num_experts
         self.rows_per_expert = rows_per_expert
 
-    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
         permutation = sort_by_expert(
             routing.experts,
             num_experts=self.num_experts,
@@ -112,7 +118,7 @@ class LocalDispatcher:
             kept=routing.kept,
             rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _permuted(x, routing.probs, permutation)
+        return lambda: _permuted(x, routing.probs, permutation)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         return _unpermuted(out, dispatched.state)
@@ -124,105 +130,127 @@ class AllGatherDispatcher:
     def __init__(
         self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
     ) -> None:
-        self.own_experts = num_experts // ep.size
+        self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
         self.rows_per_expert = rows_per_expert
 
-    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        experts = all_gather(all_gather(_kept_experts(routing), self.etp), self.ep)
+    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
+        by_expert = self._sort_own(self._gathered_experts(_kept_experts(routing)), x)
+        rows, probs = self._gathered(x), self._gathered(routing.probs)
+        return lambda: _permuted(rows, probs, by_expert)
+
+    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        rows = _unpermuted(out, dispatched.state)
+        return reduce_scatter_rows(reduce_scatter_rows(rows, self.ep), self.etp)
+
+    def _gathered_experts(self, experts: Tensor) -> Tensor:
+        """Return the experts of the tokens of all ranks of ep and etp: int64 [t, k] -> [ep * etp * t, k]."""
+        return all_gather(all_gather(experts.int(), self.etp), self.ep).long()
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return all_gather_rows(all_gather_rows(x, self.etp), self.ep)
+
+    def _sort_own(self, experts: Tensor, x: Tensor) -> Permutation:
+        """Sort the assignments of all tokens to this rank's experts; `x` are the tokens of this rank."""
         num_tokens, top_k = experts.shape
-        permutation = sort_by_expert(
+        return sort_by_expert(
             experts,
             first_expert=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=num_tokens * min(top_k, self.own_experts),
             rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _permuted(self._gathered(x), self._gathered(routing.probs), permutation)
-
-    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        rows = _unpermuted(out, dispatched.state)
-        return reduce_scatter_rows(reduce_scatter_rows(rows, self.ep), self.etp)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        return all_gather_rows(all_gather_rows(x, self.etp), self.ep)
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(AllGatherDispatcher):
     """Sends tokens over ep to the ranks of their experts, which gather the received tokens over etp.
 
     The host must know the counts. A dry run has none, and assumes that all experts have the same load.
     """
 
-    def __init__(
-        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
-    ) -> None:
-        self.num_experts, self.own_experts = num_experts, num_experts // ep.size
-        self.ep, self.etp = ep, etp
-        self.rows_per_expert = rows_per_expert
-
-    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
         experts = _kept_experts(routing)
         num_tokens, top_k = experts.shape
         ranks = torch.arange(self.ep.size, device=x.device)
-        rank_of_expert = experts.div(self.own_experts, rounding_mode="floor")
-        num_assignments = (rank_of_expert[..., None] == ranks).sum(1)  # of each token to each rank
-        is_sent = num_assignments > 0
-        counts = HostCopy(self._counts(torch.stack((is_sent.sum(0), num_assignments.sum(0)), 1)))
+        is_sent = (experts.div(self.own_experts, rounding_mode="floor")[..., None] == ranks).any(1)  # [t, ep]
+        gathered = self._gathered_experts(experts)
+        is_own = gathered.div(self.own_experts, rounding_mode="floor") == self.ep.rank
+        is_received = is_own.any(1)
+        received = is_received.view(self.ep.size, self.etp.size, num_tokens).sum(2)  # from each rank
+        counts = HostCopy(torch.cat((is_sent.sum(0), received.flatten(), is_own.sum()[None])))
         by_rank = sort_by_expert(
             ranks.expand_as(is_sent),
             num_experts=self.ep.size,
             num_rows=num_tokens * min(top_k, self.ep.size),
             kept=is_sent,
         )
-        outgoing = [PermuteRows.apply(part, by_rank) for part in (x, routing.probs)]
-        experts = experts.index_select(0, by_rank.tokens.clamp(min=0))
-        known = None if x.is_meta else counts.read()  # the device has work while the host waits
-        splits = self._splits(known, num_tokens, top_k)
-        rows, probs = (all_gather_rows(_all_to_all_rows(part, splits), self.etp) for part in outgoing)
-        by_expert = sort_by_expert(
-            all_gather(_exchange_rows(experts, splits, padding=-1), self.etp),
-            first_expert=self.ep.rank * self.own_experts,
-            num_experts=self.own_experts,
-            num_rows=splits.num_assignments,
-            rows_per_expert=_num_padded(self.rows_per_expert, x),
-        )
-        state = DispatchState(by_rank, splits, by_expert)
-        return _permuted(rows, probs, by_expert)._replace(state=state)
+        outgoing = PermuteRows.apply(x, by_rank)
+        by_expert, probs = self._sort_own(gathered, x), self._gathered(routing.probs)
+
+        def finish() -> DispatchedTokens:
+            splits = self._splits(None if x.is_meta else counts.read(), num_tokens, top_k)
+            rows = all_gather_rows(_all_to_all_rows(outgoing, splits), self.etp)
+            to_rows = by_expert
+            if self.rows_per_expert is None:
+                to_rows = by_expert._replace(assignments=by_expert.assignments[: splits.num_assignments])
+            of_received = self._of_received(to_rows, is_received, splits.rows_after)
+            row_probs = _PermuteValues.apply(probs, to_rows)
+            state = DispatchState(by_rank, splits, of_received)
+            return DispatchedTokens(PermuteRows.apply(rows, of_received), to_rows.ends, row_probs, state)
+
+        return finish
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         state: DispatchState = dispatched.state
         rows = reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp)
         return _unpermuted(_all_to_all_rows(rows, state.splits.reversed()), state.by_rank)
 
-    def _counts(self, outgoing: Tensor) -> Tensor:
-        """Return counts of tokens and assignments: sent to each ep rank, then received from each by every etp rank.
+    def _of_received(self, by_expert: Permutation, is_received: Tensor, rows_of_rank: int) -> Permutation:
+        """Return a permutation of the gathered tokens of all ranks for the received ones, in the order of their rows.
 
         Args:
-            outgoing: [ep, 2]; the result is [1 + etp, ep, 2].
+            is_received: bool [ep * etp * t].
+            rows_of_rank: rows that an etp rank receives, the last ones unused; the rows of the etp ranks follow each other.
         """
-        incoming = torch.empty_like(outgoing)
-        begin_all_to_all_into(incoming, outgoing, self.ep).wait()
-        return torch.cat((outgoing[None], all_gather(incoming[None], self.etp)))
+        etp, top_k = self.etp.size, by_expert.rows.shape[1]
+        etp_rank = torch.arange(etp, device=is_received.device).expand(self.ep.size, etp)
+        received = sort_by_expert(
+            etp_rank.repeat_interleave(len(is_received) // etp_rank.numel(), dim=1).view(-1, 1),
+            num_experts=etp,
+            num_rows=0,
+            kept=is_received[:, None],
+            rows_per_expert=rows_of_rank,
+        )
+        is_unused = received.assignments < 0  # one assignment per token: these are tokens
+        rows = by_expert.rows[received.assignments].masked_fill(is_unused[:, None], -1)
+        tokens, slots = by_expert.tokens, by_expert.assignments % top_k
+        assignments = received.rows.flatten()[tokens] * top_k + slots
+        return Permutation(rows, assignments.masked_fill(tokens < 0, -1), by_expert.ends)
 
-    def _splits(self, counts: list[list[Any]] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
-        """Return the splits from the counts; None: those of an even load."""
-        to_ranks, *from_ranks = counts or [self._even_counts(num_tokens, top_k)] * (1 + self.etp.size)
-        received = [sum(tokens for tokens, _ in each) for each in from_ranks]
+    def _splits(self, counts: list[int] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
+        """Return the splits from the counts; None: those of an even load.
+
+        Args:
+            counts: tokens sent to each ep rank; tokens received from each rank, [ep, etp]; assignments to own experts.
+        """
+        ep, etp = self.ep.size, self.etp.size
+        if counts is None:
+            tokens, num_assignments = self._even_counts(num_tokens, top_k)
+            counts = [tokens] * (ep + ep * etp) + [num_assignments * ep * etp]
+        to_ranks, from_ranks, num_assignments = counts[:ep], counts[ep:-1], counts[-1]
         return AllToAllSplits(
             self.ep,
-            [tokens for tokens, _ in to_ranks],
-            [tokens for tokens, _ in from_ranks[self.etp.rank]],
-            rows_before=num_tokens * min(top_k, self.ep.size),
-            rows_after=max(*received, 1),
-            num_assignments=max(sum(count for each in from_ranks for _, count in each), 1),
+            to_ranks,
+            from_ranks[self.etp.rank :: etp],
+            rows_before=num_tokens * min(top_k, ep),
+            rows_after=max(*(sum(from_ranks[number::etp]) for number in range(etp)), 1),
+            num_assignments=max(num_assignments, 1),
         )
 
-    def _even_counts(self, num_tokens: int, top_k: int) -> list[tuple[int, int]]:
+    def _even_counts(self, num_tokens: int, top_k: int) -> tuple[int, int]:
         """Return tokens and assignments between two ranks if all experts have the same load."""
         elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
-        assignments = max(num_tokens * top_k // self.ep.size, 1)
-        return [(max(round(num_tokens * (1 - elsewhere)), 1), assignments)] * self.ep.size
+        return max(round(num_tokens * (1 - elsewhere)), 1), max(num_tokens * top_k // self.ep.size, 1)
 
 
 @dataclass(frozen=True)
@@ -236,14 +264,14 @@ class AllToAllSplits:
     """Allocated rows before and after the all-to-all; rows that are not sent are never read."""
     rows_after: int
     num_assignments: int = 0
-    """Assignments of the tokens that all etp ranks received to this rank's experts."""
+    """Assignments of the tokens that all etp ranks received to this rank's experts; the fewest rows of these is 1."""
 
     def reversed(self) -> AllToAllSplits:
         return AllToAllSplits(self.group, self.from_ranks, self.to_ranks, self.rows_after, self.rows_before)
 
 
 class DispatchState(NamedTuple):
-    """The two permutations of an all-to-all dispatch, and the splits between them."""
+    """The two permutations of an all-to-all dispatch, of own and of received tokens, and the splits between them."""
 
     by_rank: Permutation
     splits: AllToAllSplits
@@ -297,16 +325,14 @@ class _AllToAllRows(Function):
         return _exchange_rows(grads[0], ctx.splits.reversed()), None
 
 
-def _exchange_rows(x: Tensor, splits: AllToAllSplits, *, padding: int | None = None) -> Tensor:
-    """Return the received rows, then uninitialised rows, or rows filled with `padding`."""
+def _exchange_rows(x: Tensor, splits: AllToAllSplits) -> Tensor:
+    """Return the received rows, then uninitialised rows."""
     outgoing = x[: sum(splits.to_ranks)].contiguous()
     out = x.new_empty(splits.rows_after, *x.shape[1:])
     incoming = out[: sum(splits.from_ranks)]
     begin_all_to_all_into(
         incoming, outgoing, splits.group, to_ranks=splits.to_ranks, from_ranks=splits.from_ranks
     ).wait()
-    if padding is not None:
-        out[len(incoming) :] = padding
     return out
 
 

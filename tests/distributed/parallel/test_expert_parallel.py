@@ -111,7 +111,7 @@ def run_rank(
         weights,
         None if given.routing.kept is None else given.routing.kept[tokens],
     )
-    dispatched = dispatcher.dispatch(x, routing)
+    dispatched = dispatcher.begin_dispatch(x, routing)()
     out = dispatcher.combine(experts_of(dispatched, up, down), dispatched)
     out.backward(given.gradient[tokens])
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
