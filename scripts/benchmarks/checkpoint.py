@@ -135,6 +135,7 @@ class Benchmark:
                     self.optimizer.state_copied = None
                 stall = time.perf_counter() - start
                 self._poll(lambda: writer.is_ready)
+                self._synchronize()  # a run commits when all ranks are ready
                 commit = time.perf_counter()
                 writer.commit()
                 end = time.perf_counter()

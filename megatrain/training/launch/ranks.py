@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request
-from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config.environment import LaunchEnvironment, read_environment, set_unless_given
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
@@ -253,6 +253,8 @@ def _select_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
 def _init_process_group(
     plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device
 ) -> None:
+    # Pipeline messages between two ranks have groups of their own, in which their order is what they need.
+    set_unless_given("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,
