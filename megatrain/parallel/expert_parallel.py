@@ -48,6 +48,8 @@ from megatrain.kernels.moe.permute import (
     UnpermuteRows,
     permute_values,
     sort_by_expert,
+    sort_by_rank,
+    sort_by_source,
     unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
@@ -144,14 +146,19 @@ class AllGatherDispatcher:
         return reduce_scatter_rows(reduce_scatter_rows(rows, self.ep), self.etp)
 
     def _gathered_experts(self, experts: Tensor) -> Tensor:
-        """Return the experts of the tokens of all ranks of ep and etp: int64 [t, k] -> [ep * etp * t, k]."""
-        return all_gather(all_gather(experts.int(), self.etp), self.ep).long()
+        """Return the experts of the tokens of all ranks of ep and etp: [t, k] -> int32 [ep * etp * t, k]."""
+        return all_gather(all_gather(experts.int(), self.etp), self.ep)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return all_gather_rows(all_gather_rows(x, self.etp), self.ep)
 
-    def _sort_own(self, experts: Tensor, x: Tensor) -> Permutation:
-        """Sort the assignments of all tokens to this rank's experts; `x` are the tokens of this rank."""
+    def _sort_own(self, experts: Tensor, x: Tensor, token_rows: Tensor | None = None) -> Permutation:
+        """Sort the assignments of all tokens to this rank's experts.
+
+        Args:
+            x: the tokens of this rank.
+            token_rows: see `sort_by_expert`.
+        """
         num_tokens, top_k = experts.shape
         return sort_by_expert(
             experts,
@@ -159,6 +166,7 @@ class AllGatherDispatcher:
             num_experts=self.own_experts,
             num_rows=num_tokens * min(top_k, self.own_experts),
             rows_per_expert=_num_padded(self.rows_per_expert, x),
+            token_rows=None if token_rows is None else token_rows.flatten(),
         )
 
 
@@ -170,33 +178,26 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
         experts = _kept_experts(routing)
-        num_tokens, top_k = experts.shape
-        ranks = torch.arange(self.ep.size, device=x.device)
-        is_sent = (experts.div(self.own_experts, rounding_mode="floor")[..., None] == ranks).any(1)  # [t, ep]
         gathered = self._gathered_experts(experts)
-        is_own = gathered.div(self.own_experts, rounding_mode="floor") == self.ep.rank
-        is_received = is_own.any(1)
-        received = is_received.view(self.ep.size, self.etp.size, num_tokens).sum(2)  # from each rank
-        counts = HostCopy(torch.cat((is_sent.sum(0), received.flatten(), is_own.sum()[None])))
-        by_rank = sort_by_expert(
-            ranks.expand_as(is_sent),
-            num_experts=self.ep.size,
-            num_rows=num_tokens * min(top_k, self.ep.size),
-            kept=is_sent,
-        )
-        outgoing = PermuteRows.apply(x, by_rank)
-        by_expert, probs = self._sort_own(gathered, x), self._gathered(routing.probs)
+        by_rank = sort_by_rank(experts, num_ranks=self.ep.size, experts_per_rank=self.own_experts)
+        by_source = self._sort_by_source(gathered)
+        by_expert = self._sort_own(gathered, x, by_source.rows)
+        counts = HostCopy(torch.cat((by_rank.ends, by_source.ends, by_expert.ends[-1:])))
+        outgoing, probs = PermuteRows.apply(x, by_rank), self._gathered(routing.probs)
 
         def finish() -> DispatchedTokens:
-            splits = self._splits(None if x.is_meta else counts.read(), num_tokens, top_k)
+            splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
             rows = all_gather_rows(_all_to_all_rows(outgoing, splits), self.etp)
-            to_rows = by_expert
-            if self.rows_per_expert is None:
-                to_rows = by_expert._replace(assignments=by_expert.assignments[: splits.num_assignments])
-            of_received = self._of_received(to_rows, is_received, splits.rows_after)
-            row_probs = _PermuteValues.apply(probs, to_rows)
-            state = DispatchState(by_rank, splits, of_received)
-            return DispatchedTokens(PermuteRows.apply(rows, of_received), to_rows.ends, row_probs, state)
+            received, own = by_source, by_expert
+            if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
+                received = self._sort_by_source(gathered, splits.rows_after)
+                own = self._sort_own(gathered, x, received.rows)
+            received = received._replace(assignments=received.assignments[: len(rows)])
+            own = own._replace(
+                rows=own.rows[: len(rows)], assignments=own.assignments[: splits.num_assignments]
+            )
+            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own)
+            return dispatched._replace(state=DispatchState(by_rank, splits, own))
 
         return finish
 
@@ -205,45 +206,43 @@ class AllToAllDispatcher(AllGatherDispatcher):
         rows = reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp)
         return _unpermuted(_all_to_all_rows(rows, state.splits.reversed()), state.by_rank)
 
-    def _of_received(self, by_expert: Permutation, is_received: Tensor, rows_of_rank: int) -> Permutation:
-        """Return a permutation of the gathered tokens of all ranks for the received ones, in the order of their rows.
-
-        Args:
-            is_received: bool [ep * etp * t].
-            rows_of_rank: rows that an etp rank receives, the last ones unused; the rows of the etp ranks follow each other.
-        """
-        etp, top_k = self.etp.size, by_expert.rows.shape[1]
-        etp_rank = torch.arange(etp, device=is_received.device).expand(self.ep.size, etp)
-        received = sort_by_expert(
-            etp_rank.repeat_interleave(len(is_received) // etp_rank.numel(), dim=1).view(-1, 1),
-            num_experts=etp,
-            num_rows=0,
-            kept=is_received[:, None],
-            rows_per_expert=rows_of_rank,
+    def _sort_by_source(self, gathered: Tensor, rows_per_etp: int | None = None) -> Permutation:
+        """Sort the tokens of all ranks that this rank receives, in the order of their rows."""
+        return sort_by_source(
+            gathered,
+            (self.ep.size, self.etp.size),
+            first_expert=self.ep.rank * self.own_experts,
+            num_experts=self.own_experts,
+            rows_per_etp=rows_per_etp,
         )
-        is_unused = received.assignments < 0  # one assignment per token: these are tokens
-        rows = by_expert.rows[received.assignments].masked_fill(is_unused[:, None], -1)
-        tokens, slots = by_expert.tokens, by_expert.assignments % top_k
-        assignments = received.rows.flatten()[tokens] * top_k + slots
-        return Permutation(rows, assignments.masked_fill(tokens < 0, -1), by_expert.ends)
 
-    def _splits(self, counts: list[int] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
-        """Return the splits from the counts; None: those of an even load.
+    def _splits(self, ends: list[int] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
+        """Return the splits; None: those of an even load.
 
         Args:
-            counts: tokens sent to each ep rank; tokens received from each rank, [ep, etp]; assignments to own experts.
+            ends: of the tokens sent to each ep rank; of those received from each rank, [etp, ep]; of the assignments to own experts.
         """
         ep, etp = self.ep.size, self.etp.size
-        if counts is None:
+        if ends is None:
             tokens, num_assignments = self._even_counts(num_tokens, top_k)
-            counts = [tokens] * (ep + ep * etp) + [num_assignments * ep * etp]
-        to_ranks, from_ranks, num_assignments = counts[:ep], counts[ep:-1], counts[-1]
+            to_ranks, from_ranks, num_assignments = (
+                [tokens] * ep,
+                [tokens] * ep * etp,
+                num_assignments * ep * etp,
+            )
+        else:
+            to_ranks, from_ranks, num_assignments = (
+                _differences(ends[:ep]),
+                _differences(ends[ep:-1]),
+                ends[-1],
+            )
+        by_etp = [from_ranks[number * ep : (number + 1) * ep] for number in range(etp)]
         return AllToAllSplits(
             self.ep,
             to_ranks,
-            from_ranks[self.etp.rank :: etp],
+            by_etp[self.etp.rank],
             rows_before=num_tokens * min(top_k, ep),
-            rows_after=max(*(sum(from_ranks[number::etp]) for number in range(etp)), 1),
+            rows_after=max(*(sum(each) for each in by_etp), 1),
             num_assignments=max(num_assignments, 1),
         )
 
@@ -281,6 +280,11 @@ class DispatchState(NamedTuple):
 def _kept_experts(routing: Routing) -> Tensor:
     """Return each token's experts, -1 for dropped assignments: int64 [t, k]."""
     return routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+
+
+def _differences(ends: list[int]) -> list[int]:
+    """Return the lengths of consecutive ranges from their ends."""
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:

@@ -29,7 +29,9 @@ def test_rows_on_the_meta_device_are_those_of_an_even_load(
     }[kind]()
     x = torch.empty(8, 16, device="meta", requires_grad=True)
     weights = torch.empty(8, 3, device="meta", requires_grad=True)
-    dispatched = dispatcher.begin_dispatch(x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))()
+    dispatched = dispatcher.begin_dispatch(
+        x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights)
+    )()
     assert dispatched.rows.shape == (rows, 16)
     assert dispatched.probs.shape == (rows,)
     assert dispatched.ends.shape == (own_experts,)

@@ -1,11 +1,13 @@
 """`kernels.moe.permute`: sort by expert, gather rows, and sum gathered rows.
 
-Sort: tiles of assignments count the assignments per expert, from which each tile derives the first row of its own.
+Sort: tiles of items count the items per column, from which each tile derives the first row of its own.
 
-    tile 0: 2 0 1    tile 1: 0 2 1      ->     rows of expert 0: tile 0, then tile 1;  of expert 1: ...
+    tile 0: 2 0 1    tile 1: 0 2 1      ->     rows of column 0: tile 0, then tile 1;  of column 1: ...
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,43 +15,85 @@ from torch import Tensor
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 MAX_EXPERTS = 2048
-"""Upper bound of the experts that this kernel sorts."""
+"""Upper bound of the columns of a sort."""
 _COLUMNS = 1024
 """Columns per program."""
 _TILES = 128
 """Maximum programs that sort: each reads the counts of all."""
 _PAIRS = 8192
-"""(assignment, expert) pairs that a program compares at a time."""
+"""(item, column) pairs that a program compares at a time."""
 
 
-def sort_by_expert(
+class Columns(NamedTuple):
+    """What a sort looks for: the column of each item, or none.
+
+        EXPERT    items are assignments            column: expert - first
+        RANK      items are (token, rank) pairs    column: the rank, if the token has one of its `size` experts
+        SOURCE    items are tokens                 column: that of the rank of the token, if it has one of `size` experts from `first`
+
+    A token of rank r is in column r % inner * stride + r // inner * step.
+    """
+
+    kind: int
+    number: int
+    first: int = 0
+    size: int = 0
+    tokens_per_rank: int = 1
+    inner: int = 1
+    stride: int = 0
+    step: int = 0
+
+
+EXPERT, RANK, SOURCE = range(3)
+
+
+def sort_items(
     experts: Tensor,
-    kept: Tensor | None,
+    columns: Columns,
     *,
-    num_experts: int,
     num_rows: int,
-    first_expert: int,
-    rows_per_expert: int | None,
+    kept: Tensor | None = None,
+    rows_per_column: int | None = None,
+    token_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, assignments and ends of a `kernels.moe.permute.Permutation`."""
+    """Return rows, assignments and ends of a `kernels.moe.permute.Permutation` of the items with a column.
+
+    Args:
+        experts: [t, k].
+        kept: bool [t, k], for EXPERT.
+        token_rows: int64 [t], for EXPERT: the assignments are those of rows that hold the tokens, numbered row by row; -1: none.
+    """
+    num_tokens, top_k = experts.shape
     experts, device = experts.contiguous(), experts.device
-    rows = torch.empty_like(experts)
-    assignments = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    width = power_of_two(num_experts)
+    per_token = {EXPERT: top_k, RANK: columns.number, SOURCE: 1}[columns.kind]
+    num_items = num_tokens * per_token
+    has_holes = rows_per_column is not None
+    rows = _indices((num_tokens, per_token), device, filled=token_rows is not None)
+    assignments = _indices((num_rows,), device, filled=has_holes)
+    ends = torch.empty(columns.number, dtype=torch.int32, device=device)
+    width = power_of_two(columns.number)
     at_once = min(max(_PAIRS // width, 16), 128)
-    num_assignments = experts.numel()
-    rounds = max(cdiv(num_assignments, _TILES * at_once), 1)
-    tiles = max(cdiv(num_assignments, rounds * at_once), 1)
+    rounds = max(cdiv(num_items, _TILES * at_once), 1)
+    tiles = max(cdiv(num_items, rounds * at_once), 1)
     counts = torch.empty(tiles, width, dtype=torch.int32, device=device)
     inputs = (experts, experts if kept is None else kept.contiguous(), counts)
-    kind = {"HAS_KEPT": kept is not None, "EXPERTS": num_experts, "WIDTH": width, "AT_ONCE": at_once}
-    launch(_count_assignments, (tiles,), *inputs, num_assignments, first_expert, rounds, **kind)
+    numbers = (num_items, rounds, *columns[2:])
+    kind = {
+        "HAS_KEPT": kept is not None, "KIND": columns.kind, "COLUMNS": columns.number, "TOP_K": top_k,
+        "WIDTH": width, "AT_ONCE": at_once,
+    }  # fmt: skip
+    launch(_count_items, (tiles,), *inputs, *numbers, **kind)
     launch(
-        _place_assignments, (tiles,), *inputs, rows, assignments, ends, num_assignments, first_expert, rounds, tiles, rows_per_expert or 0,
-        **kind, HAS_ROWS_PER_EXPERT=rows_per_expert is not None,
+        _place_items, (tiles,), *inputs, rows, assignments, ends, rows if token_rows is None else token_rows, *numbers,
+        tiles, num_rows, rows_per_column or 0, **kind, HAS_HOLES=has_holes, HAS_TOKEN_ROWS=token_rows is not None,
     )  # fmt: skip
     return rows, assignments, ends
+
+
+def _indices(shape: tuple[int, ...], device: torch.device, *, filled: bool) -> Tensor:
+    """Return memory for indices, filled with -1 where a kernel does not write all."""
+    out = torch.empty(shape, dtype=torch.int64, device=device)
+    return out.fill_(-1) if filled else out
 
 
 def gather_rows(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
@@ -80,36 +124,52 @@ def gather_values(x: Tensor, index: Tensor) -> Tensor:
 
 
 @jit
-def _local_expert(
-    EXPERTS_OF, KEPT, assignment, num_assignments, first_expert, HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr
-):
-    """Return each assignment's expert counted from `first_expert`; -1 if it gets no row."""
-    inside = assignment < num_assignments
-    expert = tl.load(EXPERTS_OF + assignment, mask=inside, other=-1) - first_expert
-    inside = inside & (expert >= 0) & (expert < EXPERTS)
-    if HAS_KEPT:
-        inside = inside & (tl.load(KEPT + assignment, mask=inside, other=0) != 0)
-    return tl.where(inside, expert, -1).to(tl.int32)
+def _column_of(
+    EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step,
+    HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Return each item's column; -1 if it has none."""
+    inside = item < num_items
+    if KIND == 0:
+        column = tl.load(EXPERTS_OF + item, mask=inside, other=-1) - first
+        inside = inside & (column >= 0) & (column < COLUMNS)
+        if HAS_KEPT:
+            inside = inside & (tl.load(KEPT + item, mask=inside, other=0) != 0)
+    else:
+        token = item // COLUMNS if KIND == 1 else item
+        rank = item % COLUMNS if KIND == 1 else item // tokens_per_rank
+        start = rank * size if KIND == 1 else rank * 0 + first
+        column = rank if KIND == 1 else rank % inner * stride + rank // inner * step
+        has_one = item < 0
+        for slot in tl.static_range(TOP_K):
+            expert = tl.load(EXPERTS_OF + token * TOP_K + slot, mask=inside, other=-1)
+            has_one = has_one | ((expert >= start) & (expert < start + size))
+        inside = inside & has_one
+    return tl.where(inside, column, -1).to(tl.int32)
 
 
 def _count(
-    EXPERTS_OF, KEPT, COUNTS, num_assignments, first_expert, rounds,
-    HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    EXPERTS_OF, KEPT, COUNTS, num_items, rounds, first, size, tokens_per_rank, inner, stride, step,
+    HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], dtype=tl.int32)
     for number in range(rounds):
-        assignment = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
-        expert = _local_expert(EXPERTS_OF, KEPT, assignment, num_assignments, first_expert, HAS_KEPT, EXPERTS)
-        total += tl.sum((expert[:, None] == column[None, :]).to(tl.int32), axis=0)
+        item = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
+        found = _column_of(
+            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step, HAS_KEPT, KIND, COLUMNS, TOP_K
+        )  # fmt: skip
+        total += tl.sum((found[:, None] == column[None, :]).to(tl.int32), axis=0)
     tl.store(COUNTS + tile * WIDTH + column, total)
 
 
 def _place(
-    EXPERTS_OF, KEPT, COUNTS, ROWS, ASSIGNMENTS, ENDS, num_assignments, first_expert, rounds, tiles, rows_per_expert,
-    HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    HAS_ROWS_PER_EXPERT: tl.constexpr,
+    EXPERTS_OF, KEPT, COUNTS, ROWS, ASSIGNMENTS, ENDS, TOKEN_ROWS, num_items, rounds, first, size, tokens_per_rank, inner, stride, step,
+    tiles, num_rows, rows_per_column,
+    HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_HOLES: tl.constexpr, HAS_TOKEN_ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     column = tl.arange(0, WIDTH)
@@ -120,22 +180,35 @@ def _place(
         count = tl.load(COUNTS + others * WIDTH + column[None, :], mask=others < tiles, other=0)
         total += tl.sum(count, axis=0)
         next_row += tl.sum(tl.where(others < tile, count, 0), axis=0)
-    end = (column + 1) * rows_per_expert if HAS_ROWS_PER_EXPERT else tl.cumsum(total, axis=0)
-    next_row += end - (rows_per_expert if HAS_ROWS_PER_EXPERT else total)
-    tl.store(ENDS + column, end, mask=column < tl.where(tile == 0, EXPERTS, 0))
+    end = (column + 1) * rows_per_column if HAS_HOLES else tl.cumsum(total, axis=0)
+    next_row += end - (rows_per_column if HAS_HOLES else total)
+    tl.store(ENDS + column, end, mask=column < tl.where(tile == 0, COLUMNS, 0))
     for number in range(rounds):
-        assignment = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
-        expert = _local_expert(EXPERTS_OF, KEPT, assignment, num_assignments, first_expert, HAS_KEPT, EXPERTS)
-        is_to = (expert[:, None] == column[None, :]).to(tl.int32)
+        item = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
+        found = _column_of(
+            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step, HAS_KEPT, KIND, COLUMNS, TOP_K
+        )  # fmt: skip
+        is_to = (found[:, None] == column[None, :]).to(tl.int32)
         row = tl.sum(is_to * (next_row[None, :] + tl.cumsum(is_to, axis=0) - 1), axis=1)
-        row = tl.where(expert < 0, -1, row)
-        tl.store(ROWS + assignment, row.to(tl.int64), mask=assignment < num_assignments)
-        tl.store(ASSIGNMENTS + row, assignment.to(tl.int64), mask=row >= 0)
+        row = tl.where(found < 0, -1, row)
+        inside = item < num_items
+        if HAS_TOKEN_ROWS:
+            token_row = tl.load(TOKEN_ROWS + item // TOP_K, mask=inside, other=-1)
+            inside = inside & (token_row >= 0)
+            item = token_row * TOP_K + item % TOP_K
+        tl.store(ROWS + item, row.to(tl.int64), mask=inside)
+        tl.store(ASSIGNMENTS + row, item.to(tl.int64), mask=row >= 0)
         next_row += tl.sum(is_to, axis=0)
+    if not HAS_HOLES:  # rows after the last end
+        first_unused = tl.sum(total, axis=0) + tile * AT_ONCE
+        for start in range(first_unused, num_rows, tiles * AT_ONCE):
+            row = start + tl.arange(0, AT_ONCE)
+            tl.store(ASSIGNMENTS + row, tl.full([AT_ONCE], -1, tl.int64), mask=row < num_rows)
 
 
-_count_assignments = jit(_count, ("num_assignments", "first_expert", "rounds"))
-_place_assignments = jit(_place, ("num_assignments", "first_expert", "rounds", "tiles", "rows_per_expert"))
+_NUMBERS = ("num_items", "rounds", "first", "size", "tokens_per_rank", "inner", "stride", "step")
+_count_items = jit(_count, _NUMBERS)
+_place_items = jit(_place, (*_NUMBERS, "tiles", "num_rows", "rows_per_column"))
 
 
 def _gather(X, INDEX, OUT, length, BLOCK: tl.constexpr):

@@ -60,6 +60,17 @@ def select_experts_backward(
     return dlogits
 
 
+def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """Implement `kernels.moe.routing.tokens_per_expert` for [s, b, k]."""
+    experts, (_, samples, top_k) = experts.contiguous(), experts.shape
+    counts = torch.zeros(samples, num_experts, dtype=torch.int64, device=experts.device)
+    grid = (cdiv(experts.numel(), _PAIRS),)
+    launch(
+        _count_tokens, grid, experts, counts, experts.numel(), samples, num_experts, TOP_K=top_k, BLOCK=_PAIRS
+    )
+    return counts
+
+
 def score_sums(logits: Tensor, score_function: str, samples: int) -> Tensor:
     """Return per sample the sums of probabilities, then of entropies and of squared log-sum-exps: fp32 [b, E + 2]."""
     logits = logits.contiguous()
@@ -269,7 +280,14 @@ def _sums_backward(
     tl.store(DLOGITS + index, dx.to(DLOGITS.dtype.element_ty), mask=inside)
 
 
+def _count(EXPERTS_OF, COUNTS, length, samples, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(EXPERTS_OF + at, mask=at < length, other=0)
+    tl.atomic_add(COUNTS + at // TOP_K % samples * num_experts + expert, 1, mask=at < length, sem="relaxed")
+
+
 _select = jit(_select_experts, ("num_tokens",))
 _select_backward = jit(_select_experts_backward, ("num_tokens",))
 _sum_scores = jit(_sums, ("rows", "rounds"))
 _sum_scores_backward = jit(_sums_backward, ("num_tokens", "samples"))
+_count_tokens = jit(_count, ("length", "samples", "num_experts"))

@@ -50,30 +50,105 @@ def sort_by_expert(
     first_expert: int = 0,
     kept: Tensor | None = None,
     rows_per_expert: int | None = None,
+    token_rows: Tensor | None = None,
 ) -> Permutation:
     """Sort the assignments to `num_experts` experts from `first_expert` on; other assignments get no row.
 
     On a GPU a kernel counts them; more than `MAX_EXPERTS` experts are sorted, as on a CPU.
 
     Args:
-        experts: int64 [t, k].
+        experts: integers [t, k].
         num_rows: at least the number of assignments; ignored with `rows_per_expert`.
         kept: bool [t, k], False for assignments that get no row; None: all are kept.
         rows_per_expert: rows of each expert, at least its assignments; the rest is empty. None: as many as assignments.
+        token_rows: int64 [t], rows of other tensors in which the tokens are, -1: none; the permutation is that of these
+            rows, of which there are at most t. A token with an assignment has a row.
     """
     num_rows = num_rows if rows_per_expert is None else num_experts * rows_per_expert
     if is_fused(experts) and num_experts <= fused.MAX_EXPERTS:
+        columns = fused.Columns(fused.EXPERT, num_experts, first_expert)
         return Permutation(
-            *fused.sort_by_expert(
+            *fused.sort_items(
                 experts,
-                kept,
-                num_experts=num_experts,
+                columns,
                 num_rows=num_rows,
-                first_expert=first_expert,
-                rows_per_expert=rows_per_expert,
+                kept=kept,
+                rows_per_column=rows_per_expert,
+                token_rows=token_rows,
             )
         )
-    return sort_by_expert_reference(experts, num_experts, num_rows, first_expert, kept, rows_per_expert)
+    found = sort_by_expert_reference(experts, num_experts, num_rows, first_expert, kept, rows_per_expert)
+    return found if token_rows is None else _of_token_rows(found, token_rows)
+
+
+def _of_token_rows(permutation: Permutation, token_rows: Tensor) -> Permutation:
+    """Return the permutation of tokens for the rows in which they are."""
+    rows, assignments, ends = permutation
+    num_tokens, top_k = rows.shape
+    at = token_rows.where(token_rows >= 0, num_tokens)  # one more row, for tokens without one
+    of_rows = rows.new_full((num_tokens + 1, top_k), -1).index_copy_(0, at, rows)[:num_tokens]
+    of_assignments = token_rows[permutation.tokens] * top_k + assignments % top_k
+    return Permutation(of_rows, of_assignments.masked_fill(assignments < 0, -1), ends)
+
+
+def sort_by_rank(experts: Tensor, *, num_ranks: int, experts_per_rank: int) -> Permutation:
+    """Sort tokens by the ranks of their experts; a token has one row for each rank with at least one of them.
+
+    Args:
+        experts: integers [t, k]; -1: none.
+    Returns:
+        A permutation of (token, rank) pairs, its rows [t, ranks]; min(k, ranks) rows per token are allocated.
+    """
+    num_tokens, top_k = experts.shape
+    num_rows = num_tokens * min(top_k, num_ranks)
+    if is_fused(experts) and num_ranks <= fused.MAX_EXPERTS:
+        columns = fused.Columns(fused.RANK, num_ranks, size=experts_per_rank)
+        return Permutation(*fused.sort_items(experts, columns, num_rows=num_rows))
+    ranks = torch.arange(num_ranks, device=experts.device)
+    is_sent = (experts.div(experts_per_rank, rounding_mode="floor")[..., None] == ranks).any(1)
+    return sort_by_expert_reference(ranks.expand_as(is_sent), num_ranks, num_rows, 0, is_sent, None)
+
+
+def sort_by_source(
+    experts: Tensor,
+    sources: tuple[int, int],
+    *,
+    first_expert: int,
+    num_experts: int,
+    rows_per_etp: int | None = None,
+) -> Permutation:
+    """Sort the tokens that have some of `num_experts` experts from `first_expert` on, by the ranks from which they come.
+
+    Args:
+        experts: integers [ep * etp * t, k], of t tokens of each rank; -1: none.
+        sources: numbers of ranks ep and etp.
+        rows_per_etp: rows of each etp rank, the last ones unused. None: no rows are unused.
+    Returns:
+        A permutation with one assignment per token, in the order (etp, ep, t). Its ends are those of the ranks in the order
+        (etp, ep), or with `rows_per_etp` of the etp ranks.
+    """
+    num_tokens, (ep, etp) = len(experts), sources
+    is_padded = rows_per_etp is not None
+    count = etp if is_padded else etp * ep
+    num_rows = etp * rows_per_etp if rows_per_etp is not None else num_tokens
+    if is_fused(experts) and count <= fused.MAX_EXPERTS:
+        columns = fused.Columns(
+            fused.SOURCE,
+            count,
+            first_expert,
+            num_experts,
+            tokens_per_rank=num_tokens // (ep * etp),
+            inner=etp,
+            stride=1 if is_padded else ep,
+            step=0 if is_padded else 1,
+        )
+        return Permutation(
+            *fused.sort_items(experts, columns, num_rows=num_rows, rows_per_column=rows_per_etp)
+        )
+    rank = torch.arange(num_tokens, device=experts.device) // (num_tokens // (ep * etp))
+    column = rank % etp if is_padded else rank % etp * ep + rank // etp
+    has_own = ((experts >= first_expert) & (experts < first_expert + num_experts)).any(1)
+    return sort_by_expert_reference(column[:, None], count, num_rows, 0, has_own[:, None], rows_per_etp)
 
 
 def sort_by_expert_reference(
@@ -85,7 +160,7 @@ def sort_by_expert_reference(
     rows_per_expert: int | None,
 ) -> Permutation:
     """Sort with torch's stable sort; `num_rows` counts all rows."""
-    local = experts.flatten() - first_expert
+    local = experts.flatten().long() - first_expert
     has_no_row = (local < 0) | (local >= num_experts)
     if kept is not None:
         has_no_row |= ~kept.flatten()

@@ -252,6 +252,8 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
 
 def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
+    if experts.dim() == 3 and is_fused(experts):
+        return fused.tokens_per_expert(experts, num_experts)
     selected = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
     return selected.scatter_(-1, experts, 1).sum(0, dtype=torch.int64)
 

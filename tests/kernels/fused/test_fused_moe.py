@@ -1,8 +1,11 @@
 """Fused kernels of mixtures of experts against their references: routing, sums for its losses, permutation."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
+from torch import Tensor
 
 from megatrain.kernels.fused import grouped_gemm as fused_grouped_gemm
 from megatrain.kernels.fused import permute as fused_permute
@@ -125,6 +128,17 @@ def test_score_sums(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "samples", "top_k", "num_experts"), [(1, 1, 1, 1), (300, 3, 4, 17), (999, 2, 8, 128)]
+)
+def test_tokens_per_expert(tokens: int, samples: int, top_k: int, num_experts: int) -> None:
+    experts = drawn(tokens, samples, num_experts).topk(top_k, dim=-1).indices
+    found = fused_routing.tokens_per_expert(experts, num_experts)
+    expected = torch.nn.functional.one_hot(experts, num_experts).sum((0, 2))
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
     ("tokens", "top_k", "num_experts"),
     [
         (0, 2, 8),
@@ -156,17 +170,44 @@ def test_sort_by_expert(
             expected = permute.sort_by_expert_reference(
                 experts, num_own, num_rows, first, kept, rows_per_expert
             )
-            found = fused_permute.sort_by_expert(
-                experts,
-                kept,
-                num_experts=num_own,
-                num_rows=num_rows,
-                first_expert=first,
-                rows_per_expert=rows_per_expert,
+            columns = fused_permute.Columns(fused_permute.EXPERT, num_own, first)
+            found = fused_permute.sort_items(
+                experts, columns, num_rows=num_rows, kept=kept, rows_per_column=rows_per_expert
             )
             for part, reference in zip(found, expected, strict=True):
                 assert part.dtype == reference.dtype
                 assert torch.equal(part, reference)
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "tokens", "top_k"), [(1, 1, 5, 2), (4, 1, 40, 3), (2, 2, 30, 1), (4, 2, 75, 4)]
+)
+def test_sorts_of_a_dispatch(
+    ep: int, etp: int, tokens: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, rank = 3, ep - 1
+    drawn_experts = drawn(ep * etp * tokens, max(ep * own, top_k)).topk(top_k).indices
+    experts = drawn_experts.masked_fill(drawn(*drawn_experts.shape, seed=1) > 1, -1).int().to(DEVICE)
+    mine = {"first_expert": rank * own, "num_experts": own}
+
+    def sorts() -> Iterator[Tensor]:
+        yield from permute.sort_by_rank(experts, num_ranks=ep, experts_per_rank=own)
+        for rows_per_etp in (None, ep * tokens):
+            received = permute.sort_by_source(experts, (ep, etp), rows_per_etp=rows_per_etp, **mine)
+            yield from received
+            num_rows = int(received.ends[-1])
+            found = permute.sort_by_expert(
+                experts, num_rows=len(experts) * top_k, token_rows=received.rows.flatten(), **mine
+            )
+            yield from (found.rows[:num_rows], found.assignments, found.ends)
+
+    monkeypatch.setattr(permute, "is_fused", lambda _: False)
+    expected = list(sorts())
+    monkeypatch.setattr(permute, "is_fused", lambda _: True)
+    monkeypatch.setattr(fused_permute, "_TILES", 5)
+    for part, reference in zip(sorts(), expected, strict=True):
+        assert part.dtype == reference.dtype
+        assert torch.equal(part, reference)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
