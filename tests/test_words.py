@@ -39,7 +39,7 @@ RETIRED = {
     r"turn_heads|turn_back|Rotation": "apply_rope, RotaryEmbedding",
     r"publish(es|ed)?": "all_gather_weights",
     r"Visitors|Exchange|bring_back|_Trip|_Way": "DispatchedTokens, TokenDispatcher, combine, AllToAllSplits, DispatchState",
-    r"Joined|Borders|Narrowing|Beside|Foreign|StepUnderway|Told": "SoftmaxMerge, CuSeqlens, CastToWeightDtype, ParallelSum, TEModuleAdapter, PendingStep, StepMetrics",
+    r"Joined|Borders|Narrowing|Beside|Foreign|StepUnderway|Told": "SoftmaxMerge, CuSeqlens, CastToWeightDtype, WithSharedExpert, TEModuleAdapter, PendingStep, StepMetrics",
     r"is_told|slope": "is_reported, derivative",
     r"wide (dtype|numbers?|weights?)|main[ _](weights?|dtype|params?)": "accumulation dtype, master weights",
     r"borders?": "boundary, cu_seqlens",
