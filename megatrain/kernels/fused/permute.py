@@ -25,7 +25,7 @@ _PAIRS = 8192
 
 
 class Columns(NamedTuple):
-    """What a sort looks for: the column of each item, or none.
+    """The rule of a sort: it gives each item a column, or none.
 
         EXPERT    items are assignments            column: expert - first
         RANK      items are (token, rank) pairs    column: the rank, if the token has one of its `size` experts

@@ -62,7 +62,7 @@ def sort_by_expert(
         kept: bool [t, k], False for assignments that get no row; None: all are kept.
         rows_per_expert: rows of each expert, at least its assignments; the rest is empty. None: as many as assignments.
         token_rows: int64 [t], rows of other tensors in which the tokens are, -1: none; the permutation is that of these
-            rows, of which there are at most t. A token with an assignment has a row.
+            rows, at most t. A token with an assignment has a row.
     """
     num_rows = num_rows if rows_per_expert is None else num_experts * rows_per_expert
     if is_fused(experts) and num_experts <= fused.MAX_EXPERTS:
