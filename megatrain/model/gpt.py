@@ -8,7 +8,7 @@ A rank has one virtual stage, or several as model chunks. Multi-token prediction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAtt
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
+from megatrain.parallel.fp8_scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
@@ -88,6 +89,8 @@ def build_model(
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
+    fp8: Fp8Recipe | None = None,
+    fp8_layers: Container[int] = (),
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -105,6 +108,8 @@ def build_model(
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
+        fp8: builder of FP8 tensors.
+        fp8_layers: numbers of the layers whose linear layers are in FP8; those of multi-token prediction follow the others.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -114,9 +119,10 @@ def build_model(
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         if implementation == "transformer_engine":
             return TransformerEngineLeaves(
-                tp, cp, dtype, spec.norm, seed, attention, context, spec.is_residual_fp32
+                tp, cp, dtype, spec.norm, seed, attention, context, is_residual_fp32=spec.is_residual_fp32
             )
-        return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, context)
+        recipe = fp8 if layer in fp8_layers else None
+        return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, context, recipe)
 
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
