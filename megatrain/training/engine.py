@@ -103,6 +103,8 @@ class Engine:
         with self.timers.span("optimizer"):
             self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=is_finite)
         router_metrics = self.routers.finish_step(is_finite)
+        if self.model.fp8 is not None:
+            self.model.fp8.finish_step()
         self.buffers.gradients.zero()
         metrics = StepMetrics(
             losses=losses,

@@ -80,7 +80,7 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
         yield Problem(
             "--fp8-recipe mxfp8 requires Blackwell GPUs and is not supported", "use --fp8-recipe tensorwise"
         )
-    elif precision.fp8_recipe != "tensorwise":
+    elif precision.fp8_recipe == "blockwise":
         yield Problem(f"--fp8-recipe {precision.fp8_recipe} is not supported", "use --fp8-recipe tensorwise")
     if precision.fp16:
         yield Problem(
@@ -97,7 +97,7 @@ def fp8_products_can_run(draft: Draft) -> Problems:
     if capability is not None and capability < MIN_CAPABILITY:
         yield Problem(
             f"{flag} requires a GPU with FP8 tensor cores, and {draft.facts.device_name} has none",
-            "use --bf16 alone, or an Ada, Hopper or later GPU",
+            "remove --fp8-format, or use an Ada, Hopper or later GPU",
         )
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
         if size % PRODUCT_MULTIPLE:

@@ -31,7 +31,9 @@ class Codes(NamedTuple):
 
 def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale for the largest absolute value of `x`: see `scale_of`."""
-    return fused.current_scale(x, dtype) if is_fused(x) else scale_of(amax_reference(x), dtype)
+    return (
+        fused.current_scale(x, dtype) if is_fused(x) else scale_of(amax_reference(x), torch.finfo(dtype).max)
+    )
 
 
 def amax(x: Tensor) -> Tensor:
@@ -44,17 +46,18 @@ def amax_reference(x: Tensor) -> Tensor:
     return x.abs().amax().float()
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+def scale_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
     """Return the scale of tensors whose largest absolute values are `amax`; 1 for 0.
 
     Args:
         amax: fp32 [...].
-        dtype: FP8 format.
+        largest: largest number of the FP8 format, or of each tensor's.
         margin: powers of two left free above the largest value.
     Returns:
         fp32 [..., 2]: the factor before the cast, and its inverse, which a product applies.
     """
-    scale = torch.finfo(dtype).max / amax / 2.0**margin
+    numbers = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest)
+    scale = numbers / amax / 2.0**margin
     scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.stack((scale, scale.reciprocal()), dim=-1)

@@ -1,6 +1,7 @@
 """`kernels.fp8.quantize` in Triton: the largest absolute value in one read, and a cast that writes both orders in one read.
 
 Absolute values are compared as integers: the bits of fp32 numbers without sign have their order, and NaN is the largest.
+NaN has the bits 0x7F in both FP8 formats.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _PROGRAMS_BLOCK = 2048
 """Power of two that is not less."""
+_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _ROWS, _COLUMNS = 64, 128
 """Tile of the cast: 256 contiguous bytes of bf16 are read, 128 and 64 bytes written."""
 
@@ -53,9 +55,10 @@ def quantize(
     assert any_codes is not None, "nothing to write"
     launch(
         _cast, (cdiv(r, _ROWS), cdiv(c, _COLUMNS)), x, scale,
-        any_codes if codes is None else codes, any_codes if transposed is None else transposed,
+        (any_codes if codes is None else codes).view(torch.uint8),
+        (any_codes if transposed is None else transposed).view(torch.uint8),
         scale if seen is None else seen.view(torch.int32), r, c, torch.finfo(dtype).max,
-        WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        FORMAT=_FORMATS.get(dtype), WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
     return codes, transposed
 
@@ -96,7 +99,7 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
 @jit
 def _cast(
     X, SCALE, CODES, TRANSPOSED, SEEN, r, c, largest, WRITES_ROWS: tl.constexpr, WRITES_COLUMNS: tl.constexpr,
-    SEES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SEES: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.cast(tl.program_id(1), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -108,7 +111,7 @@ def _cast(
     scaled = x * tl.load(SCALE)
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
     is_finite = (scaled.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    codes = tl.where(is_finite, clamped, float("nan")).to(CODES.dtype.element_ty)
+    codes = tl.where(is_finite, clamped.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
     if WRITES_ROWS:
         tl.store(CODES + row[:, None] * c + column[None, :], codes, mask=inside)
     if WRITES_COLUMNS:

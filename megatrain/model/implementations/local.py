@@ -14,8 +14,8 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
-from megatrain.parallel.fp8_linear import fp8_column_linear, fp8_row_linear
-from megatrain.parallel.fp8_scaling import Fp8Linear
+from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
+from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import (
     Bias,

@@ -34,7 +34,7 @@ from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel
-from megatrain.parallel.fp8_scaling import Fp8Linear, Fp8Recipe
+from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel

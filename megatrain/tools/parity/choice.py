@@ -112,6 +112,8 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         more = rows_in(precision, max_ranks) if is_usual else ()
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
+    if is_usual:
+        rows += [("fp64", layout) for layout in rows_in("fp64", max_ranks)]
     if precision is None and is_usual:
         rows += [(narrow, layout) for narrow in LOW_PRECISIONS for layout in rows_in(narrow, max_ranks)]
     return rows

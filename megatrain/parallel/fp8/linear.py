@@ -24,7 +24,7 @@ from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce, reduce_scatter
-from megatrain.parallel.fp8_scaling import Fp8Linear
+from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.tensor_parallel import (
     AddBias,
     Bias,
@@ -86,7 +86,7 @@ class _Fp8ColumnLinear(Function):
         is_split = tp.sequence_parallel and tp.size > 1
         scale, is_kept = fp8.input.scale(x), recompute_fn is None
         columns = is_kept and fp8.has_fp8_wgrad and not is_split
-        codes = fp8.input.cast(x.flatten(0, -2), scale, columns=columns)
+        codes = fp8.input.cast(x.flatten(0, -2), scale, info, columns=columns)
         w, w_scale = fp8.cast_weight(weight, info)
         assert codes.rows is not None
         assert w.rows is not None
@@ -106,13 +106,15 @@ class _Fp8ColumnLinear(Function):
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
             if fp8.has_fp8_wgrad:
-                codes = fp8.input.cast(x.flatten(0, -2), scale, rows=ctx.is_split, columns=not ctx.is_split)
+                codes = fp8.input.cast(
+                    x.flatten(0, -2), scale, ctx.info, rows=ctx.is_split, columns=not ctx.is_split
+                )
                 x = codes.rows if ctx.is_split else codes.columns
         full_x, gather = _begin_gather_of(x, tp) if ctx.is_split else (x, Transfer())
         dy_scale = fp8.gradient.scale(dy)
-        dy_codes = fp8.gradient.cast(dy.flatten(0, -2), dy_scale, columns=fp8.has_fp8_wgrad)
+        dy_codes = fp8.gradient.cast(dy.flatten(0, -2), dy_scale, ctx.info, columns=fp8.has_fp8_wgrad)
         assert dy_codes.rows is not None
-        w_columns = fp8.weight_columns(weight, w_scale)
+        w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
         dx = product(Operand(dy_codes.rows, dy_scale), Operand(w_columns, w_scale), dy.dtype, fast=False)
         dx, reduction = begin_reduction(dx.view(*dy.shape[:-1], -1), tp)
         gather.wait()
@@ -143,7 +145,7 @@ class _Fp8RowLinear(Function):
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         scale = fp8.input.scale(y)
-        codes = fp8.input.cast(y.flatten(0, -2), scale, columns=fp8.has_fp8_wgrad)
+        codes = fp8.input.cast(y.flatten(0, -2), scale, info, columns=fp8.has_fp8_wgrad)
         w, w_scale = fp8.cast_weight(weight, info)
         assert codes.rows is not None
         assert w.rows is not None
@@ -165,12 +167,14 @@ class _Fp8RowLinear(Function):
         if is_split and not fp8.has_fp8_wgrad:
             dy, is_split = all_gather(dy, tp.group), False
         dy_scale = fp8.gradient.scale(dy)
-        codes = fp8.gradient.cast(dy.flatten(0, -2), dy_scale, columns=fp8.has_fp8_wgrad and not is_split)
+        codes = fp8.gradient.cast(
+            dy.flatten(0, -2), dy_scale, ctx.info, columns=fp8.has_fp8_wgrad and not is_split
+        )
         assert codes.rows is not None
         rows = _gathered(codes.rows, tp) if is_split else codes.rows
         dx = product(
             Operand(rows, dy_scale),
-            Operand(fp8.weight_columns(weight, w_scale), w_scale),
+            Operand(fp8.weight_columns(weight, w_scale, ctx.info), w_scale),
             dy.dtype,
             fast=False,
         ).view(-1, *dy.shape[1:-1], weight.shape[1])

@@ -9,6 +9,7 @@ tensor and context ranks before the cast, so that a split computes the same code
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.grid import RankGroup
 
 
@@ -25,10 +27,12 @@ class Scaling(Protocol):
     """Rule for the scale of one tensor of a linear layer."""
 
     def scale(self, x: Tensor) -> Tensor:
-        """Return the scale of the tensor of which this rank holds the part `x`, fp32 [2]."""
+        """Return the scale of a tensor from this rank's part of it, fp32 [2]."""
         ...
 
-    def cast(self, x: Tensor, scale: Tensor, *, rows: bool = True, columns: bool = True) -> Codes:
+    def cast(
+        self, x: Tensor, scale: Tensor, info: PassInfo, *, rows: bool = True, columns: bool = True
+    ) -> Codes:
         """Cast a matrix [r, c] with a scale that `scale` returned."""
         ...
 
@@ -48,11 +52,43 @@ class CurrentScaling:
         """See `Scaling`."""
         if self.group.size == 1:
             return current_scale(x, self.dtype)
-        return scale_of(all_reduce(amax(x), self.group, "max"), self.dtype)
+        largest = torch.finfo(self.dtype).max
+        return scale_of(all_reduce(amax(x), self.group, "max"), largest)
 
-    def cast(self, x: Tensor, scale: Tensor, *, rows: bool = True, columns: bool = True) -> Codes:
+    def cast(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        info: PassInfo,  # noqa: ARG002 (see `Scaling`)
+        *,
+        rows: bool = True,
+        columns: bool = True,
+    ) -> Codes:
         """See `Scaling`."""
         return quantize(x, scale, self.dtype, rows=rows, columns=columns)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scale from the history of the tensor; evaluation adds nothing to it."""
+
+    current: CurrentScaling
+    """Scaling of a tensor without history."""
+    history: AmaxHistory
+    number: int
+    """Number of the tensor in the history."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        """See `Scaling`."""
+        known = self.history.scale(self.number)
+        return self.current.scale(x) if known is None else known
+
+    def cast(
+        self, x: Tensor, scale: Tensor, info: PassInfo, *, rows: bool = True, columns: bool = True
+    ) -> Codes:
+        """See `Scaling`."""
+        seen = self.history.seen(self.number) if info.is_training else None
+        return quantize(x, scale, self.current.dtype, rows=rows, columns=columns, seen=seen)
 
 
 @dataclass
@@ -76,14 +112,16 @@ class Fp8Linear:
         if self._kept is not None and info.microbatch > 0:
             return self._kept
         scale = self.weight.scale(weight)
-        codes = self.weight.cast(weight, scale, columns=self.keeps_weight and info.is_training)
+        codes = self.weight.cast(weight, scale, info, columns=self.keeps_weight and info.is_training)
         self._kept = (codes, scale) if self.keeps_weight else None
         return codes, scale
 
-    def weight_columns(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def weight_columns(self, weight: Tensor, scale: Tensor, info: PassInfo) -> Tensor:
         """Return the transposed codes, for the backward pass of the forward pass that returned `scale`."""
         columns = self._kept[0].columns if self._kept is not None else None
-        return columns if columns is not None else _columns_of(self.weight.cast(weight, scale, rows=False))
+        return (
+            columns if columns is not None else _columns_of(self.weight.cast(weight, scale, info, rows=False))
+        )
 
 
 def _columns_of(codes: Codes) -> Tensor:
@@ -97,24 +135,40 @@ class Fp8Recipe:
 
     Args:
         format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
+        layers: numbers of the layers that it applies to; those of multi-token prediction follow the others.
         tokens: ranks that process the same micro-batch.
         tp: ranks over which weights are split.
+        has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
+        history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
     """
 
     format: Literal["e4m3", "hybrid"]
+    layers: Container[int]
     tokens: RankGroup
     tp: RankGroup
     has_fp8_wgrad: bool
     keeps_weights: bool
+    history: AmaxHistory | None = None
 
-    def linear(self, name: str) -> Fp8Linear:  # noqa: ARG002
-        """Build the tensors of the layer with this canonical name of its weight."""
+    def linear(self, name: str) -> Fp8Linear:
+        """Build the tensors of the layer whose weight has this canonical name."""
         e4m3 = torch.float8_e4m3fn
         gradients = e4m3 if self.format == "e4m3" else torch.float8_e5m2
         return Fp8Linear(
-            CurrentScaling(e4m3, self.tokens),
-            CurrentScaling(e4m3, self.tp),
-            CurrentScaling(gradients, self.tokens),
+            self._scaling(f"{name}.input", e4m3, self.tokens),
+            self._scaling(name, e4m3, self.tp),
+            self._scaling(f"{name}.output_gradient", gradients, self.tokens),
             self.has_fp8_wgrad,
             self.keeps_weights,
         )
+
+    def finish_step(self) -> None:
+        """Compute the scales of the next step, at the end of a step."""
+        if self.history is not None:
+            self.history.finish_step()
+
+    def _scaling(self, name: str, dtype: torch.dtype, group: RankGroup) -> Scaling:
+        current = CurrentScaling(dtype, group)
+        if self.history is None:
+            return current
+        return DelayedScaling(current, self.history, self.history.add(name, dtype))
