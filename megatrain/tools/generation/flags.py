@@ -11,7 +11,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--load",
         required=True,
         metavar="FOLDER",
-        help="--save folder of a run, one of its iter_NNNNNNN folders, or a folder of transformers (config.json, safetensors)",
+        help="--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
+        " config.json), or a checkpoint of Megatron-LM (torch_dist)",
     )
     parser.add_argument(
         "--spec",
