@@ -211,7 +211,7 @@ class Cache:
         has_moved = False
         for reservation in reservations:
             for space, rows in reservation.ranges.items():
-                has_moved |= self._make_room(space, rows, 1)
+                has_moved |= self._free_rows(space, rows, 1)
                 rows.used += 1
         return has_moved
 
@@ -221,7 +221,7 @@ class Cache:
         first = 0
         for reservation, count in reservations:
             rows = reservation.ranges[space]
-            self._make_room(space, rows, count)
+            self._free_rows(space, rows, count)
             end = rows.start + rows.used
             written.append(range(end, end + count))
             rows.used += count
@@ -230,7 +230,7 @@ class Cache:
         flat = torch.tensor(list(itertools.chain(*written)), device=self.device)
         return SpaceStep(tuple(extents), flat)
 
-    def _make_room(self, space: Space, rows: Range, count: int) -> bool:
+    def _free_rows(self, space: Space, rows: Range, count: int) -> bool:
         """Move the rows of the window to the start of a range without room for `count` more; return whether it was full."""
         if rows.used + count <= rows.capacity:
             return False

@@ -95,7 +95,7 @@ class SamplingColumns(NamedTuple):
     is_drawn: Tensor
     """1: the temperature is above 0."""
     most: int
-    """Tokens of which all others are excluded; the size of the vocabulary if there is no such limit."""
+    """Tokens that may be chosen, all others are excluded; the size of the vocabulary if there is no such limit."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], like: Tensor) -> SamplingColumns:

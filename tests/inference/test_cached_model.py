@@ -115,7 +115,7 @@ def test_a_window_keeps_few_rows() -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "experts", "gpt2"])
 def test_decoded_logits_are_those_of_the_whole_sequence(name: str) -> None:
-    """Sequences of three lengths, of which the last one leaves; windows are full several times."""
+    """Sequences of three lengths; the last one leaves, and windows are full several times."""
     model = cached(name)
     rows, starts, count = sorted(sequences(), key=len, reverse=True), (9, 5, 2), 9
     reservations = [model.cache.reserve(len(row)) for row in rows]
