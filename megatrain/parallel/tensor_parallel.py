@@ -32,6 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -340,9 +341,7 @@ class _AddBias(Function):
 
 def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
     """Return x W^T + bias, as one matrix product."""
-    if bias is None:
-        return x @ weight.t()
-    return torch.addmm(bias.value, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
+    return linear(x, weight, None if bias is None else bias.value)
 
 
 def _accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
