@@ -28,8 +28,10 @@ def run(argv: Sequence[str]) -> int:
     """Parse the command line; print the dry run, or train."""
     from megatrain.config import parse
     from megatrain.config.environment import read_environment
+    from megatrain.training.launch.launcher_watch import end_with_launcher
     from megatrain.training.logging.console import Console, Phases
 
+    end_with_launcher(read_environment())
     request = parse(argv)
     is_dry = request.known("training.dry_run") is not None
     phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))

@@ -121,11 +121,15 @@ class Trainer:
     def _train(self, log: RunLog) -> tuple[int, str]:
         """Evaluate and train as configured; return the exit code and the reason for the end."""
         config, start = self.plan.config, self.progress.iteration
+        exit_file = config.resilience.exit_file
         stop = StopRequest(
             exit_interval=config.resilience.exit_interval,
             exit_duration_in_mins=config.resilience.exit_duration_in_mins,
             exit_signal=signal_number(config.resilience.exit_signal) or signal.SIGTERM,
+            exit_file=Path(exit_file) if exit_file is not None and self.ranks.is_main else None,
             has_log_failed=lambda: log.failure is not None,
+            report=self.ranks.console.print,
+            before_kill=self.status.record_end,
         )
         evaluation = Evaluation(
             self.ranks,

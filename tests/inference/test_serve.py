@@ -400,7 +400,8 @@ def test_requests_have_a_time_limit_and_a_full_queue_refuses(folder: Path, tmp_p
         (["--termination-id", "29"], "--termination-id 29"),
         (["--request-seconds", "0"], "--request-seconds 0.0"),
         (["--cache-gb", "1e-9"], "needs a cache of"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1"),
+        (["--host", "192.0.2.1"], "--host '192.0.2.1'"),
+        (["--host", "a" * 70], "--host 'aaa"),
     ],
     ids=str,
 )

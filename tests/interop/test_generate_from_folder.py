@@ -62,7 +62,7 @@ def test_greedy_texts_are_those_of_transformers(
     write_tokenizer(folder)
     flags = ["--temperature", "0", "--max-new-tokens", "15", "--prompt", *PROMPTS]
     for penalty in (1.0, 1.3):
-        found = generated(capsys, "--load", str(folder), *flags, "--repetition-penalty", str(penalty))
+        found = generated(capsys, "--load", f"hf:{folder}", *flags, "--repetition-penalty", str(penalty))
         for prompt, one in zip(PROMPTS, found, strict=True):
             ids = torch.tensor([ids_of(prompt)])
             whole = theirs.generate(
@@ -96,3 +96,19 @@ def test_rows_after_the_tokenizer_s_last_token_are_left_out(
     write_tokenizer(folder, size=98)
     assert main(["generate", "--load", str(folder), "--prompt", "5 3", "--max-new-tokens", "1"]) == 0
     assert "its tokenizer has 98 tokens, the vocabulary 97 rows" in capsys.readouterr().out
+
+
+def test_a_folder_with_the_prefix_must_be_one_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--load", f"hf:{tmp_path}", "--prompt", "5"]) == 2
+    assert f"{tmp_path}: has no config.json" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_megatron_is_read_as_its_conversion(
+    golden_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(golden_text.parent / "training" / "llama.ckpt")
+    assert main(["convert", "megatron-to-megatrain", source, str(tmp_path)]) == 0
+    flags = ["--prompt", "1 2 3", "--max-new-tokens", "8", "--temperature", "0", "--log-probs", "1"]
+    assert generated(capsys, "--load", source, *flags) == generated(capsys, "--load", str(tmp_path), *flags)

@@ -189,3 +189,5 @@ class ResilienceConfig(CheckedSection):
     """Save and exit after this many minutes."""
     exit_signal: str = "SIGTERM"
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do."""
+    exit_file: str | None = None
+    """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

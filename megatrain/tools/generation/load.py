@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checkpoint.background import available_bytes
+from megatrain.checkpoint.find import Candidate, is_of_megatron, list_candidates
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.schema.training import HF_PREFIX
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.parallel.process_groups import make_group
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.ranks import check_launch, join_store
@@ -86,7 +90,7 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
 
 def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
     """Load the model of --load; print what was loaded."""
-    device, folder = process.device, Path(arguments.load)
+    device = process.device
     default = "bf16" if device.type == "cuda" else "fp32"
     options = ModelOptions(
         device=device,
@@ -95,10 +99,8 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         ranks=process.ranks,
         is_unlimited=True,
     )
-    if (folder / CONFIG_NAME).is_file():
-        loaded = load_tensors(_transformers_folder(folder, process), options)
-    else:
-        loaded = load_model(folder, options)
+    foreign = _foreign_reader(arguments.load, process)
+    loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)
     for line in loaded.skipped:
         process.note(line)
     process.note(f"{loaded.path}, iteration {loaded.iteration}")
@@ -141,6 +143,15 @@ def check_max_sequences(arguments: argparse.Namespace) -> int:
     if not 1 <= number <= 4096:
         raise ConfigError(f"--max-sequences {number} is not possible", fix="give a number from 1 to 4096")
     return number
+
+
+def _foreign_reader(name: str, process: Process) -> TensorReader | None:
+    """Return a reader of --load if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM."""
+    folder = Path(name.removeprefix(HF_PREFIX))
+    if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
+        return _transformers_folder(folder, process)
+    newest = next(iter(list_candidates(folder)), Candidate(0, folder))
+    return MegatronCheckpoint(newest.path) if is_of_megatron(newest.path) else None
 
 
 def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:

@@ -158,8 +158,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no text of a host name
         raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror or error}",
+            f"--host {host!r} --port {port}: {getattr(error, 'strerror', None) or error}",
             fix="use a free --port, and a --host of this machine",
         ) from error
