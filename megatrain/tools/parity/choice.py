@@ -113,9 +113,8 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
     if is_usual:
-        rows += [("fp64", layout) for layout in rows_in("fp64", max_ranks)]
-    if precision is None and is_usual:
-        rows += [(narrow, layout) for narrow in LOW_PRECISIONS for layout in rows_in(narrow, max_ranks)]
+        own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
+        rows += [(one, layout) for one in own for layout in rows_in(one, max_ranks)]
     return rows
 
 
