@@ -76,6 +76,7 @@ def build_model(
     *,
     seq_length: int,
     sequence_parallel: bool,
+    overlaps_tp: bool = False,
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
@@ -93,6 +94,7 @@ def build_model(
 
     Args:
         seq_length: length of the longest sample; RoPE tables cover it.
+        overlaps_tp: with sequence parallelism, products overlap the communication of their layer.
         dtype: dtype of the weights and of the computation.
         device: device of the RoPE tables and the router biases (weights have no memory yet).
         seed: seed of dropout.
@@ -108,7 +110,8 @@ def build_model(
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
+    overlaps_tp = overlaps_tp and sequence_parallel and grid.tp.size > 1
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, overlaps_tp), ContextParallel(grid.cp)
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
@@ -130,12 +133,7 @@ def build_model(
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute)
-    segments: list[nn.Module] = []
-    chunks: list[range] = []
-    for chunk in range(placement.num_chunks):
-        stage, first = placement.stage(grid.pp.rank, chunk), len(segments)
-        segments += builder.segments(stage, stages[stage], segments)
-        chunks.append(range(first, len(segments)))
+    segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
@@ -161,6 +159,16 @@ class _StageBuilder:
         """Dtype of the residual stream."""
         dtype = self.ranks.dtype
         return accumulation_dtype(dtype) if self.spec.is_residual_fp32 else dtype
+
+    def chunks(self, rank: int, stages: Sequence[range]) -> tuple[list[nn.Module], list[range]]:
+        """Build the segments of a pipeline rank; returns them and the numbers of those of each model chunk."""
+        segments: list[nn.Module] = []
+        chunks: list[range] = []
+        for chunk in range(self.placement.num_chunks):
+            stage, first = self.placement.stage(rank, chunk), len(segments)
+            segments += self.segments(stage, stages[stage], segments)
+            chunks.append(range(first, len(segments)))
+        return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""

@@ -32,15 +32,18 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
     Transfer,
     all_gather,
+    all_gather_product,
     all_reduce,
     begin_all_gather_into,
     begin_all_reduce,
     begin_reduce_scatter_into,
+    product_reduce_scatter,
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
@@ -55,6 +58,8 @@ class TensorParallel:
     """Ranks of `group` with the same keys and values."""
     sequence_parallel: bool
     """The sequence is split over `group` between layers."""
+    is_overlapped: bool = False
+    """Products overlap the all-gather before them and the reduce-scatter after them (`sequence_parallel`, size above 1)."""
 
     @property
     def size(self) -> int:
@@ -162,7 +167,8 @@ def row_linear(
         [s/tp, b, o] with sp, else [s, b, o].
     """
     fused_bias = bias if tp.size == 1 else None
-    out = exit_tp_region(_Linear.apply(x, weight, weight_grad, activation, fused_bias, info), tp)
+    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
+    out = out if tp.is_overlapped else exit_tp_region(out, tp)
     if bias is not None and tp.size > 1:
         out = _AddBias.apply(out, bias)
     return out
@@ -247,6 +253,9 @@ class _ColumnLinear(Function):
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
         ctx.recompute_fn = recompute_fn
+        if tp.is_overlapped:
+            out = all_gather_product(x, weight.t(), tp.group)[1]
+            return out if bias is None else out.add_(bias.value)
         return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -282,7 +291,7 @@ def _begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
 
 
 class _Linear(Function):
-    """A linear layer of this rank's columns, applied to an activation or to x itself."""
+    """A linear layer of this rank's columns, applied to an activation or to x itself; overlapped, also its region's exit."""
 
     @staticmethod
     def forward(
@@ -292,26 +301,30 @@ class _Linear(Function):
         weight_grad: Tensor | None,
         activation: Activation | None,
         bias: Bias | None,
+        tp: TensorParallel,
         info: PassInfo,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and is_fused(x)
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
-        ctx.weight_grad, ctx.bias, ctx.activation, ctx.info = weight_grad, bias, activation, info
+        ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
+        if tp.is_overlapped:
+            return product_reduce_scatter(y, weight.t(), tp.group)
         return _product(y, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         x, weight, y = ctx.saved_tensors
-        dx = grads[0] @ weight
+        is_overlapped, dy = ctx.tp.is_overlapped, grads[0]
+        dy, dx = all_gather_product(dy, weight, ctx.tp.group) if is_overlapped else (dy, dy @ weight)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        _accumulate_weight_gradient(ctx.weight_grad, grads[0], y, ctx.info)
-        _accumulate_bias_gradient(ctx.bias, grads[0])
-        return dx, None, None, None, None, None
+        _accumulate_weight_gradient(ctx.weight_grad, dy, y, ctx.info)
+        _accumulate_bias_gradient(ctx.bias, dy)
+        return dx, None, None, None, None, None, None
 
 
 class _AddBias(Function):
@@ -328,14 +341,11 @@ class _AddBias(Function):
 
 def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
     """Return x W^T + bias, as one matrix product."""
-    if bias is None:
-        return x @ weight.t()
-    return torch.addmm(bias.value, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
+    return linear(x, weight, None if bias is None else bias.value)
 
 
 def _accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
-    if bias is not None:
-        assert bias.grad is not None
+    if bias is not None and bias.grad is not None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 
 

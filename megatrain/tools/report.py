@@ -7,13 +7,29 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatrain import __version__
 from megatrain.config.errors import ConfigError
 from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_run, run_names
+from megatrain.tools.subcommands import add_command
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _DATA_MARK = "/* data of the runs */"
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain report`."""
+    report = add_command(
+        commands,
+        "report",
+        help="write the curves of runs as one HTML page",
+        description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
+    report.add_argument(
+        "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

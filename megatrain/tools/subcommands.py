@@ -1,9 +1,49 @@
-"""Subcommands with actions, such as `megatrain data inspect`."""
+"""Parts that several subcommands share: how they are declared, texts of their flags, and actions such as `megatrain data inspect`.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+RUN_FOLDER: Final = "--save folder of a run, or one of its iter_NNNNNNN folders"
+RUN_FLAGS: Final = (
+    "FLAGS are the flags of pretrain.py, including --config; see `python pretrain.py --help`. It needs neither GPUs nor"
+    " other ranks."
+)
+
+
+def add_command(
+    commands: Any, name: str, *, takes_run_flags: bool = False, **texts: str
+) -> argparse.ArgumentParser:
+    """Add a subcommand; return its parser.
+
+    Args:
+        commands: the subparsers of the command above it.
+        takes_run_flags: it accepts the flags of pretrain.py too.
+        texts: `help`, `description` and `usage`.
+    """
+    command: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **texts)
+    command.set_defaults(parser=command, takes_run_flags=takes_run_flags)
+    return command
+
+
+def add_file_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of safetensors files."""
+    parser.add_argument(
+        "--dtype",
+        choices=("stored", "fp32", "bf16", "fp16"),
+        default="stored",
+        help="dtype (default: as stored)",
+    )
+    parser.add_argument(
+        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
+    )
 
 
 def run_action(

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from megatrain.tools.subcommands import add_command
 from megatrain.training.debugging.trace_summary import read_trace
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain trace`."""
+    trace = add_command(
+        commands,
+        "trace",
+        help="print the table of a profiler trace",
+        description="Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0.",
+    )
+    trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")
 
 
 def run(arguments: argparse.Namespace) -> int:

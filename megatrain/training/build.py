@@ -47,6 +47,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         grid,
         seq_length=config.data.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,
+        overlaps_tp=config.parallel.tp_comm_overlap,
         dtype=getattr(torch, plan.config.precision.params_dtype),
         device=device,
         seed=config.training.seed,

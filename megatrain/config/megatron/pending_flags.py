@@ -19,9 +19,9 @@ PENDING_FLAGS: Final = (
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*",
     ),
     pending(
-        "overlapped tensor-parallel communication",
-        "only the backward pass overlaps its all-gathers and reductions with GEMMs",
-        "--tp-comm-overlap --tp-comm-overlap-cfg=* --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend=*"
+        "a choice of the layers whose tensor-parallel communication is overlapped",
+        "--tp-comm-overlap overlaps it in all layers",
+        "--tp-comm-overlap-cfg=* --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend=*"
         " --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs"
         " --disable-tp-comm-overlap-rs --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs"
         " --disable-tp-comm-split-rs",

@@ -97,6 +97,17 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
         is_layout=True,
     ),
     Option(
+        "tensor communication",
+        ("parallel.tp_comm_overlap",),
+        (
+            Feature("tpwaits", "", lambda p: not p.config.parallel.tp_comm_overlap),
+            Feature(
+                "tpoverlap", "--tp-comm-overlap", lambda p: p.config.parallel.tp_comm_overlap, needs=("sp",)
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
         "context parallelism",
         ("parallel.context_parallel_size",),
         (

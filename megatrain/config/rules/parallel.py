@@ -70,9 +70,19 @@ def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
         )
 
 
+def overlapped_products_have_one_stream(draft: Draft) -> Problems:
+    if draft.config.parallel.tp_comm_overlap and draft.config.experts.moe_shared_expert_overlap:
+        yield Problem(
+            "--tp-comm-overlap is not supported together with --moe-shared-expert-overlap: products on two streams would"
+            " use the same symmetric memory",
+            "remove --tp-comm-overlap or --moe-shared-expert-overlap",
+        )
+
+
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_settings_agree,
     instances_divide_replicas,
     instances_divide_replicas_of_experts,
     bf16_reduction_requires_bf16_weights,
+    overlapped_products_have_one_stream,
 )

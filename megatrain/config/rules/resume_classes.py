@@ -88,7 +88,7 @@ SAFE: Final = ResumeClass(
     " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
     " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout context_parallel_size cp_comm_type context_parallel_chunk_means"
     " hierarchical_context_parallel_sizes"
-    " expert_model_parallel_size expert_tensor_parallel_size sequence_parallel use_distributed_optimizer"
+    " expert_model_parallel_size expert_tensor_parallel_size sequence_parallel tp_comm_overlap use_distributed_optimizer"
     " overlap_grad_reduce overlap_param_gather data_parallel_sharding_strategy use_megatron_fsdp"
     " num_distributed_optimizer_instances"
     " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"

@@ -53,6 +53,12 @@ def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
         yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"
 
 
+def overlapped_products(draft: Draft) -> Iterator[str]:
+    parallel, is_on_gpus = draft.config.parallel, draft.config.training.device == "cuda"
+    if parallel.tp_comm_overlap and parallel.sequence_parallel and is_on_gpus:
+        yield f"--tp-comm-overlap sums products in another order on GPUs (`{_COMMAND} --device cuda`)"
+
+
 def means_of_context_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
@@ -65,6 +71,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     custom_layers,
     loss_of_global_loads,
     stream_of_the_shared_expert,
+    overlapped_products,
     means_of_context_ranks,
 )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
 from megatrain.config.schema.experts import ExpertsConfig
@@ -99,6 +100,21 @@ CONDITIONS: Final = (
         "on a CPU, which has no streams",
         lambda d: d.config.training.device == "cuda",
         _settings("experts", "moe_shared_expert_overlap"),
+    ),
+    Condition(
+        "without --sequence-parallel and --tensor-model-parallel-size above 1",
+        lambda d: d.config.parallel.sequence_parallel and d.config.parallel.tensor_model_parallel_size > 1,
+        _settings("parallel", "tp_comm_overlap"),
+    ),
+    Condition(
+        "on a CPU: communication and products take turns there",
+        lambda d: d.config.training.device == "cuda",
+        _settings("parallel", "tp_comm_overlap"),
+    ),
+    Condition(
+        "with --transformer-impl transformer_engine, whose layers wait for their communication",
+        lambda d: d.derived.transformer_impl != TRANSFORMER_ENGINE,
+        _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
         "on an MLP without a gate",

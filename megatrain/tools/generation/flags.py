@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from megatrain.tools.subcommands import add_command
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain generate` and `megatrain serve`."""
+    generate = add_command(
+        commands,
+        "generate",
+        help="generate text from a checkpoint",
+        description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
+    )
+    _add_generate(generate)
+    serve = add_command(
+        commands,
+        "serve",
+        help="serve completions of a checkpoint over HTTP",
+        description="Answer requests of OpenAI's completions API (POST /v1/completions) with the model of a checkpoint.",
+    )
+    _add_serve(serve)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +71,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_generate(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `megatrain generate`."""
     add_model_flags(parser)
     prompts = parser.add_mutually_exclusive_group(required=True)
@@ -104,7 +125,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+def _add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `megatrain serve`."""
     add_model_flags(parser)
     parser.add_argument(

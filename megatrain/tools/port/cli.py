@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.flag_words import FlagWords
@@ -21,6 +21,7 @@ from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.tools.port.launch import Launch, find_launch, world_size
 from megatrain.tools.port.shell_script import ShellScript, Word, quoted
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
+from megatrain.tools.subcommands import add_command
 
 _PROGRAMS: Final = ("pretrain.py", "pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 _NODE: Final = 8
@@ -44,6 +45,25 @@ class Source:
     open: Sequence[str]
     assumed: Sequence[str]
     problems: Sequence[Problem]
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain port`."""
+    port = add_command(
+        commands,
+        "port",
+        help="print the command for a launch script or a YAML file of Megatron-LM",
+        description="Read a launch script that runs pretrain_gpt.py, or a YAML file of its arguments, and print the command for"
+        " megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
+        " start, 1 if not.",
+    )
+    port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
+    port.add_argument(
+        "values", nargs="*", metavar="NAME=VALUE", help="values of variables that the script leaves open"
+    )
+    port.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks of the run (default: those of the launcher)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from megatrain.config.schema.tree import settings
         ("--no-ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save is ignored: "),
         ("--async-strategy nvrx", "--async-strategy nvrx is ignored: --async-save"),
         ("--cuda-graph-modules attn mlp", "has no effect so far: CUDA graphs"),
-        ("--tp-comm-overlap-cfg a.yaml", "has no effect so far: overlapped tensor-parallel"),
+        ("--tp-comm-overlap-cfg a.yaml", "has no effect so far: a choice of the layers whose"),
         ("--moe-flex-dispatcher-backend deepep", "--moe-flex-dispatcher-backend deepep is ignored: DeepEP"),
         ("--moe-grouped-gemm=false", "--moe-grouped-gemm false has no effect"),
         ("--dist_ckpt_strictness log_all", "--dist-ckpt-strictness log_all is ignored: "),

@@ -36,6 +36,10 @@ CASES = {
         ("--grad-reduce-in-bf16", "", None,
          ("--grad-reduce-in-bf16", "float32"), ("--bf16", "--grad-reduce-in-bf16")),
     ],
+    "overlapped_products_have_one_stream": [
+        (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
+         ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),
+    ],
 }  # fmt: skip
 
 

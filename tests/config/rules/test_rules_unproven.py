@@ -22,6 +22,11 @@ CASES = {
         Facts(device="cuda"),
         "--moe-shared-expert-overlap",
     ),
+    "overlapped_products": (
+        "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2 --bf16",
+        Facts(device="cuda", world_size=2),
+        "--tp-comm-overlap",
+    ),
     "means_of_context_ranks": (
         "--context-parallel-chunk-means --context-parallel-size 2",
         Facts(world_size=2),

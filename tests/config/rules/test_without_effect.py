@@ -29,6 +29,7 @@ CASES = [
     ("--num-experts 4 --moe-shared-expert-gate", "",
      ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")),
     ("--linear-attention-freq 4", "", ("--linear-attention-freq 4", "--experimental-attention-variant")),
+    ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
     ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
     ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
     ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),
@@ -64,6 +65,9 @@ CASES = [
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
 ]  # fmt: skip
+WITH_TRANSFORMER_ENGINE = (
+    "with --transformer-impl transformer_engine, whose layers wait for their communication"
+)
 
 
 @pytest.mark.parametrize(("flags", "without", "named"), CASES)
@@ -72,8 +76,18 @@ def test_a_setting_without_effect_is_a_note(plan_of, flags, without, named):
     assert any(all(words in note for words in named) for note in notes), notes
 
 
+def test_transformer_engine_does_not_overlap_products(plan_of):
+    assert any(note.endswith(f"no effect {WITH_TRANSFORMER_ENGINE}") for note in _notes_on_gpus(plan_of))
+
+
+def _notes_on_gpus(plan_of):
+    facts = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
+    return plan_of("--tp-comm-overlap --transformer-impl transformer_engine --bf16", facts=facts).notes
+
+
 def test_every_condition_has_a_case(plan_of):
     notes = [note for flags, without, _ in CASES for note in plan_of(flags, without=without).notes]
+    notes += _notes_on_gpus(plan_of)
     for condition in CONDITIONS:
         assert any(note.endswith(f"no effect {condition.reason}") for note in notes), condition.reason
 

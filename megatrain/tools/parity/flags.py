@@ -1,0 +1,52 @@
+"""Flags of `megatrain parity`. This module does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.tools.subcommands import add_command
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain parity`."""
+    parity = add_command(
+        commands,
+        "parity",
+        help="check that every parallel layout computes the same as one process",
+        description="Train tiny models under each layout and compare losses, gradients and weights with one process."
+        " Without flags: rows that cover every pair of options' values, in fp64, and some rows in fp32, bf16 and fp16.",
+    )
+    parity.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="only rows with all of these words, such as `tp2 sp`; if there are none, that layout itself (default: all)",
+    )
+    which = parity.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="the 32 rows that cover most pairs, in fp64")
+    which.add_argument("--full", action="store_true", help="every combination of many options; takes hours")
+    which.add_argument(
+        "--self-test", action="store_true", help="plant known faults instead and check that each is found"
+    )
+    parity.add_argument("--slice", metavar="I/N", help="only every Nth row, starting with row I")
+    parity.add_argument(
+        "--results",
+        metavar="FILE",
+        help="record results in FILE, and skip rows that have passed there with the same code",
+    )
+    parity.add_argument(
+        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="run all rows in this precision"
+    )
+    parity.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device; on cuda each rank has a GPU of its own (default: cpu)",
+    )
+    parity.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="implementation of the layers in rows that support it; compared with `local` in bf16 (default: local)",
+    )
