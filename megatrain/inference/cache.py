@@ -231,7 +231,7 @@ class Cache:
         return SpaceStep(tuple(extents), flat)
 
     def _free_rows(self, space: Space, rows: Range, count: int) -> bool:
-        """Move the rows of the window to the start of a range without room for `count` more; return whether it was full."""
+        """Move the rows of the window to the start of a range that is full with `count` more rows; return whether it was."""
         if rows.used + count <= rows.capacity:
             return False
         assert space is not None, "the whole sequence is reserved"

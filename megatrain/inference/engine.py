@@ -102,7 +102,7 @@ class Engine:
         assert plan.max_sequences <= plan.tokens_per_pass, "each sequence has a token in every pass"
         self.model, self.eod = model, eod
         self._decoder = Decoder(model, has_graphs=can_capture(model)) if model.can_decode else None
-        self._decoded: list[Completion] = []
+        self.decoded: list[Completion] = []
         """Completions that the decoder extends."""
         self._sampler: BatchSampler | None = None
         self._unread: Unread | None = None
@@ -135,16 +135,16 @@ class Engine:
         """Admit completions and run one pass; return those with a new token, or that have finished."""
         self._admit()
         batch = self._decodable()
-        if batch and batch == self._decoded:
+        if batch and batch == self.decoded:
             before, self._unread = self._unread, self._decode()
             return self._read(before)
-        before, self._unread, self._decoded = self._unread, None, []
+        before, self._unread, self.decoded = self._unread, None, []
         ready = self._read(before)
         if ready:
             return ready  # some may have ended: the next pass is another one
         if not batch or self._decoder is None:
             return self._run()
-        self._decoded, self._sampler = batch, None
+        self.decoded, self._sampler = batch, None
         reservations = [one.reservation for one in batch if one.reservation is not None]
         self._decoder.begin(reservations, [one.ids[-1] for one in batch], [one.num_cached for one in batch])
         self._unread = self._decode()
@@ -161,15 +161,15 @@ class Engine:
         assert self._decoder is not None
         logits = self._decoder.run()
         if self._sampler is None:
-            samplers = [one.sampler for one in self._decoded]
-            self._sampler = BatchSampler(samplers, [one.ids for one in self._decoded], logits)
+            samplers = [one.sampler for one in self.decoded]
+            self._sampler = BatchSampler(samplers, [one.ids for one in self.decoded], logits)
         chosen = self._sampler.choose(logits)
         self._decoder.add(chosen[:-1])
-        for one in self._decoded:
+        for one in self.decoded:
             one.num_cached += 1
             one.num_unread += 1
-        has_log_probs = any(one.sampling.num_log_probs is not None for one in self._decoded)
-        return Unread(self._decoded, HostCopy(chosen), logits.clone() if has_log_probs else None)
+        has_log_probs = any(one.sampling.num_log_probs is not None for one in self.decoded)
+        return Unread(self.decoded, HostCopy(chosen), logits.clone() if has_log_probs else None)
 
     def _read(self, unread: Unread | None) -> list[Completion]:
         """Wait for the tokens of a pass and add them to the completions that have not ended; return these."""

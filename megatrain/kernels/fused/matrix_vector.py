@@ -7,22 +7,20 @@ from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
-_ROWS = 2
-"""Rows of the weight per program."""
-_BLOCK = 2048
-"""Columns of the weight per iteration."""
+TILE = (2, 2048)
+"""Rows of the weight per program, and columns per iteration."""
 
 
-def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None, tile: tuple[int, int] = TILE) -> Tensor:
     """Multiply the rows of `weight` [o, i] by the single row x [..., i]: [..., o]."""
-    (rows, columns), x = weight.shape, x.contiguous()
+    (rows, columns), (tile_rows, tile_columns), x = weight.shape, tile, x.contiguous()
     assert weight.stride(1) == 1
     y = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
     launch(
-        _multiply, (cdiv(rows, _ROWS),),
+        _multiply, (cdiv(rows, tile_rows),),
         x, weight, weight if bias is None else bias, y, rows, columns, weight.stride(0),
-        HAS_BIAS=bias is not None, IS_EVEN=rows % _ROWS == 0 and columns % _BLOCK == 0,
-        ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4,
+        HAS_BIAS=bias is not None, IS_EVEN=rows % tile_rows == 0 and columns % tile_columns == 0,
+        ROWS=tile_rows, BLOCK=tile_columns, num_warps=4,
     )  # fmt: skip
     return y
 
