@@ -176,7 +176,10 @@ def build_executor(
 
 def build_loss_scaler(plan: Plan) -> LossScaler:
     """Build the loss scaler: constant with --loss-scale, dynamic with --fp16 alone, 1 otherwise."""
-    precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad
+    precision = plan.config.precision
+    is_checked = plan.config.training.check_for_nan_in_loss_and_grad and plan.config.resilience.on_nan != (
+        "skip",
+    )
     if precision.fp16 and precision.loss_scale is None:
         return DynamicLossScale(
             scale=precision.initial_loss_scale,
