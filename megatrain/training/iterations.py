@@ -30,6 +30,9 @@ from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
 
+_SECONDS_TO_REPORT = 10.0
+"""Time for a report of late ranks."""
+
 
 class NotFiniteError(MegatrainError):
     """An infinite or NaN loss or gradient norm, on all ranks."""
@@ -133,6 +136,8 @@ class Iterations:
 
     def _begin(self, number: int) -> None:
         """Enqueue an iteration on the assumption that pending ones are finite: otherwise the run stops."""
+        if self.ranks.watch is not None:
+            self.ranks.watch.heartbeat.iteration = number
         pending_samples = sum(iteration.batch for iteration in self.pending)
         consumed = self.progress.consumed_train_samples + pending_samples
         hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
@@ -156,7 +161,7 @@ class Iterations:
         report = iteration.step.read()
         if is_first:
             self.ranks.console.print(self.ranks.phases.start_summary())
-            limit_collectives(self.ranks.grid, seconds=self.plan.derived.collective_timeout_seconds)
+            self._limit_waits(self.plan.derived.collective_timeout_seconds)
         progress.iteration = iteration.number
         progress.consumed_train_samples += iteration.batch
         if report.is_finite:
@@ -180,6 +185,12 @@ class Iterations:
         *stop_flags, is_any_rank_writing = report.flags
         self.saves.commit_if_written(is_any_rank_writing=bool(is_any_rank_writing))
         return self.stop.reason(iteration.number, stop_flags)
+
+    def _limit_waits(self, seconds: float) -> None:
+        """Set the limits of training; a rank that makes no progress reports it before its collective fails."""
+        if self.ranks.watch is not None:
+            self.ranks.watch.heartbeat.training_seconds = seconds
+        limit_collectives(self.ranks.grid, seconds=seconds + _SECONDS_TO_REPORT)
 
     def _flags(self) -> tuple[int, ...]:
         """Return what all ranks must know of this rank after a step."""

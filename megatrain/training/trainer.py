@@ -29,6 +29,7 @@ from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
+from megatrain.training.faults.flight_recorder import FOLDER, write_collectives
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations, NotFiniteError
 from megatrain.training.launch.failure import exit_code_of
@@ -92,6 +93,7 @@ class Trainer:
         self._open_outputs()
         if self.ranks.watch is not None:
             self.ranks.watch.on_peer_failure = self.status.record_peer_failure
+            self.ranks.watch.on_late_ranks = self._write_collectives
         try:
             self.log = self._open_log()
             exit_code, reason = self._train(self.log)
@@ -309,6 +311,11 @@ class Trainer:
                         fix="make the folder writable and free some space, or give --save another folder",
                     ) from error
             self.status.write(None, "running")
+
+    def _write_collectives(self) -> None:
+        """Write what this rank's collectives are, for a run that hangs."""
+        if self.save_folder is not None and self.save_folder.is_dir():
+            write_collectives(self.save_folder / FOLDER, self.ranks.grid.rank)
 
     def _open_log(self) -> RunLog:
         with self.phases.phase("opening logs"):
