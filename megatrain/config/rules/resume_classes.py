@@ -53,7 +53,7 @@ FUNCTION: Final = ResumeClass(
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
     " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult;"
     " experts: moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups"
-    " moe_router_group_topk moe_router_topk_scaling_factor",
+    " moe_router_group_topk moe_router_group_score_topk moe_router_topk_scaling_factor",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
