@@ -1,4 +1,4 @@
-"""Tokenize JSON Lines or Parquet into `.bin` and `.idx` files: `python preprocess_data.py --help`."""
+"""Tokenize JSON Lines, text or Parquet into `.bin` and `.idx` files: `python preprocess_data.py --help`."""
 
 import sys
 

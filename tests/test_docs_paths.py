@@ -31,6 +31,14 @@ def test_the_paths_of_a_page_exist(page: Path) -> None:
     assert not missing_paths(page)
 
 
+def test_the_site_has_every_page() -> None:
+    listed = set(
+        re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert listed == pages | {"start.md"}
+
+
 def test_a_missing_path_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

@@ -73,7 +73,12 @@ class CachePlan:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all memory."""
-        return self.num_sequences * self.bytes_of(self.max_tokens) + self.max_sequences * self.state_bytes
+        unused = sum(map(self._row_bytes, self.layers))
+        return (
+            self.num_sequences * self.bytes_of(self.max_tokens)
+            + self.max_sequences * self.state_bytes
+            + unused
+        )
 
     @property
     def description(self) -> str:
@@ -123,15 +128,6 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Move:
-    """Rows that a full range copies to its start."""
-
-    start: int
-    source: int
-    count: int
-
-
-@dataclass(frozen=True)
 class Extent:
     """New tokens of one sequence in a pass, and its rows in a space, which end with those of the new tokens."""
 
@@ -143,11 +139,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class SpaceStep:
-    """Work of the layers of one space in a pass: copy rows, write the rows of new tokens, attend to the extents."""
+    """Work of the layers of one space in a pass: write the rows of new tokens, attend to the extents."""
 
     extents: tuple[Extent, ...]
     """In the order of the tokens."""
-    moves: tuple[Move, ...]
     written: Tensor
     """Row of each new token, int64 [t]."""
 
@@ -160,9 +155,10 @@ class Cache:
         self.num_rows = {
             space: plan.num_sequences * plan.rows_of(space, plan.max_tokens) for space in plan.spaces
         }
+        # The last row is that of slots without a sequence, in passes with a fixed number of slots.
         self.rows = [
             [
-                torch.zeros((self.num_rows[layer.space], *shape), dtype=plan.dtype, device=device)
+                torch.zeros((self.num_rows[layer.space] + 1, *shape), dtype=plan.dtype, device=device)
                 for shape in layer.rows
             ]
             for layer in plan.layers
@@ -210,24 +206,41 @@ class Cache:
         """Add rows for new tokens of some sequences, and return what a pass does in each space."""
         return {space: self._extend(space, reservations) for space in self._free}
 
+    def add_tokens(self, reservations: Sequence[Reservation]) -> bool:
+        """Add rows for one token of each sequence; return whether rows of a window have moved."""
+        has_moved = False
+        for reservation in reservations:
+            for space, rows in reservation.ranges.items():
+                has_moved |= self._free_rows(space, rows, 1)
+                rows.used += 1
+        return has_moved
+
     def _extend(self, space: Space, reservations: Sequence[tuple[Reservation, int]]) -> SpaceStep:
         extents: list[Extent] = []
-        moves: list[Move] = []
         written: list[range] = []
         first = 0
         for reservation, count in reservations:
             rows = reservation.ranges[space]
-            if rows.used + count > rows.capacity:
-                assert space is not None, "the whole sequence is reserved"
-                moves.append(Move(rows.start, rows.start + rows.used - space, space))
-                rows.used = space
+            self._free_rows(space, rows, count)
             end = rows.start + rows.used
             written.append(range(end, end + count))
             rows.used += count
             extents.append(Extent(first, count, rows.start, rows.used))
             first += count
         flat = torch.tensor(list(itertools.chain(*written)), device=self.device)
-        return SpaceStep(tuple(extents), tuple(moves), flat)
+        return SpaceStep(tuple(extents), flat)
+
+    def _free_rows(self, space: Space, rows: Range, count: int) -> bool:
+        """Move the rows of the window to the start of a range that is full with `count` more rows; return whether it was."""
+        if rows.used + count <= rows.capacity:
+            return False
+        assert space is not None, "the whole sequence is reserved"
+        first = rows.start + rows.used - space
+        for layer, tensors in zip(self.plan.layers, self.rows, strict=True):
+            for one in tensors if layer.space == space else ():
+                one[rows.start : rows.start + space] = one[first : first + space].clone()
+        rows.used = space
+        return True
 
 
 @dataclass

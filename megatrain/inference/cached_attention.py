@@ -4,7 +4,8 @@
     CachedLatentAttention   normalized latents and rotated keys, one row for all heads
     CachedDeltaRule         state of the gated delta rule, and the last inputs of its convolution
 
-New tokens of all sequences of a pass are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
+Passes that add one token to each sequence have a kernel of their own (kernels/attention/decode.py), unless layers have latents or
+linear attention. In others the new tokens of all sequences are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
 one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels compute
 them one by one.
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from megatrain.inference.cache import Extent, Space, SpaceStep
 from megatrain.kernels.attention.backends import attention_kernel
+from megatrain.kernels.attention.decode import decode_attention, write_rows
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
 from megatrain.kernels.gated_delta import continue_gated_delta_rule
 from megatrain.model.implementations.attention import LocalContextAttention
@@ -57,6 +59,24 @@ class CachedPass(PassInfo):
             step = self.spaces[space]
             self.shared[space] = pack(step.extents, step.written.device)
         return self.shared[space]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows of one space in a pass that adds one token to each sequence, all int64 [b] on the device."""
+
+    first: Tensor
+    count: Tensor
+    """Rows of each sequence, with that of the new token."""
+    written: Tensor
+    """Row of the new token."""
+
+
+@dataclass(kw_only=True)
+class DecodePass(PassInfo):
+    """The context of a pass that adds one token to each sequence; the host knows neither tokens nor lengths."""
+
+    rows: Mapping[Space, DecodeRows]
 
 
 @dataclass(frozen=True)
@@ -114,9 +134,6 @@ class RowAttention(nn.Module):
         """Write the rows of new tokens, [t, 1, heads, channels] each."""
         step = info.spaces[self.window]
         for rows, values in zip(self.rows, new, strict=True):
-            for move in step.moves:
-                moved = rows[move.source : move.source + move.count].clone()
-                rows[move.start : move.start + move.count] = moved
             rows.index_copy_(0, step.written, values.squeeze(1).to(rows.dtype))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, info: CachedPass) -> Tensor:
@@ -156,13 +173,21 @@ class CachedAttention(RowAttention):
 
     def __init__(self, spec: AttentionSpec, core: nn.Module, rows: list[Tensor]) -> None:
         super().__init__(spec, _kernel(spec, rows[0]), rows)
-        self.core = core
+        self.core, self.scale, self.softcap = core, _scale(spec), spec.softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: CachedPass) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: CachedPass | DecodePass) -> Tensor:
         """Map q [t, 1, n, d], k and v [t, 1, g, d] -> [t, 1, n * d]."""
-        self.write(info, (k, v))
         sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
         keys, values = self.rows
+        if isinstance(info, DecodePass):
+            rows, q = info.rows[self.window], q.squeeze(1)
+            write_rows(keys, values, k.squeeze(1), v.squeeze(1), rows.written)
+            out = decode_attention(
+                q, keys, values, rows.first, rows.count,
+                scale=self.scale, softcap=self.softcap, window=self.window, sink=sink,
+            )  # fmt: skip
+            return out.flatten(1).unsqueeze(1)
+        self.write(info, (k, v))
         return self.attend(q, keys, values, sink, info).flatten(2)
 
 

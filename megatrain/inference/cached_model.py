@@ -20,6 +20,8 @@ from megatrain.inference.cached_attention import (
     CachedDeltaRule,
     CachedLatentAttention,
     CachedPass,
+    DecodePass,
+    DecodeRows,
 )
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
@@ -28,7 +30,7 @@ from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule, LinearAttention
 from megatrain.model.mtp import MtpLayer
 from megatrain.model.specs import AttentionSpec
-from megatrain.parallel.batch import Batch
+from megatrain.parallel.batch import Batch, PassInfo
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,16 @@ class CachedModel:
     def __init__(self, model: Model, plan: CachePlan, device: torch.device) -> None:
         self.model, self.device = model, device
         self.cache = Cache(plan, device)
-        self._ropes = [
-            (module, module.tables)
+        ropes = {
+            module: module.tables
             for segment in model.segments
             for module in segment.modules()
             if isinstance(module, RotaryEmbedding)
-        ]
+        }
+        self._ropes = list(ropes.items())
         self._delta_rules: list[CachedDeltaRule] = []
+        self.can_decode = True
+        """`decode` computes all layers: none has latents or linear attention."""
         mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
         specs = [layer.mixer for layer in model.spec.layers if layer.mixer is not None]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
@@ -66,12 +71,14 @@ class CachedModel:
             assert isinstance(mixer.core, DeltaRule)
             core = CachedDeltaRule(mixer.core, *self.cache.states[number])
             self._delta_rules.append(core)
+            self.can_decode = False
             mixer.core = core  # type: ignore[assignment]  # takes the same arguments
             return
         assert isinstance(spec, AttentionSpec)
         if isinstance(mixer, LatentAttention):
             whole = mixer.attention
             assert isinstance(whole, ExpandedAttention)
+            self.can_decode = False
             mixer.attention = CachedLatentAttention(spec, whole.up, whole.core, rows)
         else:
             assert isinstance(mixer, Attention)
@@ -84,8 +91,6 @@ class CachedModel:
         ids = torch.tensor([list(itertools.chain(*(part.tokens for part in parts)))], device=self.device)
         spans = (range(part.first_position, part.first_position + len(part.tokens)) for part in parts)
         positions = torch.tensor([list(itertools.chain(*spans))], device=self.device)
-        for rope, (cos, sin) in self._ropes:
-            rope.tables = (cos[positions[0]], sin[positions[0]])
         info = CachedPass(
             is_training=False,
             spaces=self.cache.extend([(part.reservation, len(part.tokens)) for part in parts]),
@@ -94,19 +99,47 @@ class CachedModel:
         )
         for rule in self._delta_rules:
             rule.begin_pass(info)
+        hidden = self._hidden(ids, positions, info)
+        ends = list(itertools.accumulate(lengths))
+        counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
+        wanted = itertools.chain(*(range(end - n, end) for end, n in zip(ends, counts, strict=True)))
+        rows = hidden[torch.tensor(list(wanted), device=self.device)]
+        return list(self._head.logits(rows, info).squeeze(1).split(counts))
+
+    @torch.no_grad()
+    def decode(self, state: Tensor) -> Tensor:
+        """Add one token to each sequence; return the logits of the next one, [b, v].
+
+        Args:
+            state: token, position, and for each space of the cache first row and number of rows before, int64 [2 + 2 spaces, b].
+        """
+        tokens, positions, *rows = state.unbind()
+        spaces = {
+            space: DecodeRows(first, count + 1, first + count)
+            for space, first, count in zip(self.cache.plan.spaces, rows[::2], rows[1::2], strict=True)
+        }
+        info = DecodePass(is_training=False, rows=spaces)
+        hidden = self._hidden(tokens[None], positions[None], info)
+        logits: Tensor = self._head.logits(hidden, info)
+        return logits.squeeze(1)
+
+    @property
+    def _head(self) -> Head:
+        head = self.model.segments[-1]
+        assert isinstance(head, Head)
+        return head
+
+    def _hidden(self, ids: Tensor, positions: Tensor, info: PassInfo) -> Tensor:
+        """Return the hidden states [t, 1, h] of tokens [1, t] with these positions."""
+        for rope, (cos, sin) in self._ropes:
+            rope.tables = (cos[positions[0]], sin[positions[0]])
         unused = torch.zeros_like(ids)
         batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
         hidden = None
         for segment in self.model.segments[:-1]:
             hidden = segment(hidden, batch, info)
         assert hidden is not None
-        head = self.model.segments[-1]
-        assert isinstance(head, Head)
-        ends = list(itertools.accumulate(lengths))
-        counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
-        wanted = itertools.chain(*(range(end - n, end) for end, n in zip(ends, counts, strict=True)))
-        rows = hidden[torch.tensor(list(wanted), device=self.device)]
-        return list(head.logits(rows, info).squeeze(1).split(counts))
+        return hidden  # type: ignore[no-any-return]  # of a module
 
 
 def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:

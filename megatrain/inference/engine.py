@@ -3,6 +3,9 @@
     submitted ─> waiting ─ memory is reserved for all its tokens ─> running ─> finished, memory returns
                            pass: one token of each sequence that has its prompt in the cache, then parts of prompts
 
+Passes that add one token to each sequence (decoding.py) do not wait for the tokens before: the host reads those of a pass after it
+has started the next one. A sequence that has ended by then has one token too many, which is left out.
+
 A pass has a limited number of tokens, so that a long prompt delays others by one pass at most, and memory of activations is
 bounded. A sequence that is running has memory for its last token, so that none fails later.
 """
@@ -19,7 +22,9 @@ from torch import Tensor
 
 from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel, NewTokens
-from megatrain.inference.sampling import LogProb, Sampler, Sampling, choose, log_probs
+from megatrain.inference.decoding import Decoder, can_capture
+from megatrain.inference.sampling import BatchSampler, LogProb, Sampler, Sampling, chosen_tokens, log_probs
+from megatrain.kernels.host_copy import HostCopy
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,6 +44,8 @@ class Completion:
     finish_reason: FinishReason | None = None
     """`stop`: end-of-document token; `length`: number of tokens. None: not finished."""
     num_cached: int = 0
+    num_unread: int = 0
+    """Tokens that are sampled on the device and not read yet, at most 1."""
     reservation: Reservation | None = None
     sampler: Sampler = field(init=False)
 
@@ -64,7 +71,22 @@ class Completion:
     @property
     def num_pending(self) -> int:
         """Return the tokens that are not in the cache yet."""
-        return len(self.ids) - self.num_cached
+        return len(self.ids) + self.num_unread - self.num_cached
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether all tokens up to the maximum number are sampled."""
+        return self.num_new + self.num_unread >= self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A pass whose tokens the host has not read."""
+
+    completions: list[Completion]
+    chosen: HostCopy
+    logits: Tensor | None
+    """[n, v], if a completion wants log-probabilities."""
 
 
 class Engine:
@@ -79,6 +101,11 @@ class Engine:
         plan = model.cache.plan
         assert plan.max_sequences <= plan.tokens_per_pass, "each sequence has a token in every pass"
         self.model, self.eod = model, eod
+        self._decoder = Decoder(model, has_graphs=can_capture(model)) if model.can_decode else None
+        self.decoded: list[Completion] = []
+        """Completions that the decoder extends."""
+        self._sampler: BatchSampler | None = None
+        self._unread: Unread | None = None
         self.waiting: deque[Completion] = deque()
         self.running: list[Completion] = []
 
@@ -107,6 +134,59 @@ class Engine:
     def step(self) -> list[Completion]:
         """Admit completions and run one pass; return those with a new token, or that have finished."""
         self._admit()
+        batch = self._decodable()
+        if batch and batch == self.decoded:
+            before, self._unread = self._unread, self._decode()
+            return self._read(before)
+        before, self._unread, self.decoded = self._unread, None, []
+        ready = self._read(before)
+        if ready:
+            return ready  # some may have ended: the next pass is another one
+        if not batch or self._decoder is None:
+            return self._run()
+        self.decoded, self._sampler = batch, None
+        reservations = [one.reservation for one in batch if one.reservation is not None]
+        self._decoder.begin(reservations, [one.ids[-1] for one in batch], [one.num_cached for one in batch])
+        self._unread = self._decode()
+        return []
+
+    def _decodable(self) -> list[Completion]:
+        """Return the completions of a pass that adds one token to each; none if there is no such pass now."""
+        needed = [one for one in self.running if not one.has_all or not one.num_new]
+        is_single = all(one.num_pending == 1 and not one.has_all for one in needed)
+        return needed if self._decoder is not None and is_single else []
+
+    def _decode(self) -> Unread:
+        """Run a pass of the decoder and sample its tokens, without waiting for them."""
+        assert self._decoder is not None
+        logits = self._decoder.run()
+        if self._sampler is None:
+            samplers = [one.sampler for one in self.decoded]
+            self._sampler = BatchSampler(samplers, [one.ids for one in self.decoded], logits)
+        chosen = self._sampler.choose(logits)
+        self._decoder.add(chosen[:-1])
+        for one in self.decoded:
+            one.num_cached += 1
+            one.num_unread += 1
+        has_log_probs = any(one.sampling.num_log_probs is not None for one in self.decoded)
+        return Unread(self.decoded, HostCopy(chosen), logits.clone() if has_log_probs else None)
+
+    def _read(self, unread: Unread | None) -> list[Completion]:
+        """Wait for the tokens of a pass and add them to the completions that have not ended; return these."""
+        if unread is None:
+            return []
+        ready = []
+        for row, (one, token) in enumerate(
+            zip(unread.completions, chosen_tokens(unread.chosen.read()), strict=True)
+        ):
+            one.num_unread -= 1
+            if one.reservation is not None:
+                self._add(one, token, None if unread.logits is None else unread.logits[row])
+                ready.append(one)
+        return ready
+
+    def _run(self) -> list[Completion]:
+        """Run a pass with parts of prompts, and wait for its tokens."""
         parts = self._parts()
         if not parts:
             return []
@@ -163,19 +243,25 @@ class Engine:
             one.prompt_log_probs += log_probs(logits[: len(following)], following, num_top)
 
     def _choose(self, ready: list[Completion], logits: Tensor) -> None:
-        wanted = [one for one in ready if one.sampling.max_new_tokens]
-        if wanted:
-            rows = logits[[number for number, one in enumerate(ready) if one.sampling.max_new_tokens]]
-            tokens = choose(rows, [one.sampler for one in wanted], [one.ids for one in wanted])
-            for one, token, row in zip(wanted, tokens, rows, strict=True):
-                one.ids.append(token)
-                if one.sampling.num_log_probs is not None:
-                    one.log_probs += log_probs(row[None], [token], one.sampling.num_log_probs)
-        for one in ready:
-            if one.sampling.ends_at_eod and one.num_new and one.ids[-1] == self.eod:
-                self.finish(one, "stop")
-            elif one.num_new >= one.sampling.max_new_tokens:
+        """Sample the next tokens from logits [n, v] and wait for them."""
+        sampler = BatchSampler([one.sampler for one in ready], [one.ids for one in ready], logits)
+        tokens = chosen_tokens(sampler.choose(logits).tolist())
+        for one, token, row in zip(ready, tokens, logits, strict=True):
+            if one.sampling.max_new_tokens:
+                self._add(one, token, row)
+            else:
                 self.finish(one, "length")
+
+    def _add(self, one: Completion, token: int, logits: Tensor | None) -> None:
+        """Add a token, sampled from logits [v], and end the completion if it is the last one."""
+        one.ids.append(token)
+        if one.sampling.num_log_probs is not None:
+            assert logits is not None
+            one.log_probs += log_probs(logits[None], [token], one.sampling.num_log_probs)
+        if one.sampling.ends_at_eod and token == self.eod:
+            self.finish(one, "stop")
+        elif one.num_new >= one.sampling.max_new_tokens:
+            self.finish(one, "length")
 
     def finish(self, completion: Completion, reason: FinishReason) -> None:
         """End a completion with a reason; its memory returns."""

@@ -13,17 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.config.errors import MegatrainError, Problem
+from megatrain.kernels.host_copy import copy_to_device
 
 MAX_LOG_PROBS = 100
 MIN_TEMPERATURE = 1e-4
 """Lower ones, except 0, overflow in fp32."""
 MAX_PENALTY = 100.0
 _MAX_SEED = 1 << 63
+_MOST_SELECTED = 1024
+"""Up to so many tokens, selecting them takes less time than sorting all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,38 +79,68 @@ class Sampling:
                 yield name, Problem(f"{getattr(self, name)!r} is no possible value", f"use {wanted}")
 
 
-def penalize_repetition(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
-    """Return logits [v] in which those of `ids` are lower, once each."""
-    if penalty == 1:
-        return logits
-    found = torch.tensor(sorted(set(ids)), dtype=torch.int64, device=logits.device)
-    values = logits[found]
-    return logits.index_copy(0, found, torch.where(values > 0, values / penalty, values * penalty))
+def penalize_repetition(logits: Tensor, seen: Tensor, penalties: Tensor) -> Tensor:
+    """Return logits [n, v] in which those of `seen` tokens, bool [n, v], are lower by penalties [n, 1], once each."""
+    lower = torch.where(logits > 0, logits / penalties, logits * penalties)
+    return torch.where(seen, lower, logits)
 
 
-def kept_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """Return the probabilities to sample from, in decreasing order, and their ids; both [n, v]. Excluded tokens have 0.
+class SamplingColumns(NamedTuple):
+    """Settings of sequences, each [n, 1] on the device. Greedy sequences have temperature 1."""
+
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    penalties: Tensor
+    is_drawn: Tensor
+    """1: the temperature is above 0."""
+    most: int
+    """Tokens that may be chosen, all others are excluded; the size of the vocabulary if there is no such limit."""
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling], like: Tensor) -> SamplingColumns:
+        """Return the settings for logits like these, [n, v]."""
+        size = like.shape[1]
+        rows = [
+            # Sums of rounded probabilities reach 1 before the last token: a top-p of 1 has no limit.
+            (one.temperature or 1.0, (one.top_k or size) if one.temperature else 1, one.top_p if one.top_p < 1 else math.inf,
+             one.repetition_penalty, one.temperature > 0)
+            for one in samplings
+        ]  # fmt: skip
+        temperatures, top_k, top_p, penalties, is_drawn = copy_to_device(rows, like.dtype, like.device).t()[
+            :, :, None
+        ]
+        most = min(size, max(int(row[1]) for row in rows))
+        return SamplingColumns(temperatures, top_k, top_p, penalties, is_drawn, most)
+
+
+def kept_probabilities(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """Return the probabilities to sample from, in decreasing order, and their ids; both [n, `columns.most`]. Excluded tokens have 0.
 
     Args:
         logits: [n, v], fp32 or fp64, after penalties.
-        samplings: one per row, with temperatures above 0.
     """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
-
     # The largest logit becomes 0 first: a tiny temperature would overflow the others.
     shifted = logits - logits.amax(-1, keepdim=True)
-    scaled = shifted / column([one.temperature for one in samplings])
-    ordered, ids = scaled.sort(stable=True, dim=-1, descending=True)
+    ordered, ids = _largest(shifted / columns.temperatures, columns.most)
     rank = torch.arange(ordered.shape[1], device=logits.device)
-    top_k = column([float(one.top_k or ordered.shape[1]) for one in samplings])
-    probs = ordered.masked_fill(rank >= top_k, float("-inf")).softmax(-1)
+    probs = ordered.masked_fill(rank >= columns.top_k, float("-inf")).softmax(-1)
     before = probs.cumsum(-1) - probs
-    # Sums of rounded probabilities reach 1 before the last token.
-    top_p = column([one.top_p if one.top_p < 1 else math.inf for one in samplings])
-    probs = probs.masked_fill((before >= top_p) & (rank > 0), 0)
+    probs = probs.masked_fill((before >= columns.top_p) & (rank > 0), 0)
     return probs / probs.sum(-1, keepdim=True), ids
+
+
+def _largest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits in decreasing order and their ids; of equal ones that with the lowest id first."""
+    if logits.dtype is not torch.float32 or most > _MOST_SELECTED:
+        ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
+        return ordered[:, :most], ids[:, :most]
+    # Integers in the order of the logits, with the ids below them: no two are equal, so that a selection is a stable sort.
+    bits = (logits + 0.0).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    id_after = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    ids = logits.shape[1] - 1 - ((keys | id_after).topk(most, dim=-1).values & 0xFFFFFFFF)
+    return logits.gather(1, ids), ids
 
 
 class Sampler:
@@ -121,39 +155,68 @@ class Sampler:
         return float(torch.rand((), generator=self.generator, dtype=torch.float64))
 
 
-def choose(logits: Tensor, samplers: Sequence[Sampler], seen: Sequence[Sequence[int]]) -> list[int]:
-    """Return the next token of each sequence.
+class BatchSampler:
+    """Chooses the next token of each of some sequences, on the device of the logits and without waiting for it.
 
     Args:
-        logits: [n, v].
         samplers: one per sequence.
-        seen: tokens of prompt and text of each sequence.
+        seen: tokens of prompt and text of each sequence; chosen ones are added.
+        like: logits [n, v] of the same shape, dtype and device.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler], seen: Sequence[Sequence[int]], like: Tensor) -> None:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        samplings = [one.sampling for one in samplers]
+        self._drawn = [one for one in samplers if one.sampling.temperature > 0]
+        self._columns = SamplingColumns.of(samplings, like.new_empty(0, like.shape[1], dtype=dtype))
+        places = copy_to_device([one.temperature > 0 for one in samplings], torch.int64, like.device)
+        self._order = (places.cumsum(0) - 1).clamp(min=0)
+        """Number of each sequence among those that are drawn."""
+        self._seen: Tensor | None = None
+        if any(one.repetition_penalty != 1 for one in samplings):
+            flat = [row * like.shape[1] + token for row, ids in enumerate(seen) for token in set(ids)]
+            self._seen = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+            self._seen.view(-1)[copy_to_device(flat, torch.int64, like.device)] = True
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Return the next tokens, then 1 if all logits are finite, else 0: int64 [n + 1]. `chosen_tokens` checks them."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._seen is not None:
+            wide = penalize_repetition(wide, self._seen, self._columns.penalties)
+        best = wide.max(-1)
+        chosen = (
+            torch.where(self._columns.is_drawn[:, 0] > 0, self._draw(wide), best.indices)
+            if self._drawn
+            else best.indices
+        )
+        if self._seen is not None:
+            self._seen.scatter_(1, chosen[:, None], True)
+        return torch.cat((chosen, best.values.isfinite().all().long()[None]))
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        """Return a token of each sequence, with the next uniform number of those that are drawn."""
+        numbers = copy_to_device([one.uniform() for one in self._drawn], torch.float64, logits.device)
+        probs, ids = kept_probabilities(logits, self._columns)
+        sums = probs.double().cumsum(-1)
+        # A uniform number near 1 may exceed the sum of rounded probabilities: it selects the last token that is kept.
+        kept = (probs > 0).sum(-1, keepdim=True)
+        ranks = torch.searchsorted(sums, numbers[self._order][:, None] * sums[:, -1:], right=True)
+        # Probabilities that are not finite keep no token.
+        return ids.gather(1, ranks.minimum(kept - 1).clamp(min=0)).squeeze(1)
+
+
+def chosen_tokens(chosen: Sequence[int]) -> list[int]:
+    """Return the tokens that `BatchSampler.choose` has chosen.
 
     Raises:
-        MegatrainError: a sequence's logits are not finite.
+        MegatrainError: logits are not finite.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    penalties = [one.sampling.repetition_penalty for one in samplers]
-    if any(penalty != 1 for penalty in penalties):
-        rows = zip(wide, seen, penalties, strict=True)
-        wide = torch.stack([penalize_repetition(*row) for row in rows])
-    best = wide.max(-1)
-    if not bool(best.values.isfinite().all()):
+    if not chosen[-1]:
         raise MegatrainError(
             "the model's logits are not finite",
             fix="generate with --dtype fp32; if they still are not, the weights are damaged",
         )
-    chosen = best.indices
-    drawn = [number for number, one in enumerate(samplers) if one.sampling.temperature > 0]
-    if drawn:
-        probs, ids = kept_probabilities(wide[drawn], [samplers[number].sampling for number in drawn])
-        uniform = torch.tensor([[samplers[number].uniform()] for number in drawn], dtype=torch.float64)
-        sums = probs.double().cumsum(-1)
-        # A uniform number near 1 may exceed the sum of rounded probabilities: it selects the last token that is kept.
-        kept = (probs > 0).sum(-1, keepdim=True)
-        ranks = torch.searchsorted(sums, uniform.to(sums.device) * sums[:, -1:], right=True)
-        chosen[drawn] = ids.gather(1, ranks.minimum(kept - 1)).squeeze(1)
-    return [int(token) for token in chosen.tolist()]
+    return list(chosen[:-1])
 
 
 @dataclass(frozen=True)

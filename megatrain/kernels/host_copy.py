@@ -1,7 +1,8 @@
-"""Asynchronous copies of a few numbers from device to host."""
+"""Asynchronous copies of a few numbers between device and host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,3 +27,9 @@ class HostCopy:
             self._event.synchronize()
         numbers: list[Any] = self._numbers.tolist()
         return numbers
+
+
+def copy_to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (nested) numbers as a tensor on the device; the host does not wait for the device's current work."""
+    found = torch.tensor(numbers, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
@@ -142,9 +143,9 @@ class Head(LaidOutModule):
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
         x = self._normed(hidden, info)
-        local = self.scaling.logits(x @ self._output().weight.t())
-        columns = local.t().contiguous()  # [v/tp, t]
-        logits: Tensor = all_gather(columns, self.tp.group)[: self.vocab_size].t()
+        local = self.scaling.logits(linear(x, self._output().weight))  # [t, v/tp]
+        gathered: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1))
+        logits = gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size]
         return logits.view(-1, hidden.shape[1], self.vocab_size)
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:

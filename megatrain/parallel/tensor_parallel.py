@@ -32,6 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -169,7 +170,7 @@ def row_linear(
     out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
     out = out if tp.is_overlapped else exit_tp_region(out, tp)
     if bias is not None and tp.size > 1:
-        out = _AddBias.apply(out, bias)
+        out = AddBias.apply(out, bias)
     return out
 
 
@@ -264,16 +265,16 @@ class _ColumnLinear(Function):
         dy = grads[0]
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
-        full_x, gather = _begin_gather(x, tp)
-        dx, reduction = _begin_reduction(dy @ weight, tp)
+        full_x, gather = begin_gather(x, tp)
+        dx, reduction = begin_reduction(dy @ weight, tp)
         gather.wait()
         _accumulate_weight_gradient(ctx.weight_grad, dy, full_x, ctx.info)
-        _accumulate_bias_gradient(ctx.bias, dy)
+        accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, None, None, None, None, None, None
 
 
-def _begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does forwards."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, Transfer()
@@ -281,7 +282,7 @@ def _begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     return out, begin_all_gather_into(out, x.contiguous(), tp.group)
 
 
-def _begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+def begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does backwards; overwrites `x`."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, begin_all_reduce(x, tp.group)
@@ -322,11 +323,11 @@ class _Linear(Function):
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
         _accumulate_weight_gradient(ctx.weight_grad, dy, y, ctx.info)
-        _accumulate_bias_gradient(ctx.bias, dy)
+        accumulate_bias_gradient(ctx.bias, dy)
         return dx, None, None, None, None, None, None
 
 
-class _AddBias(Function):
+class AddBias(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Bias) -> Tensor:
         ctx.bias = bias
@@ -334,18 +335,16 @@ class _AddBias(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _accumulate_bias_gradient(ctx.bias, grads[0])
+        accumulate_bias_gradient(ctx.bias, grads[0])
         return grads[0], None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
     """Return x W^T + bias, as one matrix product."""
-    if bias is None:
-        return x @ weight.t()
-    return torch.addmm(bias.value, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
+    return linear(x, weight, None if bias is None else bias.value)
 
 
-def _accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
     if bias is not None and bias.grad is not None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 

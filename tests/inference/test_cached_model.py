@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain.inference import cached_attention
 from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel, NewTokens
+from megatrain.inference.decoding import Decoder, num_slots
 from megatrain.inference.whole_sequences import all_logits
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
@@ -110,3 +111,42 @@ def test_a_window_keeps_few_rows() -> None:
     whole, window = (cached(name).cache.plan for name in ("llama", "window"))
     assert window.bytes_of(SEQ) * SEQ == whole.bytes_of(SEQ) * (3 + window.tokens_per_pass)
     assert cached("mla").cache.plan.bytes_of(10) == 10 * 4 * 8 * (12 + 4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "experts", "gpt2"])
+def test_decoded_logits_are_those_of_the_whole_sequence(name: str) -> None:
+    """Sequences of three lengths; the last one leaves, and windows are full several times."""
+    model = cached(name)
+    rows, starts, count = sorted(sequences(), key=len, reverse=True), (9, 5, 2), 9
+    reservations = [model.cache.reserve(len(row)) for row in rows]
+    parts = [
+        NewTokens(memory, row[:start], 0)
+        for memory, row, start in zip(reservations, rows, starts, strict=True)
+    ]
+    for part in parts:  # a pass has at most 8 tokens of a sequence
+        for first in range(0, len(part.tokens), 8):
+            model.logits([NewTokens(part.reservation, part.tokens[first : first + 8], first)])
+    decoder = Decoder(model, has_graphs=False)
+    found = [[] for _ in rows]
+    for number in range(12):
+        running = 3 if number < count else 2
+        if number in (0, count):
+            places = [start + number for start in starts[:running]]
+            tokens = [row[place] for row, place in zip(rows, places, strict=False)]
+            decoder.begin(reservations[:running], tokens, places)
+        for one, logits in zip(found, decoder.run(), strict=False):
+            one.append(logits)
+        following = [
+            row[start + number + 1 : start + number + 2] or [0]
+            for row, start in zip(rows, starts, strict=True)
+        ]
+        decoder.add(torch.tensor(following[:running]).flatten())
+    plain = tiny_model(name)
+    for row, start, logits in zip(rows, starts, found, strict=True):
+        whole = all_logits(plain, torch.tensor([row])).squeeze(1)[start : start + len(logits)]
+        assert float((torch.stack(logits) - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
+
+
+def test_numbers_of_slots() -> None:
+    found = [num_slots(count) for count in (1, 2, 3, 9, 16, 17, 24, 25, 33, 49, 64, 65, 97)]
+    assert found == [1, 2, 4, 16, 16, 24, 24, 32, 48, 64, 64, 96, 128]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from megatrain.config import MegatrainError
 from megatrain.inference.sampling import (
+    BatchSampler,
     Sampler,
     Sampling,
-    choose,
+    SamplingColumns,
+    _largest,
+    chosen_tokens,
     kept_probabilities,
     log_probs,
     penalize_repetition,
@@ -48,7 +52,8 @@ SAMPLINGS += [Sampling(top_p=share / 200) for share in range(1, 200)]
 
 
 def test_the_tokens_that_are_kept_and_their_probabilities() -> None:
-    probs, ids = kept_probabilities(logits(len(SAMPLINGS)), SAMPLINGS)
+    rows = logits(len(SAMPLINGS))
+    probs, ids = kept_probabilities(rows, SamplingColumns.of(SAMPLINGS, rows))
     for row, sampling, values, tokens in zip(logits(len(SAMPLINGS)), SAMPLINGS, probs, ids, strict=True):
         expected = plain_probabilities(row.tolist(), sampling)
         found = {int(token): float(value) for token, value in zip(tokens, values, strict=True) if value > 0}
@@ -63,16 +68,20 @@ def test_masks_are_those_of_transformers() -> None:
         if sampling.top_k:
             scores = process.TopKLogitsWarper(sampling.top_k)(None, scores)
         scores = process.TopPLogitsWarper(sampling.top_p)(None, scores) if sampling.top_p < 1 else scores
-        probs, ids = kept_probabilities(logits(), [sampling])
+        probs, ids = kept_probabilities(logits(), SamplingColumns.of([sampling], logits()))
         found = torch.zeros(1, VOCAB, dtype=torch.float64).scatter(1, ids, probs)
         assert torch.allclose(found, scores.softmax(-1), rtol=1e-9, atol=0)
 
 
 def test_repetition_is_penalized_once_per_token() -> None:
-    row = torch.tensor([2.0, -2.0, 1.0, -1.0])
-    found = penalize_repetition(row, [0, 1, 1, 0, 0], 4.0)
-    assert found.tolist() == [0.5, -8.0, 1.0, -1.0]
-    assert penalize_repetition(row, [0], 1.0) is row
+    rows = torch.tensor([[2.0, -2.0, 1.0, -1.0]] * 2)
+    seen, penalties = torch.tensor([[True, True, False, False]] * 2), torch.tensor([[4.0], [1.0]])
+    found = penalize_repetition(rows, seen, penalties)
+    assert found.tolist() == [[0.5, -8.0, 1.0, -1.0], rows[1].tolist()]
+
+
+def choose(rows: torch.Tensor, samplers: Sequence[Sampler], seen: Sequence[Sequence[int]]) -> list[int]:
+    return chosen_tokens(BatchSampler(samplers, seen, rows).choose(rows).tolist())
 
 
 class Grid(Sampler):
@@ -148,3 +157,14 @@ def test_wrong_settings_are_named(wrong: dict[str, object]) -> None:
 
 def test_defaults_are_right() -> None:
     assert list(Sampling().problems()) == []
+
+
+def test_selected_tokens_are_the_first_of_a_stable_sort() -> None:
+    """fp32 logits with many ties, zeros of both signs and values that are not finite."""
+    rows = (4 * torch.randn(5, 300, generator=torch.Generator().manual_seed(2))).round() / 2
+    rows[1, 7], rows[2, 9], rows[3, :] = float("inf"), float("-inf"), -0.0
+    for most in (1, 5, 300):
+        values, ids = _largest(rows, most)
+        expected = rows.double().sort(stable=True, dim=-1, descending=True)
+        assert torch.equal(ids, expected.indices[:, :most])
+        assert torch.equal(values.double(), expected.values[:, :most])

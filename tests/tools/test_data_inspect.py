@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def test_a_dataset_is_counted(prefix: str, capsys: pytest.CaptureFixture[str]) -
         "modes": None,
         "sequence_lengths": {"min": 0, "median": 1, "mean": 1.8, "p95": 4, "max": 4},
         "document_lengths": {"min": 0, "median": 1, "mean": 2.25, "p95": 5, "max": 5},
+        "bin_crc32": zlib.crc32(Path(f"{prefix}.bin").read_bytes()),
+        "idx_crc32": zlib.crc32(Path(f"{prefix}.idx").read_bytes()),
         "smallest_id": 5,
         "largest_id": 9,
         "eod": None,
@@ -100,7 +103,8 @@ def test_a_description_gives_the_end_of_document_id(
 def test_an_unrelated_json_file_is_not_a_description(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefix = write(tmp_path / "data", description={"hello": 1, "eod": "none", "sources": 3})
+    prefix = write(tmp_path / "data")
+    Path(f"{prefix}.json").write_text('{"hello": 1, "eod": "none", "sources": 3}')
     assert main(["data", "inspect", prefix]) == 0
     assert f"description  none: {prefix}.json is not a description" in capsys.readouterr().out
 
@@ -114,6 +118,20 @@ def test_a_wrong_description_is_an_error(
     captured = capsys.readouterr()
     assert f"{prefix}.json: {name} is 77, but the files contain {COUNTS[name]}" in captured.err
     assert "see the error below" in captured.out
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_flipped_bit_is_an_error(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    modes: list[Any] = [[0] * len(document) for document in DOCUMENTS]
+    prefix = write(tmp_path / "data", modes=modes, description={**MADE_WITH, **COUNTS})
+    assert main(["data", "inspect", prefix]) == 0
+    path = Path(f"{prefix}.{suffix}")
+    content = bytearray(path.read_bytes())
+    content[2 if suffix == "bin" else -1] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert main(["data", "inspect", prefix]) == 1
+    assert f"{prefix}.json: {suffix}_crc32 is " in capsys.readouterr().err
 
 
 def test_a_vocabulary_that_is_too_small_is_an_error(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,9 +92,8 @@ class IndexedDataset:
             self._elements = np.empty(0, self.dtype)
         elif mmap:
             self._elements = np.asarray(np.memmap(self._bin_path, dtype=self.dtype, mode="r"))
-        else:
-            self._descriptor = os.open(self._bin_path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
+        self._descriptor = os.open(self._bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -127,6 +126,7 @@ class IndexedDataset:
             )
         start = int(self.offsets[sequence]) // self.dtype.itemsize + offset
         if self._elements is not None:
+            self._check_end((start + count) * self.dtype.itemsize)
             return self._elements[start : start + count]
         return self._read_file(start * self.dtype.itemsize, count * self.dtype.itemsize).view(self.dtype)
 
@@ -143,12 +143,18 @@ class IndexedDataset:
                     fix="repair the disk, or copy the file from another place",
                 ) from error
             if not got:
-                raise InputError(
-                    f"{self._bin_path}: ends at byte {position + done}; it was truncated after it was opened",
-                    fix="do not change data files during a run",
-                )
+                self._check_end(position + num_bytes)
             done += got
         return result
+
+    def _check_end(self, end: int) -> None:
+        """Raise InputError if the file no longer reaches byte `end`: a mapped page after its end kills the process."""
+        size = os.fstat(self._descriptor).st_size
+        if size < end:
+            raise InputError(
+                f"{self._bin_path}: ends at byte {size}; it was truncated after it was opened",
+                fix="copy the file again, and do not change data files during a run",
+            )
 
 
 def read_description(prefix: str) -> dict[str, Any] | None:
@@ -172,7 +178,7 @@ def read_description(prefix: str) -> dict[str, Any] | None:
     for name in ("tokenizer_type", "tokenizer_fingerprint"):
         if not isinstance(content.get(name), str | None):
             raise InputError(f"{path}: {name} is {content[name]!r} instead of text", fix=fix)
-    for name in ("vocab_size", "sequences", "tokens", "largest_id"):
+    for name in ("vocab_size", "sequences", "tokens", "largest_id", "bin_crc32", "idx_crc32"):
         found = content.get(name)
         if found is not None and (type(found) is not int or found < 0):
             raise InputError(f"{path}: {name} is {found!r} instead of a count", fix=fix)

@@ -76,7 +76,7 @@ class IndexedWriter:
         self.num_sequences = start.sequences
         self.num_tokens = start.tokens
         self.description: Mapping[str, Any] | None = None
-        """Content of `<prefix>.json`."""
+        """Content of `<prefix>.json`, to which the Crc32 of both files is added."""
         self._num_modes = start.modes
         self._is_new = resume_from is None
         self._owner = resume_from.owner if resume_from else uuid.uuid4().hex
@@ -226,7 +226,8 @@ class IndexedWriter:
                 self._crc32s["idx"] = zlib.crc32(part, self._crc32s["idx"])
             fsync(file)
         if self.description is not None:
-            write_json(self._partial("json"), self.description)
+            checksums = {f"{kind}_crc32": self._crc32s.get(kind, 0) for kind in ("bin", "idx")}
+            write_json(self._partial("json"), {**self.description, **checksums})
             self._crc32s["json"] = zlib.crc32(self._partial("json").read_bytes())
 
     def commit(self) -> None:

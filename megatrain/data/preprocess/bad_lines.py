@@ -122,7 +122,8 @@ def bad_lines_files(prefix: str) -> tuple[Path, Path]:
 
 def _entry(bad: BadLine) -> dict[str, Any]:
     """Return the JSON entry of a bad line: with its text, its bytes if they are not text, or its offset if it is too long."""
-    entry = {"file": bad.file, "row" if bad.is_row else "line": bad.number, "reason": bad.reason}
+    number: dict[str, Any] = {} if bad.unit == "file" else {bad.unit: bad.number}
+    entry = {"file": bad.file, **number, "reason": bad.reason}
     if bad.content is None:
         return entry | {"offset": bad.offset, "bytes": bad.num_bytes}
     try:

@@ -1,14 +1,15 @@
 """Documents of an input file: chunks of them for workers, and the parsing of one document.
 
-Chunk(file, lines or rows) -> per document: JSON -> object -> sentences of every key, or InvalidDocumentError(reason)
+Chunk(file, lines, rows or a text) -> per document: JSON -> object -> sentences of every key, or InvalidDocumentError
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 CHUNK_BYTES: Final = 1 << 20
 """Bytes of text per chunk: large enough to hide the cost of sending it to a worker, small compared to memory."""
@@ -31,15 +32,19 @@ class Position:
     """Bytes of all input files on disk before the position, for the progress estimate."""
 
 
+Unit = Literal["line", "row", "file"]
+"""The part of an input file that is a document."""
+
+
 @dataclass(frozen=True)
 class BadLine:
-    """A line or row that contains no document, and the reason."""
+    """A line, row or text file that contains no document, and the reason."""
 
     file: str
     number: int
     """Number of the line or row in the file, from 1."""
     reason: str
-    is_row: bool = False
+    unit: Unit = "line"
     content: bytes | None = None
     """The line without its line feed; None if it is too long to keep."""
     offset: int = 0
@@ -48,7 +53,8 @@ class BadLine:
     fix: str = "correct the line"
 
     def __str__(self) -> str:
-        return f"{self.file}:{'row ' * self.is_row}{self.number}: {self.reason}"
+        place = {"line": f":{self.number}", "row": f":row {self.number}", "file": ""}
+        return f"{self.file}{place[self.unit]}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -59,21 +65,21 @@ class Chunk:
     first: int
     """Number of the first document, from 1."""
     documents: bytes | list[Row]
-    """Whole lines, or rows."""
+    """Whole lines, rows, or the content of a whole file."""
     num_bytes: int
     end: Position
     too_long: BadLine | None = None
     """The skipped line after these documents."""
-
-    @property
-    def is_rows(self) -> bool:
-        """True if the documents are rows of a table."""
-        return not isinstance(self.documents, bytes)
+    unit: Unit = "line"
+    is_text: bool = False
+    """True if the documents are plain text, not JSON."""
 
     def split(self) -> Sequence[bytes | Row]:
         """Return the documents one by one, lines without their line feed."""
         if not isinstance(self.documents, bytes):
             return self.documents
+        if self.unit == "file":
+            return [] if self.too_long else [self.documents]
         lines = self.documents.split(b"\n")
         if not lines[-1]:
             lines.pop()
@@ -88,14 +94,29 @@ class InvalidDocumentError(Exception):
         self.fix = fix
 
 
+def parse_text(content: bytes, unit: Unit) -> list[str]:
+    """Return the text of a plain line or file, unchanged, as a list of one; blank text has no tokens: an empty list."""
+    text = _decoded(content.removeprefix(codecs.BOM_UTF8), unit)
+    if unit == "line":
+        text = text.removesuffix("\r")
+    return [text] if text and not text.isspace() else []
+
+
+def _decoded(content: bytes, unit: Unit) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        where = f"line {line}, position" if unit == "file" else "position"
+        raise InvalidDocumentError(
+            f"not UTF-8: byte 0x{content[error.start]:02x} at {where} {error.start} of the {unit}",
+            fix=f"correct the {unit}",
+        ) from None
+
+
 def parse_line(line: bytes) -> Row:
     """Parse a line. If a key occurs twice, its last value counts, as usual in JSON."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidDocumentError(
-            f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start} of the line"
-        ) from None
+    text = _decoded(line, "line")
     if not text or text.isspace():
         raise InvalidDocumentError("blank line")
     if text.startswith("\ufeff"):

@@ -26,6 +26,7 @@ from megatrain.data.preprocess.documents import (
     Position,
     Row,
     parse_line,
+    parse_text,
     sentences_of,
 )
 from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
@@ -91,7 +92,7 @@ class ChunkEncoder:
         invalid: dict[int, InvalidDocumentError] = {}
         for index, content in enumerate(contents):
             try:
-                documents[index] = self._sentences(content)
+                documents[index] = self._sentences(content, chunk)
             except InvalidDocumentError as error:
                 invalid[index] = error
         try:
@@ -106,9 +107,13 @@ class ChunkEncoder:
             bad.append(chunk.too_long)
         return EncodedChunk(keys, bad, len(documents), chunk.end)
 
-    def _sentences(self, content: bytes | Row) -> Document:
-        row = parse_line(content) if isinstance(content, bytes) else content
-        document = sentences_of(row, self._settings.json_keys)
+    def _sentences(self, content: bytes | Row, chunk: Chunk) -> Document:
+        if chunk.is_text:
+            assert isinstance(content, bytes)
+            document = [parse_text(content, chunk.unit)]
+        else:
+            row = parse_line(content) if isinstance(content, bytes) else content
+            document = sentences_of(row, self._settings.json_keys)
         if self._splitter is None:
             return document
         return [list(itertools.chain.from_iterable(map(self._splitter, texts))) for texts in document]
@@ -150,7 +155,7 @@ class ChunkEncoder:
     def _bad_line(
         self, chunk: Chunk, index: int, content: bytes | Row, error: InvalidDocumentError
     ) -> BadLine:
-        bad = BadLine(chunk.file, chunk.first + index, str(error), chunk.is_rows, fix=error.fix)
+        bad = BadLine(chunk.file, chunk.first + index, str(error), chunk.unit, fix=error.fix)
         if not self._settings.keep_bad_lines:
             return bad
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()

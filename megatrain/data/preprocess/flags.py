@@ -18,6 +18,7 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import Range
+from megatrain.data.preprocess.inputs import InputFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class PreprocessSettings:
     """Input paths and globs, in order."""
     output_prefix: str
     """Prefix of `<output_prefix>_<key>_document.bin`, `.idx` and `.json`."""
+    input_format: InputFormat = "auto"
+    """Format of the input files; auto: by suffix."""
+    text_documents: Literal["file", "line"] = "file"
+    """The part of a text file that is a document."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each object to tokenize; each key makes its own dataset."""
     split_sentences: bool = False
@@ -96,7 +101,7 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="preprocess_data.py",
         usage="preprocess_data.py --input FILE ... --output-prefix PREFIX --tokenizer-model PATH [--flag VALUE ...]",
-        description="Tokenize JSON Lines or Parquet files into the .bin and .idx files that pretraining reads.",
+        description="Tokenize JSON Lines, text or Parquet files into the .bin and .idx files that pretraining reads.",
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
@@ -141,13 +146,18 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
     "input and output": {
         "--input": (
             "FILE ...",
-            "JSON Lines (plain, .gz, .bz2, .zst) or .parquet files; paths and quoted globs",
+            "JSON Lines or text (.txt, .md; also with .gz, .bz2, .zst), .parquet; paths, folders, quoted globs",
         ),
+        "--input-format": (
+            "{auto,jsonl,text}",
+            "read every file but Parquet as JSON Lines or as text; auto: .txt and .md are text, others JSON Lines",
+        ),
+        "--text-documents": ("{file,line}", "the part of a text file that is a document"),
         "--output-prefix": (
             "PREFIX",
             "write PREFIX_KEY_document.bin, .idx and .json (PREFIX_KEY_sentence with --split-sentences)",
         ),
-        "--json-keys": ("KEY ...", "keys to tokenize; each makes its own dataset"),
+        "--json-keys": ("KEY ...", "keys to tokenize; each makes its own dataset; text files have one"),
         "--on-bad-line": (
             "{stop,skip,quarantine}",
             "handling of a line that contains no document; quarantine writes it to PREFIX.bad_lines.jsonl",
@@ -202,6 +212,8 @@ _SETTINGS: Final = {
     for setting in (
         _text("input", is_list=True),
         _text("output_prefix"),
+        _text("input_format", choices=("auto", "jsonl", "text")),
+        _text("text_documents", choices=("file", "line")),
         _text("json_keys", is_list=True),
         _text("on_bad_line", choices=("stop", "skip", "quarantine")),
         _count("max_line_mb"),

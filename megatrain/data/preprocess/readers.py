@@ -1,7 +1,7 @@
 """Read input files in chunks of documents, starting at any boundary between documents.
 
-    .jsonl, .gz, .bz2, .zst -> blocks of bytes -> whole lines -.
-    .parquet                -> batches of rows ----------------+-> Chunk(file, first, documents, end)
+    JSON Lines, text -> blocks of bytes -> whole lines, or the whole file -.
+    Parquet          -> batches of rows ------------------------------------+-> Chunk(file, first, documents, end)
 
 At most one chunk and its longest line are in memory; a line above the limit is skipped without reading it into memory.
 """
@@ -14,7 +14,7 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Literal
 
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.files import optional_package
@@ -30,15 +30,17 @@ class ChunkReader:
     json_keys: Sequence[str]
     max_line_bytes: int
     chunk_bytes: int = CHUNK_BYTES
+    text_documents: Literal["file", "line"] = "file"
+    """The part of a text file that is a document."""
 
     def require_readable(self) -> None:
         """Raise ConfigError with all missing packages and columns."""
         problems: dict[Problem, None] = {}
         for file in self.files:
             try:
-                if file.kind == "zst":
+                if file.compression == "zst":
                     _zstandard()
-                if file.kind == "parquet":
+                if file.content == "parquet":
                     require_columns(file, self.json_keys)
             except ConfigError as error:
                 problems |= dict.fromkeys(error.problems)
@@ -47,17 +49,20 @@ class ChunkReader:
 
     def chunks(self, start: Position) -> Iterator[Chunk]:
         """Yield all documents from a position on. Raises InputError if a file is damaged or has changed."""
-        position = start
+        position, before = start, 0
         for number, file in enumerate(self.files):
-            if number < position.file:
-                continue
-            before = sum(other.num_bytes for other in self.files[:number])
-            if number > position.file:
-                position = Position(file=number, bytes_read=before)
-            read = self._rows if file.kind == "parquet" else self._lines
-            for chunk in read(file, position, before):
-                position = chunk.end
-                yield chunk
+            if number >= start.file:
+                if number > start.file:
+                    position = Position(file=number, bytes_read=before)
+                for chunk in self._reader_of(file)(file, position, before):
+                    position = chunk.end
+                    yield chunk
+            before += file.num_bytes
+
+    def _reader_of(self, file: InputFile) -> Callable[[InputFile, Position, int], Iterator[Chunk]]:
+        if file.content == "parquet":
+            return self._rows
+        return self._text if file.content == "text" and self.text_documents == "file" else self._lines
 
     def _lines(self, file: InputFile, position: Position, bytes_before: int) -> Iterator[Chunk]:
         with file.path.open("rb", buffering=0) as raw:
@@ -72,13 +77,44 @@ class ChunkReader:
                     first = position.document + 1
                     end, too_long = self._after(file, position, block)
                     position = replace(end, bytes_read=bytes_before + raw.tell())
-                    yield Chunk(str(file.path), first, block.lines, len(block.lines), position, too_long)
+                    yield Chunk(
+                        str(file.path),
+                        first,
+                        block.lines,
+                        len(block.lines),
+                        position,
+                        too_long,
+                        is_text=file.content == "text",
+                    )
             except _READ_ERRORS as error:
-                file.require_unchanged()
-                raise InputError(
-                    f"{file.path}: cannot be read after line {position.document}: {error}",
-                    fix="copy or make the file again: it is truncated or damaged",
-                ) from error
+                raise _read_error(file, f" after line {position.document}", error) from error
+
+    def _text(self, file: InputFile, position: Position, bytes_before: int) -> Iterator[Chunk]:
+        """Yield a text file as one document."""
+        if position.document:
+            return
+        held, num_bytes = bytearray(), 0
+        try:
+            with file.path.open("rb", buffering=0) as raw:
+                for block in _checked(file, _read_uncompressed(file, raw, 0, _BLOCK_BYTES), is_start=True):
+                    num_bytes += len(block)
+                    if num_bytes <= self.max_line_bytes:
+                        held += block
+        except _READ_ERRORS as error:
+            raise _read_error(file, "", error) from error
+        end = replace(position, document=1, offset=num_bytes, bytes_read=bytes_before + file.num_bytes)
+        too_long = None
+        if num_bytes > self.max_line_bytes:
+            held.clear()
+            too_long = BadLine(
+                str(file.path),
+                1,
+                f"longer than --max-line-mb {self.max_line_bytes / 1e6:g}: {num_bytes} bytes",
+                "file",
+                num_bytes=num_bytes,
+                fix="raise --max-line-mb, divide the file, or read its lines with --text-documents line",
+            )
+        yield Chunk(str(file.path), 1, bytes(held), len(held), end, too_long, unit="file", is_text=True)
 
     def _after(
         self, file: InputFile, position: Position, block: LineBlock
@@ -107,7 +143,7 @@ class ChunkReader:
                 document=position.document + len(rows.values),
                 bytes_read=bytes_before + int(file.num_bytes * rows.share_read),
             )
-            yield Chunk(str(file.path), first, rows.values, rows.num_bytes, position)
+            yield Chunk(str(file.path), first, rows.values, rows.num_bytes, position, unit="row")
 
 
 @dataclass(frozen=True)
@@ -167,6 +203,15 @@ _ZST_WINDOW_BYTES: Final = 1 << 31
 _READ_ERRORS: Final = (EOFError, OSError, zlib.error)
 
 
+def _read_error(file: InputFile, where: str, error: BaseException) -> InputError:
+    """Return the error of a damaged file. Raises InputError if it has changed since the start."""
+    file.require_unchanged()
+    return InputError(
+        f"{file.path}: cannot be read{where}: {error}",
+        fix="copy or make the file again: it is truncated or damaged",
+    )
+
+
 def _pop_bytes(held: bytearray, num_bytes: int) -> bytes:
     """Remove and return the first bytes."""
     content = bytes(memoryview(held)[:num_bytes])
@@ -200,16 +245,16 @@ def _checked(file: InputFile, blocks: Iterable[bytes], *, is_start: bool) -> Ite
 
 def _read_uncompressed(file: InputFile, raw: Any, offset: int, block_bytes: int) -> Iterator[bytes]:
     """Yield the uncompressed content of a file from `offset` on."""
-    if file.kind == "plain":
+    if not file.compression:
         raw.seek(offset)
         yield from iter(lambda: raw.read(block_bytes), b"")
         return
     content: Iterator[bytes]
-    if file.kind == "gz":
+    if file.compression == "gz":
         content = iter(functools.partial(gzip.GzipFile(fileobj=raw).read1, block_bytes), b"")
     else:
         content = _decompressed(
-            raw, _zstandard_frame if file.kind == "zst" else bz2.BZ2Decompressor, block_bytes
+            raw, _zstandard_frame if file.compression == "zst" else bz2.BZ2Decompressor, block_bytes
         )
     for block in content:
         if offset < len(block):
@@ -283,11 +328,7 @@ def read_rows(file: InputFile, columns: Sequence[str], *, start: int, batch_byte
                 row = end
                 yield Rows(batch.to_pylist(), batch.nbytes, end / table.metadata.num_rows)
     except (OSError, errors) as error:
-        file.require_unchanged()
-        raise InputError(
-            f"{file.path}: cannot be read after row {row}: {error}",
-            fix="copy or make the file again: it is truncated or damaged",
-        ) from error
+        raise _read_error(file, f" after row {row}", error) from error
     file.require_unchanged()
 
 

@@ -1,4 +1,4 @@
-"""Preprocess JSON Lines and Parquet into `.bin/.idx`: the command `preprocess_data.py`.
+"""Preprocess JSON Lines, text and Parquet into `.bin/.idx`: the command `preprocess_data.py`.
 
     input files -> ChunkReader -> Workers (parse, tokenize) -> in order: Outputs -> <prefix>_<key>_document
                                                                            `-> bad lines: stop, skip, quarantine
@@ -10,6 +10,9 @@ resumed.
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
+import json
 import signal
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -32,7 +35,7 @@ from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Version of the journal and of the output; a run with another version is not resumed."""
 
 
@@ -72,8 +75,9 @@ def preprocess(
     for flag in settings.without_effect:
         log_to_stderr(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
     reader = ChunkReader(
-        files=find_inputs(settings.input),
+        files=find_inputs(settings.input, settings.input_format),
         json_keys=settings.json_keys,
+        text_documents=settings.text_documents,
         max_line_bytes=settings.max_line_mb * 1_000_000,
         chunk_bytes=chunk_bytes,
     )
@@ -138,11 +142,26 @@ def _check_inputs(
     settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
 ) -> None:
     """Raise ConfigError before any work for problems that would appear later."""
+    _require_one_key(settings, reader.files)
     reader.require_readable()
     _require_distinct_files(reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values()))
     _require_eod(settings, tokenizer)
     if encoder.split:
         load_splitter(encoder.split)
+
+
+def _require_one_key(settings: PreprocessSettings, files: Sequence[InputFile]) -> None:
+    """Raise ConfigError if text files would make several datasets; log if --text-documents has no effect."""
+    texts = [file for file in files if file.content == "text"]
+    if texts and len(settings.json_keys) > 1:
+        raise ConfigError(
+            f"{texts[0].path}: is text, which has no keys, but --json-keys has {len(settings.json_keys)}",
+            fix="give --json-keys one name, which the dataset gets, or preprocess text files in a run of their own",
+        )
+    if not texts and settings.text_documents != "file":
+        log_to_stderr(
+            "--text-documents has no effect: no input file is text (.txt, .md, --input-format text)"
+        )
 
 
 def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
@@ -190,7 +209,8 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
     """Return everything that determines the bytes of the output, under the names that messages use."""
     return {
         "format": FORMAT,
-        "--input": [[str(file.path.resolve()), file.num_bytes, file.mtime_ns] for file in reader.files],
+        "--input": _digest(reader.files),
+        "--text-documents": settings.text_documents,
         "--json-keys": list(settings.json_keys),
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod],
         "--append-eod": settings.append_eod,
@@ -199,6 +219,15 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
         "--on-bad-line": settings.on_bad_line,
         "library versions": _library_versions(settings),
     }
+
+
+def _digest(files: Sequence[InputFile]) -> str:
+    """Return a digest of the names, contents' kinds, sizes and times of files: a folder may have millions."""
+    digest = hashlib.sha256()
+    for file in files:
+        entry = [str(file.path.resolve()), file.content, file.compression, file.num_bytes, file.mtime_ns]
+        digest.update(json.dumps(entry).encode())
+    return digest.hexdigest()
 
 
 def _library_versions(settings: PreprocessSettings) -> dict[str, str | None]:
@@ -224,8 +253,21 @@ def _description(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": settings.append_eod,
-        "sources": [{"path": str(file.path), "bytes": file.num_bytes} for file in files],
+        "sources": _sources(files),
     }
+
+
+def _sources(files: Sequence[InputFile]) -> list[dict[str, Any]]:
+    """Return the files that were given, and the folders with the number of their files."""
+    sources: list[dict[str, Any]] = []
+    for folder, group in itertools.groupby(files, key=lambda file: file.folder):
+        sizes = [(str(file.path), file.num_bytes) for file in group]
+        if folder is None:
+            sources += [{"path": path, "bytes": num_bytes} for path, num_bytes in sizes]
+        else:
+            total = sum(num_bytes for _, num_bytes in sizes)
+            sources.append({"path": str(folder), "files": len(sizes), "bytes": total})
+    return sources
 
 
 def _log_summary(progress: Progress, outputs: Outputs) -> None:

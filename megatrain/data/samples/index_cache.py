@@ -35,6 +35,7 @@ PREFIX: Final = struct.Struct("<8sQI")
 ALIGNMENT: Final = 64
 WORTH_ROWS: Final = 1 << 16
 """Smaller indices are computed faster than a file is opened."""
+_DTYPES: Final = frozenset(np.dtype(code).str for code in np.typecodes["AllInteger"] + np.typecodes["Float"])
 STALE_SECONDS: Final = 3600.0
 """Age after which a temporary file belongs to no running job."""
 
@@ -103,6 +104,8 @@ def _read(path: Path, key: str) -> Arrays:
     if zlib.crc32(header) != crc:
         raise ValueError("its header is damaged")
     described = json.loads(header)
+    if not _is_header(described):
+        raise ValueError("its header has a value of another type")
     if described["key"] != key:
         raise ValueError("it belongs to other data or settings")
     if described["bytes"] != size:
@@ -115,6 +118,24 @@ def _read(path: Path, key: str) -> Arrays:
             raise ValueError(f"its {array['name']} is damaged")
         arrays[array["name"]] = part.view(array["dtype"]).reshape(array["shape"])
     return arrays
+
+
+def _is_header(value: object) -> bool:
+    """Return whether each value of a header has its type; a wrong number is found by size and checksum."""
+    arrays = value.get("arrays") if isinstance(value, dict) and {"key", "bytes"} <= set(value) else None
+    return isinstance(arrays, list) and all(
+        isinstance(array, dict)
+        and all(isinstance(array.get(name), str) for name in ("name", "dtype"))
+        and all(_is_count(array.get(name)) for name in ("start", "bytes", "crc"))
+        and isinstance(array.get("shape"), list)
+        and all(map(_is_count, array["shape"]))
+        and array["dtype"] in _DTYPES
+        for array in arrays
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _write(path: Path, key: str, arrays: Arrays) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class Ids:
     smallest: int
     largest: int
     eod_count: int | None
+    crc32: int
+    """Crc32 of all elements."""
 
 
 def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
@@ -65,6 +68,8 @@ def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
         "tokens": dataset.num_tokens,
         "modes": _modes(dataset),
         **{name: _asdict(summary(blocks)) for name, blocks in lengths.items()},
+        "bin_crc32": ids.crc32 if ids else None,
+        "idx_crc32": zlib.crc32(np.memmap(f"{dataset.prefix}.idx", np.uint8, "r").data),
         "smallest_id": ids.smallest if ids else None,
         "largest_id": ids.largest if ids else None,
         "eod": eod,
@@ -77,20 +82,22 @@ def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
     if dataset.dtype.kind not in "iu" or not dataset.num_tokens:
         return None
     count = BLOCK_BYTES // dataset.dtype.itemsize
-    smallest, largest, eods, done = [], [], 0, 0
+    smallest, largest, eods, done, crc32 = [], [], 0, 0, 0
     logged_at = time.monotonic()
     with Path(dataset.name).open("rb") as file:
         while len(block := np.fromfile(file, dataset.dtype, count)):
             smallest.append(int(block.min()))
             largest.append(int(block.max()))
             eods += int(np.count_nonzero(block == eod)) if eod is not None else 0
+            crc32 = zlib.crc32(block.data, crc32)
             done += len(block)
             if time.monotonic() - logged_at >= PROGRESS_SECONDS:
                 logged_at = time.monotonic()
                 print(
                     f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr
                 )
-    return Ids(smallest=min(smallest), largest=max(largest), eod_count=eods if eod is not None else None)
+    eod_count = eods if eod is not None else None
+    return Ids(smallest=min(smallest), largest=max(largest), eod_count=eod_count, crc32=crc32)
 
 
 def summary(blocks: Blocks) -> Lengths | None:

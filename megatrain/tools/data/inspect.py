@@ -95,7 +95,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
 # ---- comparison of the description with the counts
 
 
-_DESCRIBED: Final = ("documents", "sequences", "tokens", "largest_id")
+_DESCRIBED: Final = ("documents", "sequences", "tokens", "largest_id", "bin_crc32", "idx_crc32")
 
 
 def _end_of_document(description: dict[str, Any] | None, tokenizer: Tokenizer | None) -> int | None:
@@ -117,10 +117,10 @@ def _problems(
         *_DESCRIBED,
         *(["eod_count"] if found["tokens"] and described.get("eod") == found["eod"] else []),
     ):
-        if described.get(name) is not None and described[name] != found[name]:
+        if described.get(name) is not None and found[name] is not None and described[name] != found[name]:
             yield Problem(
                 f"{dataset.prefix}.json: {name} is {described[name]}, but the files contain {found[name]}",
-                "copy all three files again, or make the dataset again: they do not belong together",
+                "copy all three files again, or make the dataset again: they do not belong together, or one is damaged",
             )
     vocab_size = tokenizer.vocab_size if tokenizer is not None else described.get("vocab_size")
     largest, smallest = found["largest_id"], found["smallest_id"]

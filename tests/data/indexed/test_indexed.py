@@ -208,8 +208,9 @@ def test_reads_outside_a_sequence_are_errors(prefix):
             dataset.read(*arguments)
 
 
-def test_a_file_that_shrinks_while_open_is_an_error(prefix):
-    dataset = IndexedDataset(prefix, mmap=False)
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_that_shrinks_while_open_is_an_error(prefix, mmap):
+    dataset = IndexedDataset(prefix, mmap=mmap)
     os.truncate(f"{prefix}.bin", 4)
     with pytest.raises(InputError, match=r"ends at byte 4; .*truncated"):
         dataset.read(0)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,10 @@ def test_the_description_names_the_tokenizer_and_the_counts(tmp_path):
         "json_key": "text",
         "skipped_lines": 0,
         "sources": [{"path": str(source), "bytes": source.stat().st_size}],
+        **{
+            f"{kind}_crc32": zlib.crc32((tmp_path / f"out_text_document.{kind}").read_bytes())
+            for kind in ("bin", "idx")
+        },
     }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatrain.data.samples.index_cache import STALE_SECONDS, WORTH_ROWS, IndexCache
+from megatrain.data.samples.index_cache import MAGIC, PREFIX, STALE_SECONDS, WORTH_ROWS, IndexCache
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 
@@ -150,6 +152,24 @@ def test_a_truncated_file_is_never_a_wrong_array(file):
 )
 def test_other_damage_is_never_a_wrong_array(file, change):
     check_never_wrong(file, change(file.read_bytes()), may_be_unnoticed=False)
+
+
+@pytest.mark.parametrize("name", ["key", "bytes", "arrays", "name", "dtype", "shape", "start", "crc"])
+@pytest.mark.parametrize("value", [None, -3, 2**70, "text", [[]], {}], ids=repr)
+def test_a_header_with_another_value_is_never_a_wrong_array(file, name, value):
+    content = file.read_bytes()
+    _, length, _ = PREFIX.unpack_from(content)
+    header = json.loads(content[PREFIX.size : PREFIX.size + length])
+    (header if name in header else header["arrays"][0])[name] = value
+    changed = json.dumps(header).encode()
+    changed = changed[:-1] + b" " * (length - len(changed)) + changed[-1:]
+    start = PREFIX.pack(MAGIC, len(changed), zlib.crc32(changed)) + changed
+    file.write_bytes(start + content[len(start) :])
+    cache = Cache(file.parent)
+    found = cache.get()
+    assert name == "name" or cache.built, "the header is wrong"
+    if cache.built:
+        check_equal(found)
 
 
 def test_a_file_of_another_key_is_not_used(file):
