@@ -44,6 +44,8 @@ class Derived(CheckedSection):
         "flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"
     ] = INVALID
     """Attention kernel."""
+    fp8_layers: tuple[int, ...] = INVALID
+    """Numbers of the layers whose linear layers are in FP8; those of multi-token prediction follow the others."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
     matrix_init_std: float = INVALID

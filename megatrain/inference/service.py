@@ -20,6 +20,8 @@ from typing import Literal
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.texts import TextCompletion, TextEngine
 
+_SECONDS_BETWEEN_MESSAGES = 300.0
+"""Longest time without a pass in which other ranks hear nothing; their time limits are longer."""
 State = Literal["running", "pausing", "paused", "stopping", "stopped", "failed"]
 EndReason = Literal["stop", "length", "cancelled", "stopped", "failed"]
 
@@ -188,7 +190,8 @@ class Service:
                 if self._state != "paused" and not self._engine.engine.is_idle:
                     self._pass_began = time.monotonic()
                     return True
-                self._condition.wait()
+                if not self._condition.wait(_SECONDS_BETWEEN_MESSAGES):
+                    self._engine.keep_alive()
 
     def _act(self) -> None:
         """Submit new requests to the engine and remove those that are cancelled."""

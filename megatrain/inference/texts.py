@@ -61,6 +61,12 @@ class TextEngine:
         """Run one pass; return the completions that have a new token or are finished, with their new text."""
         return [self._advance(self._texts[one]) for one in self.engine.step()]
 
+    def keep_alive(self) -> None:
+        """Show other ranks that this one runs; there are none."""
+
+    def close(self) -> None:
+        """End; no further pass runs."""
+
     def _advance(self, text: TextCompletion) -> tuple[TextCompletion, str]:
         one, new = text.completion, ""
         is_end = one.finish_reason == "stop"

@@ -46,19 +46,20 @@ class Messages:
         self.size = size
         self._store = store
         self._part_bytes = part_bytes
-        self._count = 0
+        self.count = 0
+        """Calls so far, the same on every rank."""
         self._sent: list[str] = []
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on rank 0, in rank order; the others return an empty list and do not wait."""
-        self._count += 1
+        self.count += 1
         text = json.dumps(value)
         if self.rank != 0:
-            self._put(f"{self._count}/{self.rank}", text)
+            self._put(f"{self.count}/{self.rank}", text)
             return []
         found = [json.loads(text)]
         for rank in range(1, self.size):
-            key = f"{self._count}/{rank}"
+            key = f"{self.count}/{rank}"
             found.append(json.loads(self._read(key)))
             self._remove(key)
         while self._sent:  # a rank that has sent this value has read all earlier broadcasts
@@ -67,8 +68,8 @@ class Messages:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank; the other ranks' values are ignored."""
-        self._count += 1
-        text, key = json.dumps(value), f"{self._count}"
+        self.count += 1
+        text, key = json.dumps(value), f"{self.count}"
         if self.size == 1:
             return json.loads(text)
         if self.rank != 0:

@@ -64,3 +64,11 @@ def groups_of(grid: RankGrid) -> list[RankGroup]:
     """Return all groups of collectives in which this rank communicates."""
     found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]
     return [group for group in found if isinstance(group, RankGroup) and group.handle is not None]
+
+
+def collective_calls(grid: RankGrid) -> dict[str, int]:
+    """Return the number of collectives that this rank has called so far, by the name and the ranks of the group."""
+    return {
+        f"{group.name} of ranks {group.ranks[0]} to {group.ranks[-1]}": group.handle._get_sequence_number_for_group()  # noqa: SLF001 (no public access)
+        for group in groups_of(grid)
+    }

@@ -81,6 +81,12 @@ class RunData:
     note: str | None = None
     """The reason why config.yaml cannot be read; None: it is valid, or there is none."""
     summary: dict[str, Any] = field(default_factory=dict)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """Iterations that updated nothing, and why."""
+    timers: dict[str, float | None] = field(default_factory=dict)
+    """Mean milliseconds of each part of an iteration that was timed."""
+    last_activity: float = 0.0
+    """Time of the last write of metrics or status, in seconds since the epoch."""
 
 
 def read_run(path: Path, name: str) -> RunData:
@@ -117,6 +123,9 @@ def read_run(path: Path, name: str) -> RunData:
         settings=settings,
         note=note,
         summary=_summary(steps, validations, folder / "status.json"),
+        faults=_faults(steps),
+        timers=_timers(steps),
+        last_activity=max(one.stat().st_mtime for one in (file, folder / "status.json") if one.is_file()),
     )
 
 
@@ -261,8 +270,27 @@ def _summary(
         "max_memory_bytes": _number(last.get("max_memory_bytes")),
         "hours": _number(sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6),
         **_saves(steps, status),
+        "faults": len(_faults(steps)),
+        "is_running": "exit_code" in status and status["exit_code"] is None,
         "status": _end(status)[:MAX_SHOWN_CHARACTERS],
     }
+
+
+def _faults(steps: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [
+        (row["iteration"], "NaN" if row.get("nan") else "skipped")
+        for row in steps
+        if row.get("nan") or row.get("skipped")
+    ]
+
+
+def _timers(steps: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        for name, value in _dictionary(row.get("timers")).items():
+            if (number := _number(value)) is not None:
+                found.setdefault(name[:MAX_SHOWN_CHARACTERS], []).append(number)
+    return {name: _reduced(statistics.fmean, values) for name, values in found.items()}
 
 
 def _last_loss(steps: Sequence[dict[str, Any]]) -> float | None:

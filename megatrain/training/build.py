@@ -24,6 +24,8 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
+from megatrain.parallel.fp8.amax_history import AmaxHistory
+from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
@@ -59,8 +61,32 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
+        fp8=_fp8_recipe(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
+    )
+
+
+def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
+    """Return the builder of FP8 tensors; None without --fp8-format."""
+    precision = plan.config.precision
+    if precision.fp8_format is None:
+        return None
+    history = AmaxHistory(
+        precision.fp8_amax_history_len,
+        precision.fp8_amax_compute_algo,
+        precision.fp8_margin,
+        (grid.tp_cp, grid.dp),
+        device,
+    )
+    return Fp8Recipe(
+        format=precision.fp8_format,
+        layers=frozenset(plan.derived.fp8_layers),
+        tokens=grid.tp_cp,
+        tp=grid.tp,
+        has_fp8_wgrad=precision.fp8_wgrad,
+        keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
+        history=history if precision.fp8_recipe == "delayed" else None,
     )
 
 
@@ -150,7 +176,10 @@ def build_executor(
 
 def build_loss_scaler(plan: Plan) -> LossScaler:
     """Build the loss scaler: constant with --loss-scale, dynamic with --fp16 alone, 1 otherwise."""
-    precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad
+    precision = plan.config.precision
+    is_checked = plan.config.training.check_for_nan_in_loss_and_grad and plan.config.resilience.on_nan != (
+        "skip",
+    )
     if precision.fp16 and precision.loss_scale is None:
         return DynamicLossScale(
             scale=precision.initial_loss_scale,

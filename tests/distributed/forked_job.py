@@ -12,9 +12,23 @@ from types import MappingProxyType
 import torch
 
 import pretrain
+from megatrain.training.engine import Engine
 
 Plant = Callable[[int], None]
 """A function called in each rank's process with its rank, before the run."""
+
+
+def at_step(number, then):
+    """Call `then` before step `number`."""
+    begin, calls = Engine.begin_step, []
+
+    def spoiled(engine, *arguments, **more):
+        calls.append(None)
+        if len(calls) == number:
+            then()
+        return begin(engine, *arguments, **more)
+
+    Engine.begin_step = spoiled
 
 
 class ForkedJob:

@@ -11,29 +11,15 @@ from pathlib import Path
 
 import pytest
 from everyday import one_in
-from forked_job import ForkedJob
+from forked_job import ForkedJob, at_step
 from run_here import MODEL, folder_flags
 
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.reader import verify
 from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.training.engine import Engine
 
 FOREVER = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at-start"]
-
-
-def at_step(number, then):
-    """Call `then` before step `number`."""
-    begin, calls = Engine.begin_step, []
-
-    def spoiled(engine, *arguments, **more):
-        calls.append(None)
-        if len(calls) == number:
-            then()
-        return begin(engine, *arguments, **more)
-
-    Engine.begin_step = spoiled
 
 
 def fails():
@@ -104,21 +90,6 @@ def test_one_rank_stops_all_ranks(tmp_path: Path, culprit, dies, exit_codes, wor
         assert status["exit_code"] == others
     if culprit != 0:
         assert status["reason"].startswith(f"rank {culprit} of 4 on")
-
-
-def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    def plant(rank):
-        if rank == 1:
-            at_step(3, lambda: time.sleep(60))
-
-    flags = [*FOREVER, "--distributed-timeout-seconds-after-init", "4"]
-    job = ForkedJob([*flags, "--global-batch-size", "6"], 3, tmp_path, plant)
-    assert job.wait() < 15
-    assert job.exit_codes == dict.fromkeys(range(3), 1)
-    shown = job.output(0) + job.output(2)
-    assert shown.count("failed:\n") == 1
-    assert shown.rstrip().endswith("no failure report from rank 1, which may hang")
-    assert job.output(1) == ""
 
 
 def test_a_read_error_in_a_loader_thread_stops_all_ranks(tmp_path: Path) -> None:

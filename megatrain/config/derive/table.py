@@ -18,6 +18,7 @@ from megatrain.config.derive.data_plans import (
     train_plan,
     valid_plan,
 )
+from megatrain.config.derive.fp8 import fp8_layers
 from megatrain.config.derive.model import (
     activation,
     eod_id,
@@ -110,6 +111,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("precision.params_dtype", params_dtype),
     ("derived.master_dtype", master_dtype),
     ("derived.cp_comm_types", cp_comm_types),
+    ("derived.fp8_layers", fp8_layers),
     ("derived.transformer_impl", transformer_impl),
     ("derived.attention_backend", attention_backend),
     ("training.recompute_norms", recompute_norms),

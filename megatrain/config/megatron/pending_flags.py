@@ -34,6 +34,11 @@ PENDING_FLAGS: Final = (
         " --high-priority-a2a-comm-stream",
     ),
     pending(
+        "all-gathering weights in FP8",
+        "weights are all-gathered in their dtype and cast to FP8 once an iteration",
+        "--fp8-param-gather",
+    ),
+    pending(
         "CUDA graphs",
         "the host launches every kernel",
         "--cuda-graph-impl=* --cuda-graph-modules=+* --cuda-graph-scope=+* --cuda-graph-warmup-steps=*"

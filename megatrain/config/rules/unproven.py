@@ -65,6 +65,21 @@ def means_of_context_ranks(draft: Draft) -> Iterator[str]:
         yield "--context-parallel-chunk-means makes the loss depend on --context-parallel-size"
 
 
+def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
+    """A cast of partial sums is not the sum of their casts."""
+    flag = f"--fp8-format {draft.config.precision.fp8_format}"
+    if draft.config.precision.fp8_format is None:
+        return
+    if draft.derived.kv_copies > 1:
+        yield (
+            f"{flag} with fewer query groups than --tensor-model-parallel-size casts gradients of keys and values that"
+            " are partial sums"
+        )
+    is_split = draft.config.parallel.context_parallel_size > 1
+    if is_split and draft.config.model.multi_latent_attention and "all_gather" in draft.derived.cp_comm_types:
+        yield f"{flag} with --cp-comm-type all_gather casts gradients of expanded latents that are partial sums"
+
+
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
@@ -73,6 +88,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     stream_of_the_shared_expert,
     overlapped_products,
     means_of_context_ranks,
+    fp8_codes_of_partial_sums,
 )
 
 

@@ -210,6 +210,26 @@ CONDITIONS: Final = (
         _settings("optimizer", "decoupled_min_lr"),
     ),
     Condition(
+        "without --fp8-format",
+        lambda d: d.config.precision.fp8_format is not None,
+        _settings("precision", "fp8_recipe fp8_wgrad first_last_layers_bf16"),
+    ),
+    Condition(
+        "in layers of --fp8-format, whose ranks gather codes of one byte",
+        lambda d: d.config.precision.fp8_format is None,
+        _settings("parallel", "tp_comm_overlap"),
+    ),
+    Condition(
+        "without --fp8-recipe delayed",
+        lambda d: d.config.precision.fp8_recipe == "delayed",
+        _settings("precision", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    ),
+    Condition(
+        "without --first-last-layers-bf16",
+        lambda d: d.config.precision.first_last_layers_bf16,
+        _settings("precision", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
+    ),
+    Condition(
         "with --weight-decay-incr-style constant",
         lambda d: d.config.schedule.weight_decay_incr_style != "constant",
         _settings("schedule", "start_weight_decay end_weight_decay"),

@@ -189,5 +189,9 @@ class ResilienceConfig(CheckedSection):
     """Save and exit after this many minutes."""
     exit_signal: str = "SIGTERM"
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do."""
+    on_nan: tuple[str, ...] = ("stop",)
+    """Response to a loss or gradient that is infinite or NaN: stop; skip (the step updates nothing); or rewind N: load the newest checkpoint of at least N iterations before, and pass over the samples of the bad iteration. Not in Megatron-LM."""
+    on_spike: tuple[str, ...] = ("warn",)
+    """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

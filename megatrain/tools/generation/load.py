@@ -25,6 +25,7 @@ from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRa
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.ranks import check_launch, join_store
@@ -47,6 +48,12 @@ class Process:
         """Print a line for the user, on rank 0."""
         if self.ranks.rank == 0:
             print(f"> {text}", file=sys.stderr if self.has_plain_output else sys.stdout, flush=True)
+
+    def messages(self) -> Messages:
+        """Return the messages of all ranks, which are in the same order on each."""
+        size, rank, make_handle = self.ranks.size, self.ranks.rank, self.ranks.make_handle
+        handle = None if make_handle is None else make_handle("messages", [range(size)])
+        return Messages(rank, size, handle)
 
 
 @contextmanager

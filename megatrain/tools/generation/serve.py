@@ -1,4 +1,4 @@
-"""`megatrain serve`: an OpenAI-compatible completions server for the model of a checkpoint, in one process.
+"""`megatrain serve`: an OpenAI-compatible completions server for the model of a checkpoint, in one process or on tensor ranks.
 
     main thread: event loop with HTTP (http_app.py) <─> thread: passes of the model (inference/service.py)
 
@@ -8,6 +8,7 @@ SIGTERM or Ctrl-C: no further request is accepted; those that run get --stop-sec
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import signal
 import socket
 import traceback
@@ -15,9 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.service import Service
 from megatrain.inference.texts import TextEngine, plan_cache
+from megatrain.parallel.messages import Messages
 from megatrain.tools.generation.load import (
     cache_limit,
     check_max_sequences,
@@ -35,11 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the server until a signal; return the exit code."""
     _check(arguments)
     with joined_process(arguments) as process:
-        if process.ranks.size > 1:
-            raise ConfigError(
-                f"{process.ranks.size} ranks: the server runs in one process",
-                fix="start it without torchrun; `megatrain generate` runs on several ranks",
-            )
         loaded = load(arguments, process)
         eod = end_token(arguments, loaded)
         most = arguments.max_context or loaded.max_context
@@ -56,8 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             limit_bytes=cache_limit(arguments, process),
         )
         process.note(plan.description)
-        listener = _listen(arguments.host, arguments.port)
-        engine = TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod)
+        messages = process.messages()
+        listener = _shared_listener(arguments, messages)
+        if listener is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # rank 0 ends the others
+            follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod), messages)
+            return 0
+        engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, eod, messages)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
         process.note(f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions")
@@ -118,6 +122,8 @@ def _serve(
     server.run(sockets=[listener])
     service.begin_stop(0)
     has_ended = service.join(_SECONDS_TO_END)
+    if has_ended and not failures:
+        engine.close()
     if failures:
         traceback.print_exception(failures[0])
         raise MegatrainError(
@@ -152,6 +158,24 @@ def _check(arguments: argparse.Namespace) -> None:
                 f"{flag} {getattr(arguments, name)} is not possible",
                 fix=f"see `megatrain serve --help` for {flag}",
             )
+
+
+def _shared_listener(arguments: argparse.Namespace, messages: Messages) -> socket.socket | None:
+    """Return the socket of rank 0, None on other ranks.
+
+    Raises:
+        ConfigError: rank 0 cannot listen; on all ranks.
+    """
+    listener, problem = None, None
+    if messages.rank == 0:
+        try:
+            listener = _listen(arguments.host, arguments.port)
+        except ConfigError as error:
+            problem = dataclasses.astuple(error.problems[0])
+    problem = messages.broadcast(problem)
+    if problem is not None:
+        raise ConfigError.of([Problem(*problem)])
+    return listener
 
 
 def _listen(host: str, port: int) -> socket.socket:

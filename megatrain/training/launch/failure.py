@@ -22,10 +22,11 @@ from megatrain.config.errors import MegatrainError
 from megatrain.training.launch.handshake import LOCATION
 
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
-Kind = Literal["died", "error", "collective", "reported elsewhere"]
-"""Process died without a report; error of this rank; failed collective; error that another rank reports."""
+Kind = Literal["died", "error", "late", "collective", "reported elsewhere"]
+"""Process died without a report; error of this rank; no progress; failed collective; error that another rank reports."""
 
 _MAX_SUMMARY_CHARACTERS = 300
+_MAX_DETAILS = 30_000
 _MAX_RANKS_SHOWN = 8
 _FAILURE: Final = record(
     {
@@ -34,6 +35,7 @@ _FAILURE: Final = record(
         "summary": text(max_characters=2 * _MAX_SUMMARY_CHARACTERS),
         "exit_code": integer(1, 255),
         "unreported": list_of(integer()),
+        "details": text(max_characters=_MAX_DETAILS),
     }
 )
 
@@ -53,11 +55,13 @@ class Failure:
     exit_code: int = 1
     unreported: Sequence[int] = ()
     """For a failed collective: ranks that are alive and reported no failure."""
+    details: str = ""
+    """Further lines for the log."""
 
     @property
     def is_root_cause(self) -> bool:
         """No later report can be a better explanation."""
-        return self.kind in ("died", "error")
+        return self.kind in ("died", "error", "late")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -69,7 +73,14 @@ class Failure:
                 f"{where} (process {self.pid}) died without an error: it was killed, perhaps for lack of memory, or crashed"
                 " outside of Python"
             )
+        if self.kind == "late":
+            return self.summary
         return "; ".join(filter(None, (f"{where} failed: {self.summary}", self.others)))
+
+    @property
+    def report(self) -> str:
+        """The failure with its details, for the log."""
+        return "\n".join(filter(None, (str(self), self.details)))
 
     @property
     def others(self) -> str:
@@ -130,7 +141,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others; failures are in the order of their reports."""
-    order: tuple[Kind, ...] = ("error", "collective", "reported elsewhere")
+    order: tuple[Kind, ...] = ("error", "late", "collective", "reported elsewhere")
     return min(failures, key=lambda failure: order.index(failure.kind) if failure.kind in order else 0)
 
 

@@ -2,6 +2,7 @@
 
     main thread:   fail(error) ─> report ─> wait ─> this rank is the root cause: print the traceback, exit
     watch thread:  another rank is the root cause ─> one line per host, if needed ─> wait ─> exit
+    heartbeat:     no progress ─> report ─> where is each rank? ─> late ranks are the root cause ─> all exit, or are killed
 
 All ranks exit with the exit code of the root cause, whose traceback is printed last, when the others are quiet.
 Checkpoints stay valid: a rank that is killed during a save leaves the previous one.
@@ -14,12 +15,13 @@ import json
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from megatrain.checkpoint.untrusted_json import json_object, parse_json
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.training.faults.heartbeat import Glance, Heartbeat
 from megatrain.training.launch.failure import (
     Failure,
     checked_failure,
@@ -46,6 +49,19 @@ from megatrain.training.launch.watch_server import WatchServer, keep_alive
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_WAIT = 20.0
 """Longest time that a failed rank waits for its turn to print, and that the others wait for its exit."""
+_SECONDS_FOR_SERVER = 2.5
+"""Time for the server to answer a rank that makes no progress: rank 0 may be stopped, or hold Python's lock."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The root cause, and for late ranks who prints the report and which processes are killed."""
+
+    cause: Failure
+    reporters: list[int] = field(default_factory=list)
+    silent: list[dict[str, Any]] = field(default_factory=list)
+    """Locations of ranks that do not answer."""
+    seconds_to_wait: float = _SECONDS_TO_WAIT
 
 
 class RankWatch:
@@ -54,17 +70,25 @@ class RankWatch:
     Args:
         environment: rank and host of this process.
         store: store of all ranks, which has the server's port, and without MEGATRAIN_SECRET also the key.
+        phase: returns the current phase of the start.
 
     Raises:
         MegatrainError: the server cannot be reached, or has another secret.
     """
 
-    def __init__(self, environment: LaunchEnvironment, store: dist.Store) -> None:
+    def __init__(
+        self, environment: LaunchEnvironment, store: dist.Store, phase: Callable[[], str] = str
+    ) -> None:
         self.environment = environment
+        self.heartbeat = Heartbeat(phase, self._report_stall)
         self.on_peer_failure: Callable[[Failure], None] = lambda _: None
         """Called, outside the main thread, before this rank exits because another one failed."""
         self.before_exit: Callable[[], None] = lambda: None
         """Called last, outside the main thread, before this rank exits because another one failed."""
+        self.on_late_ranks: Callable[[], None] = lambda: None
+        """Called, outside the main thread, before this rank exits because a rank makes no progress."""
+        self._send_lock = threading.Lock()
+        self._is_asked = threading.Event()
         self._server = self._start_server(store) if environment.rank == 0 else None
         self._server_info = json.loads(store.get("watch"))
         secret = environment.secret
@@ -76,6 +100,8 @@ class RankWatch:
         self._may_exit = threading.Event()
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
+        self._send({"files": self.heartbeat.files})
+        self.heartbeat.start()
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure; return once its error may be printed, if it is the root cause.
@@ -92,6 +118,7 @@ class RankWatch:
     def leave(self) -> None:
         """Close the connection: all ranks are done, or exit on their own."""
         self._is_leaving = True
+        self.heartbeat.close()
         self._send({"leaving": True})
         with contextlib.suppress(OSError):  # the server may have closed it
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -104,7 +131,8 @@ class RankWatch:
         key = secret.encode() if secret else secrets.token_bytes(32)
         server = WatchServer(key, self.environment)
         server.start()
-        store.set("watch", json.dumps({"port": server.port, "key": None if secret else key.hex()}))
+        info = {"port": server.port, "key": None if secret else key.hex(), "files": self.heartbeat.files}
+        store.set("watch", json.dumps(info))
         return server
 
     def _connect(self) -> socket.socket:
@@ -154,7 +182,10 @@ class RankWatch:
         return dict(server["location"])
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the watch thread notices that the server is gone
+        with (
+            contextlib.suppress(OSError),
+            self._send_lock,
+        ):  # the watch thread notices that the server is gone
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
@@ -164,9 +195,15 @@ class RankWatch:
                 message = json_object(json.loads(line), "the message")
                 if "leaving" in message:
                     return
-                if "cause" in message:
+                if "cause" in message and self._cause is None:
                     self._cause = checked_failure(message["cause"])
-                    threading.Thread(target=self._exit_with, args=(self._cause,), daemon=True).start()
+                    verdict = _Verdict(self._cause, message.get("reporters", []), message.get("silent", []))
+                    threading.Thread(target=self._exit_with, args=(verdict,), daemon=True).start()
+                elif "where" in message:
+                    self._is_asked.set()
+                    self._send({"position": asdict(self.heartbeat.position())})
+                elif "look" in message:
+                    threading.Thread(target=self._look, args=(message["look"],), daemon=True).start()
                 elif "print" in message:
                     self._allow_print(self._cause)
                 elif "exit" in message:
@@ -175,22 +212,60 @@ class RankWatch:
             return
         self._may_exit.set()
         if self._cause is None:
-            self._exit_with(Failure(kind="died", **self._server_location))
+            self._exit_with(_Verdict(Failure(kind="died", **self._server_location)))
 
     def _allow_print(self, cause: Failure | None) -> None:
         if cause is not None and cause.rank == self.environment.rank:
             self._may_print.set()
 
-    def _exit_with(self, cause: Failure) -> None:
-        """Exit because of another rank's failure; return if the failure is this rank's own."""
-        if cause.rank == self.environment.rank:
+    def _look(self, request: dict[str, Any]) -> None:
+        """Look at a process of this host that does not answer, and report where it is."""
+        position = Glance(request["pid"], tuple(request["files"])).position()
+        self._send({"position": asdict(position), "of": request["rank"]})
+
+    def _report_stall(self, seconds: float) -> None:
+        """Report that this rank makes no progress; if the server does not answer, rank 0 is late."""
+        self._send({"stalled": seconds})
+        if self._is_asked.wait(_SECONDS_FOR_SERVER) or self._is_leaving:
+            return
+        place, world_size = self._server_location, self.environment.world_size
+        summary = f"rank 0 of {world_size} is late: no progress for {seconds:.0f} s; rank 0: "
+        where, stack = "does not answer", list[str]()
+        if place["host"] == socket.gethostname():
+            position = Glance(place["pid"], tuple(self._server_info["files"])).position()
+            where, stack = str(position), position.stack
+        head = f"  rank 0 on {place['host']} (process {place['pid']}): {where}"
+        own = f"  rank {self.environment.rank}: {self.heartbeat.position()}"
+        details = "\n".join([head, *(f"      {line}" for line in stack), own])
+        self._cause = Failure(kind="late", **place, summary=summary + where, details=details)
+        first = self.environment.rank if self.environment.local_rank == 1 else 0
+        self._exit_with(_Verdict(self._cause, [first], [place], _SECONDS_FOR_SERVER))
+
+    def _exit_with(self, verdict: _Verdict) -> None:
+        """Exit because of another rank's failure, or of late ranks; return if this rank itself reported the failure."""
+        cause, rank = verdict.cause, self.environment.rank
+        is_late = cause.kind == "late"
+        if cause.rank == rank and not is_late:
             return
         sys.stdout.flush()
-        if self._prints(cause):
-            print(cause, file=sys.stderr, flush=True)
+        if rank in verdict.reporters if is_late else self._prints(cause):
+            print(cause.report, file=sys.stderr, flush=True)
         self.on_peer_failure(cause)
+        if is_late:
+            try:
+                self.on_late_ranks()
+            except (OSError, ValueError, RuntimeError) as error:
+                print(
+                    f"rank {rank}: its last collectives are not written: {error}", file=sys.stderr, flush=True
+                )
         self._send({"quiet": True})
-        self._may_exit.wait(_SECONDS_TO_WAIT)
+        self._may_exit.wait(
+            _SECONDS_TO_WAIT if self._is_asked.is_set() or not is_late else _SECONDS_FOR_SERVER
+        )
+        for place in verdict.silent:
+            if place["host"] == socket.gethostname() and place["rank"] != rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place["pid"], signal.SIGKILL)
         write_torchrun_error(self.environment, cause, at=math.ceil(time.time()))
         self.before_exit()
         os._exit(cause.exit_code)  # the main thread is blocked in a collective

@@ -28,7 +28,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.schedule import V_SHAPED
-from megatrain.parallel.process_groups import groups_of, make_group
+from megatrain.parallel.process_groups import collective_calls, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
@@ -121,7 +121,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     check_launch(environment, phases.console)
     with phases.phase("rendezvous with the other ranks"):
         store = join_store(environment) if environment.world_size > 1 else None
-        watch = RankWatch(environment, store) if store is not None else None
+        watch = RankWatch(environment, store, lambda: phases.current) if store is not None else None
     locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
         watch.before_exit = locks.release
@@ -138,6 +138,9 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     try:
         with phases.phase("joining process groups"):
             device, grid = _join_groups(plan, environment, store, phases.console)
+        if watch is not None:
+            watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
+            watch.heartbeat.collective_calls = lambda: collective_calls(grid)
         yield Ranks(
             request=request,
             plan=plan,

@@ -2,6 +2,7 @@
 
     a rank reports a failure, or its connection closes ─> root cause ─> sent to all ─> all are quiet
                                       ─> the failed rank prints its error ─> it has exited ─> all exit
+    a rank reports that it makes no progress ─> the late ranks are searched (`faults/late_ranks.py`) ─> root cause
 
 The kernel closes the connections of a process that dies in any way, and keeps those of one that computes, holds Python's
 lock or is stopped in a debugger: a long pause is not a failure. Keep-alive packets detect a host that loses power.
@@ -22,8 +23,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.checkpoint.untrusted_json import json_object, parse_json
+from megatrain.checkpoint.untrusted_json import integer, json_object, list_of, number, parse_json
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.training.faults.late_ranks import LateSearch
+from megatrain.training.faults.position import checked_position
 from megatrain.training.launch.failure import Failure, checked_failure, process_location, root_cause
 from megatrain.training.launch.handshake import (
     MAX_HANDSHAKE_BYTES,
@@ -44,6 +47,7 @@ SECONDS_FOR_HANDSHAKE = 10.0
 MIN_UNKNOWN_PEERS = 256
 """As many unknown peers as this, or as there are ranks, may be connected; then the oldest one is disconnected."""
 _SECONDS_BETWEEN_STEPS = 0.05
+_FILES, _SECONDS = list_of(integer(-1), most=2), number()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -66,6 +70,8 @@ class _Peer:
     """Rank, host and process; None: an unknown peer."""
     received: bytes = b""
     is_quiet: bool = False
+    files: list[int] = field(default_factory=list)
+    """File descriptors of its heartbeat."""
 
     @property
     def rank(self) -> int | None:
@@ -93,6 +99,7 @@ class WatchServer:
         self._failures: list[Failure] = []
         self._decide_at = float("inf")
         self._cause: Failure | None = None
+        self._search: LateSearch | None = None
         self._print_at = self._exit_at = float("inf")
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="watch-server", daemon=True)
@@ -129,7 +136,7 @@ class WatchServer:
         self._selector.close()
 
     def _seconds_to_wait(self) -> float | None:
-        if self._failures:
+        if self._failures or self._search is not None:
             return _SECONDS_BETWEEN_STEPS
         return 1.0 if self._unknown_peers() else None
 
@@ -195,6 +202,14 @@ class WatchServer:
             self._record(replace(checked_failure(message["failure"]), **peer.location))
         elif "quiet" in message:
             peer.is_quiet = True
+        elif "files" in message:
+            _FILES(message["files"], "files")
+            peer.files = message["files"]
+        elif "stalled" in message:
+            _SECONDS(message["stalled"], "stalled")
+            self._begin_search(message["stalled"])
+        elif "position" in message and self._search is not None:
+            self._search.add(peer.location["rank"], message.get("of"), checked_position(message["position"]))
         elif "leaving" in message:
             return False
         return True
@@ -228,21 +243,54 @@ class WatchServer:
         wait = 0.0 if failure.is_root_cause else SECONDS_FOR_ROOT_CAUSE
         self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
+    def _begin_search(self, seconds: float) -> None:
+        """Begin to search late ranks, unless there is a search or a root cause."""
+        if self._cause is None and self._search is None:
+            locations = {
+                peer.location["rank"]: peer.location for peer in self._peers if peer.location is not None
+            }
+            self._search = LateSearch(locations, seconds)
+
+    def _advance_search(self) -> None:
+        """Take the next step of the search for late ranks if its time has come."""
+        search, peers = self._search, {peer.rank: peer for peer in self._peers}
+        if search is None or not search.is_step_due:
+            return
+        if not search.has_begun:
+            search.begin()
+            self._broadcast({"where": True})
+            return
+        looks = [] if search.asked else list(search.to_look_at())
+        for rank, looker in looks:
+            if rank in peers and looker in peers:
+                look = {"rank": rank, "pid": search.locations[rank]["pid"], "files": peers[rank].files}
+                with contextlib.suppress(OSError):
+                    _send(peers[looker].connection, {"look": look})
+        if not looks:
+            silent = [search.locations[rank] for rank in search.silent]
+            self._decide(search.conclude(), reporters=search.reporters(), silent=silent)
+
+    def _decide(self, cause: Failure, **more: Any) -> None:
+        """Send the root cause to all ranks."""
+        self._cause = cause
+        self._broadcast({"cause": json.loads(cause.to_json()), **more})
+        self._print_at = time.monotonic() + SECONDS_TO_BECOME_QUIET
+
     def _advance(self) -> None:
         """Take the next step of the shutdown if its time has come."""
         now = time.monotonic()
         if self._cause is None:
-            if now >= self._decide_at:
-                self._cause = self._root_cause()
-                self._broadcast({"cause": json.loads(self._cause.to_json())})
-                self._print_at = now + SECONDS_TO_BECOME_QUIET
+            if now >= self._decide_at and (self._search is None or self._root_cause().is_root_cause):
+                self._decide(self._root_cause())
+            else:
+                self._advance_search()
             return
         if self._print_at != float("inf"):
             others = [peer for peer in self._peers if peer.rank not in (None, self._cause.rank)]
             if now >= self._print_at or all(peer.is_quiet for peer in others):
                 self._print_at = float("inf")
                 self._broadcast({"print": True})
-                self._exit_at = 0.0 if self._cause.kind == "died" else now + SECONDS_TO_PRINT
+                self._exit_at = 0.0 if self._cause.kind in ("died", "late") else now + SECONDS_TO_PRINT
         elif now >= self._exit_at:
             self._exit_at = float("inf")
             self._broadcast({"exit": True})

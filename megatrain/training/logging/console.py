@@ -79,6 +79,8 @@ class Phases:
         self.console = console
         self.seconds: dict[str, float] = {}
         """Seconds of each phase so far; phases with the same name are summed."""
+        self.current = ""
+        """Name of the phase that began last."""
         self._heartbeat_seconds = heartbeat_seconds
 
     @contextlib.contextmanager
@@ -97,7 +99,7 @@ class Phases:
     @contextlib.contextmanager
     def heartbeat(self, name: str, *, min_seconds: float = 0.0) -> Iterator[None]:
         """Print `> name, N s so far` whenever nothing was printed for the heartbeat interval, or for `min_seconds` if longer."""
-        ended = threading.Event()
+        ended, self.current = threading.Event(), name
         interval = max(self._heartbeat_seconds, min_seconds)
         thread = threading.Thread(target=self._print_heartbeats, args=(name, interval, ended), daemon=True)
         if not self.console.is_quiet:

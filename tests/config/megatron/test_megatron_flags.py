@@ -82,7 +82,7 @@ REMOVED = {
     "--DDP-impl torch": "use --DDP-impl local",
     "--data-impl lazy": "use --data-impl mmap",
     "--use-legacy-models": "remove the flag",
-    "--fp8-hybrid": "use --bf16",
+    "--fp8-hybrid": "use --fp8-format hybrid",
     "--tiktoken-special-tokens <s> </s>": "use --tokenizer-special-tokens",
     "--deepspeed_config ds.json": "--data-parallel-sharding-strategy",
 }

@@ -504,6 +504,7 @@ def test_every_rule_has_a_case():
         "quantile_balancing_matches_checkpoint",
         "upcycling_fits_the_dense_model",
         "data_matches_checkpoint",
+        "data_schedule_matches_checkpoint",
         "cyclic_pass_size_matches_checkpoint",
         "tokenizer_matches_checkpoint",
         "schedules_match_checkpoint",

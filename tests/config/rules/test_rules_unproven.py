@@ -32,6 +32,11 @@ CASES = {
         Facts(world_size=2),
         "--context-parallel-chunk-means",
     ),
+    "fp8_codes_of_partial_sums": (
+        "--fp8-format hybrid --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+        Facts(world_size=4),
+        "fewer query groups than --tensor-model-parallel-size",
+    ),
 }
 ELSEWHERE = {
     "custom_layers": "tests/model/test_custom_layers.py has files of layers",

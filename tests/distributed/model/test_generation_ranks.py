@@ -1,9 +1,13 @@
 """Text generation over tensor ranks: tokens are those of one process, from checkpoints of any layout."""
 
+import http.client
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ import torch
 from run_here import MODEL, train_here, trainer_of_command_line
 
 from megatrain.config import ConfigError
+from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.stored_model import ModelOptions, TensorRanks, load_model
 from megatrain.inference.texts import TextEngine, plan_cache
+from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -70,6 +76,40 @@ def test_tokens_are_those_of_one_process(trained: str, pool: WorkerPool) -> None
     assert pool.run(2, texts, trained) == [expected] * 2
 
 
+def served(rank: int, world_size: int, folder: str) -> list[list[int]] | bool:
+    """Return the tokens of texts that join later; one is removed and one ends with a stop word. Other ranks: whether memory is free."""
+    make = make_group if world_size > 1 else None
+    options = ModelOptions(device=CPU, dtype=torch.float64, ranks=TensorRanks(world_size, rank, make))
+    loaded = load_model(Path(folder), options)
+    plan = plan_cache(loaded.model, dtype=torch.float64, max_tokens=15, num_sequences=2, limit_bytes=1 << 30)
+    store = None if make is None else make("messages", [range(world_size)], timeout=timedelta(minutes=1))
+    messages = Messages(rank, world_size, store)
+    built = (loaded.model, loaded.tokenizer, plan, CPU, None)
+    if rank:
+        engine = TextEngine(*built)
+        follow(engine, messages)
+        return engine.engine.model.cache.is_empty
+    engine, found = LeadingEngine(*built, messages), []
+    for number, prompt in enumerate([*PROMPTS, *PROMPTS]):
+        stop = ("9",) if number == 4 else ()
+        found.append(engine.submit(prompt, Sampling(max_new_tokens=8, seed=number, stop=stop)))
+        engine.step()
+        if number == 3:
+            engine.remove(found[2])
+            engine.keep_alive()
+    while not engine.engine.is_idle:
+        engine.step()
+    engine.close()
+    return [one.completion.tokens for one in found]
+
+
+def test_other_ranks_repeat_what_the_first_one_does(trained: str, pool: WorkerPool) -> None:
+    (expected,) = pool.run(1, served, trained)
+    assert len(expected[2]) < 8
+    assert [len(tokens) for tokens in expected[:2]] == [8, 8]
+    assert pool.run(2, served, trained) == [expected, True]
+
+
 def train(rank: int, world_size: int, words: list[str]) -> int:
     return trainer_of_command_line(rank, world_size, words).train()
 
@@ -115,3 +155,64 @@ def test_the_command_runs_on_the_ranks_of_a_launcher(trained: str, prompt: str) 
         return
     assert together.returncode == 0, together.stderr
     assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+
+
+@pytest.mark.nightly
+def test_the_server_runs_on_the_ranks_of_a_launcher(trained: str, tmp_path: Path) -> None:
+    """Requests are answered as by `generate` in one process, a taken port is one error, and a signal ends all ranks."""
+    pytest.importorskip("uvicorn")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "megatrain.tools.main",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    serve = [*launch, "serve", "--load", trained, "--device", "cpu", "--port"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen([*serve, "0"], stdout=file, stderr=subprocess.STDOUT, env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while (found := re.search(r"http://127.0.0.1:(\d+)/", log.read_text())) is None:
+            assert time.monotonic() < deadline, log.read_text()
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.1)
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+        fields = {"prompt": [5, 3, 8], "max_tokens": 6, "temperature": 0}
+        texts = []
+        for _ in range(3):
+            connection.request(
+                "POST", "/v1/completions", json.dumps(fields), {"Content-Type": "application/json"}
+            )
+            texts.append(json.loads(connection.getresponse().read())["choices"][0]["text"])
+        connection.close()
+        words = [
+            "generate",
+            "--load",
+            trained,
+            "--prompt",
+            "5 3 8",
+            "--device",
+            "cpu",
+            "--json",
+            "--temperature",
+            "0",
+        ]
+        one = [sys.executable, "-m", "megatrain.tools.main", *words, "--max-new-tokens", "6"]
+        alone = subprocess.run(one, capture_output=True, text=True, env=environment, check=True, timeout=120)
+        assert texts == [json.loads(alone.stdout)["text"]] * 3
+        taken = subprocess.run(
+            [*serve, found[1]], capture_output=True, text=True, env=environment, check=False, timeout=120
+        )
+        assert taken.returncode != 0
+        assert taken.stderr.count("Address already in use") == 1, taken.stderr
+        server.terminate()
+        server.wait(90)
+        assert "stopped; all memory of the cache is free" in log.read_text()
+        assert "Traceback" not in log.read_text().split("stopped;")[0]
+    finally:
+        server.kill()

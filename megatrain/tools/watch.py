@@ -1,0 +1,147 @@
+"""`megatrain watch`: the state of runs in a terminal, refreshed while they train.
+
+It reads the files of the `--save` folders alone: it works on any host that sees them, and never disturbs a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from megatrain.tools.report_data import RunData, read_run, run_names
+from megatrain.tools.subcommands import add_command
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_CURVES: Final = {"lm_loss": "loss", "grad_norm": "gradient", "max_load": "experts"}
+_RECENT: Final = 20
+"""Iterations whose median is the current speed."""
+_SHOWN_FAULTS: Final = 5
+_CLEAR: Final = "\x1b[H\x1b[2J"
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain watch`."""
+    watch = add_command(
+        commands,
+        "watch",
+        help="show the state of runs in a terminal",
+        description="Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C.",
+    )
+    watch.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
+    watch.add_argument(
+        "--interval", type=float, default=5.0, metavar="SECONDS", help="time between two looks (default: 5)"
+    )
+    watch.add_argument(
+        "--once", action="store_true", help="print the state once; the default without a terminal"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit code."""
+    paths = [Path(text) for text in arguments.runs]
+    names = run_names(paths)
+    while True:
+        width = shutil.get_terminal_size().columns
+        text = "\n\n".join(
+            "\n".join(lines(read_run(path, name), width=width, now=time.time()))
+            for path, name in zip(paths, names, strict=True)
+        )
+        if arguments.once or not sys.stdout.isatty():
+            print(text)
+            return 0
+        print(f"{_CLEAR}{text}\n\nCtrl-C ends the display, not the runs", flush=True)
+        try:
+            time.sleep(max(arguments.interval, 0.1))
+        except KeyboardInterrupt:
+            return 0
+
+
+def lines(run: RunData, *, width: int, now: float) -> Iterator[str]:
+    """Yield the lines about a run; `now` in seconds since the epoch."""
+    yield f"{run.name}: {_state(run, now)}"
+    curve_width = max(10, min(60, width - 40))
+    for name, title in _CURVES.items():
+        values = [value for value in run.curves.get(name, ()) if value is not None]
+        if values:
+            yield _row(title, f"{values[-1]:<10.5g} {sparkline(values, curve_width)}  from {values[0]:.5g}")
+    yield _row("speed", _speed(run))
+    if run.summary["max_memory_bytes"]:
+        yield _row("memory", f"{run.summary['max_memory_bytes'] / 1e9:.1f} GB at most")
+    for name, found in run.validations.items():
+        iteration, loss = found[-1]
+        yield _row(
+            "evaluation",
+            f"{name} {'not finite' if loss is None else f'{loss:.5g}'} at iteration {iteration:,}",
+        )
+    if run.summary["saves"]:
+        stall = run.summary["save_stall_seconds"]
+        yield _row("saves", f"{run.summary['saves']}, training waited {stall:.1f} s for them")
+    if run.faults:
+        last = ", ".join(f"{iteration:,} {what}" for iteration, what in run.faults[-_SHOWN_FAULTS:])
+        yield _row("faults", f"{len(run.faults)}: {'.. ' if len(run.faults) > _SHOWN_FAULTS else ''}{last}")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as bars, [n] -> at most `width` characters; each is the mean of its part of the values."""
+    parts = min(width, len(values))
+    means = [
+        statistics.fmean(values[part * len(values) // parts : (part + 1) * len(values) // parts])
+        for part in range(parts)
+    ]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units, such as `3 h 20 min`."""
+    whole = round(seconds)
+    units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
+    first = next((at for at, (_, count) in enumerate(units) if count), len(units) - 1)
+    return " ".join(f"{count} {unit}" for unit, count in units[first : first + 2] if count) or "0 s"
+
+
+def _state(run: RunData, now: float) -> str:
+    iteration, target = run.summary["iterations"], _target(run)
+    progress = f"iteration {iteration:,}" + (f" of {target:,} ({iteration / target:.1%})" if target else "")
+    if not run.summary["is_running"]:
+        return f"{run.summary['status']}, {progress}"
+    silence, per_iteration = now - run.last_activity, _iteration_seconds(run)
+    if silence > 60 + 10 * (per_iteration or 0):
+        since = datetime.fromtimestamp(run.last_activity).astimezone().isoformat(sep=" ", timespec="seconds")
+        return f"no sign of life since {since} ({duration(silence)}), {progress}"
+    left = f", {duration((target - iteration) * per_iteration)} left" if target and per_iteration else ""
+    return f"running, {progress}{left}"
+
+
+def _target(run: RunData) -> int | None:
+    """Return the last iteration of the run; None: not known."""
+    iterations = run.settings.get("training.train_iters")
+    return iterations if isinstance(iterations, int) and iterations > 0 else None
+
+
+def _iteration_seconds(run: RunData) -> float | None:
+    found = [value for value in run.curves.get("iteration_ms", [])[-_RECENT:] if value is not None]
+    return statistics.median(found) / 1000 if found else None
+
+
+def _speed(run: RunData) -> str:
+    found = [
+        value for value in run.curves.get("tokens_per_second_per_gpu", [])[-_RECENT:] if value is not None
+    ]
+    per_iteration, mfu = _iteration_seconds(run), run.summary["mfu"]
+    parts = [f"{statistics.median(found):,.0f} tokens/s per GPU"] if found else []
+    parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
+    parts += [f"{per_iteration:.3g} s an iteration"] if per_iteration is not None else []
+    return ", ".join(parts) or "not known yet"
+
+
+def _row(title: str, text: str) -> str:
+    return f"  {title:<11} {text}"

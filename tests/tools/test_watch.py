@@ -1,0 +1,78 @@
+"""`megatrain watch` shows the state of a run from its files: progress, curves, evaluations, faults, signs of life."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.test_report import make_run
+
+from megatrain.tools.main import main
+from megatrain.tools.report_data import read_run
+from megatrain.tools.watch import duration, lines, sparkline
+
+
+def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(make_run(tmp_path))]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("run: signal SIGTERM (exit code 75), iteration 4\n")
+    for words in (
+        "loss        2 ",
+        "█▃▂▁  from 8",
+        "250 tokens/s per GPU",
+        "1.8 s an iteration",
+        "valid 2.5 at iteration 4",
+    ):
+        assert words in text
+
+
+def test_a_running_run_has_its_time_left(tmp_path: Path) -> None:
+    run = running(tmp_path)
+    assert first_line(run, after=1) == "run: running, iteration 4 of 1,004 (0.4%), 30 min left"
+
+
+def test_a_silent_run_is_named(tmp_path: Path) -> None:
+    line = first_line(running(tmp_path), after=7261)
+    assert line.startswith("run: no sign of life since ")
+    assert line.endswith("(2 h 1 min), iteration 4 of 1,004 (0.4%)")
+
+
+def test_iterations_that_update_nothing_are_listed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    rows = [{"iteration": n, "lm_loss": None, "nan": n % 2, "skipped": 1} for n in range(5, 12)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    text = "\n".join(lines(read_run(folder, "run"), width=80, now=0.0))
+    assert "faults      7: .. 7 NaN, 8 skipped, 9 NaN, 10 skipped, 11 NaN" in text
+
+
+def test_a_sparkline_has_the_means_of_equal_parts() -> None:
+    assert sparkline([0, 0, 7, 7, 3.5, 3.5], 3) == "▁█▅"
+    assert sparkline([2.0], 10) == "▁"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90000, "1 d 1 h")]
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def running(folder: Path) -> Path:
+    """Write the folder of a run that has not ended."""
+    run = make_run(folder)
+    with (run / "config.yaml").open("a") as file:
+        file.write("training:\n  train_iters: 1004\n")
+    status: dict[str, Any] = {"exit_code": None, "reason": "running"}
+    (run / "status.json").write_text(json.dumps(status))
+    return run
+
+
+def first_line(folder: Path, *, after: float) -> str:
+    """Return the first line about a run, `after` seconds from its last write."""
+    for file in folder.iterdir():
+        os.utime(file, (1.7e9, 1.7e9))
+    return next(iter(lines(read_run(folder, "run"), width=80, now=1.7e9 + after)))
