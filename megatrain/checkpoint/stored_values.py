@@ -46,6 +46,13 @@ def _loss_scale(value: Any, name: str) -> None:
         _LOSS_SCALE(value, name)
 
 
+def _amax(value: Any, name: str) -> None:
+    """Check an entry of a history: steps since the last one, and the largest value of that step."""
+    list_of(number(Range(at_least=0.0)))(value, name)
+    if len(value) != 2:
+        raise InvalidError(f"{name} has {len(value)} numbers instead of 2")
+
+
 _STATE: Final = record(
     {
         "consumed_valid_samples": _COUNT,
@@ -59,7 +66,8 @@ _STATE: Final = record(
         "data_plans": record({"train": _PLAN, "valid": _PLAN, "test": _PLAN}),
         "pass_size": integer(1, 1 << 50),
         "datasets": list_of(record_of(DatasetFacts, within=Range(at_least=0.0))),
-    }
+    },
+    {"amax_history": map_of(list_of(_amax))},
 )
 _CONFIG: Final = record(
     {}, {name: record_of(section, is_complete=False) for name, section in section_types().items()}
