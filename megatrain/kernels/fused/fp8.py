@@ -101,10 +101,10 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     bits = tl.max(tl.load(BITS + place, mask=place < size, other=0), axis=0)
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax)))
+    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax), ieee_rounding=True))
     scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
     tl.store(SCALE, scale)
-    tl.store(SCALE + 1, tl.fdiv(1.0, scale))
+    tl.store(SCALE + 1, tl.fdiv(1.0, scale, ieee_rounding=True))
 
 
 @jit
