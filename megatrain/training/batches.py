@@ -17,7 +17,7 @@ import torch
 from megatrain.config import Facts, Plan
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.data.samples.build import BuiltIndex, SamplePlans, SplitBuilder, SplitDatasets
-from megatrain.data.samples.dataset import SampleDataset
+from megatrain.data.samples.dataset import SampleDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
@@ -33,6 +33,9 @@ class Batches(Protocol):
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """Return this rank's micro-batches of the step after `consumed_samples`."""
+
+    def spans(self, sample: int) -> list[TokenSpan]:
+        """Return the stored token spans of a sample of the run; empty where they are not known."""
 
     def close(self) -> None:
         """Stop background workers."""
@@ -281,6 +284,10 @@ class _EmptyBatches:
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:  # noqa: ARG002
         """See `Batches`."""
         return [self.batch] * num_microbatches
+
+    def spans(self, sample: int) -> list[TokenSpan]:  # noqa: ARG002
+        """See `Batches`."""
+        return []
 
     def close(self) -> None:
         """See `Batches`."""

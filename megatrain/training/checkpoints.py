@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import RELEASE_NAME, is_of_megatron
+from megatrain.checkpoint.find import RELEASE_NAME, find_checkpoints, is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
@@ -82,12 +82,9 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     if is_start:
         say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
         return plan
-    progress.iteration = loaded.iteration
-    progress.consumed_train_samples = loaded.consumed_train_samples
-    progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    _restore_progress(progress, loaded)
     if config.training.eval_only and not loaded.state["is_evaluation_left"]:  # the last evaluation, again
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
-    progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
         engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
@@ -97,6 +94,34 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
     return plan
+
+
+def rewind_run(
+    ranks: Ranks, engine: Engine, progress: Progress, folder: Path, *, at_most: int
+) -> Path | None:
+    """Load the newest intact checkpoint of `folder` up to iteration `at_most`; return None if there is none. All ranks call it."""
+    paths = None
+    if ranks.is_main:
+        found = find_checkpoints(folder)
+        paths = [str(one.path) for one in found if one.problem is None and one.iteration <= at_most]
+    paths = ranks.grid.messages.broadcast(paths)
+    if not paths:
+        return None
+    with ranks.phases.heartbeat("loading the checkpoint"):
+        loaded = load_checkpoint(Path(paths[0]), engine.optimizer, ranks.grid)
+    restore_expert_biases(engine.model, loaded.state, loaded.path)
+    engine.forget_steps()
+    _restore_progress(progress, loaded)
+    progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    return loaded.path
+
+
+def _restore_progress(progress: Progress, loaded: Loaded) -> None:
+    progress.iteration = loaded.iteration
+    progress.consumed_train_samples = loaded.consumed_train_samples
+    progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
 
 
 def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bool) -> Loaded:

@@ -106,7 +106,7 @@ SAFE: Final = ResumeClass(
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
     " check_weight_hash_across_dp_replicas_interval"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_only eval_at_start deterministic_mode"
-    " compile require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " compile cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations moe_layer_recompute recompute_norms device;"
     " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"
@@ -116,7 +116,7 @@ SAFE: Final = ResumeClass(
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
     " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
-    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file",
+    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike",
 )
 SILENT: Final = ResumeClass(
     kind="silent",
