@@ -48,6 +48,7 @@ EXCLUDED = {
     "training.eval_at_start": "adds an evaluation",
     "training.deterministic_mode": "selects kernels",
     "training.compile": "selects kernels",
+    "training.cuda_graph_impl": "launches the same kernels; a line of the plan says so",
     "training.manual_gc": "frees memory",
     "training.manual_gc_eval": "frees memory",
     "training.device": "selects the device",

@@ -18,4 +18,4 @@ class Finding:
     def __str__(self) -> str:
         mark = {"ok": "ok     ", "warning": "warning", "error": "error  "}[self.level]
         line = f"{mark}  {self.topic}: {self.text}"
-        return line if self.fix is None else f"{line}\n           fix: {self.fix}"
+        return line if self.fix is None else f"{line}\n  fix: {self.fix}"
