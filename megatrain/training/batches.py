@@ -16,8 +16,8 @@ import torch
 
 from megatrain.config import Facts, Plan
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.data.samples.build import BuiltIndex, SamplePlans, SplitBuilder, SplitDatasets
-from megatrain.data.samples.dataset import SampleDataset
+from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
+from megatrain.data.samples.dataset import SampleDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
@@ -33,6 +33,9 @@ class Batches(Protocol):
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """Return this rank's micro-batches of the step after `consumed_samples`."""
+
+    def spans(self, sample: int) -> list[TokenSpan]:
+        """Return the stored token spans of a sample of the run; empty where they are not known."""
 
     def close(self) -> None:
         """Stop background workers."""
@@ -121,11 +124,30 @@ def build_samples(
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
     )
+    if plans.train != (0,):
+        splits = builder.with_phases(splits, _phases(plan, facts), data.split, plans)
     if data.dataloader_type == "single":
         _require(splits.train, derived.requested_train_samples, "training", "fewer --train-iters")
         _require(splits.valid, derived.requested_valid_samples, "validation", "fewer --eval-iters")
         _require(splits.test, derived.requested_test_samples, "test", "fewer --eval-iters")
     return splits
+
+
+def _phases(plan: Plan, facts: Facts) -> list[PhaseSamples]:
+    """Return the later phases of training with their data."""
+    phases = []
+    for phase in plan.derived.later_phases:
+        ((name, blend),) = blends_from_facts(facts.datasets, phase.from_iteration).items()
+        phases.append(
+            PhaseSamples(
+                from_iteration=phase.from_iteration,
+                start=phase.start,
+                plans=phase.plan,
+                blend=blend,
+                is_split=name == "all",
+            )
+        )
+    return phases
 
 
 def _require(samples: SampleDataset | None, wanted: int | None, name: str, fewer: str) -> None:
@@ -281,6 +303,10 @@ class _EmptyBatches:
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:  # noqa: ARG002
         """See `Batches`."""
         return [self.batch] * num_microbatches
+
+    def spans(self, sample: int) -> list[TokenSpan]:  # noqa: ARG002
+        """See `Batches`."""
+        return []
 
     def close(self) -> None:
         """See `Batches`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import RELEASE_NAME, is_of_megatron
+from megatrain.checkpoint.find import RELEASE_NAME, find_checkpoints, is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
@@ -82,19 +82,46 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     if is_start:
         say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
         return plan
-    progress.iteration = loaded.iteration
-    progress.consumed_train_samples = loaded.consumed_train_samples
-    progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    _restore_progress(progress, loaded)
     if config.training.eval_only and not loaded.state["is_evaluation_left"]:  # the last evaluation, again
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
-    progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
         engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+        if engine.model.fp8 is not None and engine.model.fp8.history is not None:
+            engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
     return plan
+
+
+def rewind_run(
+    ranks: Ranks, engine: Engine, progress: Progress, folder: Path, *, at_most: int
+) -> Path | None:
+    """Load the newest intact checkpoint of `folder` up to iteration `at_most`; return None if there is none. All ranks call it."""
+    paths = None
+    if ranks.is_main:
+        found = find_checkpoints(folder)
+        paths = [str(one.path) for one in found if one.problem is None and one.iteration <= at_most]
+    paths = ranks.grid.messages.broadcast(paths)
+    if not paths:
+        return None
+    with ranks.phases.heartbeat("loading the checkpoint"):
+        loaded = load_checkpoint(Path(paths[0]), engine.optimizer, ranks.grid)
+    restore_expert_biases(engine.model, loaded.state, loaded.path)
+    engine.forget_steps()
+    _restore_progress(progress, loaded)
+    progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    return loaded.path
+
+
+def _restore_progress(progress: Progress, loaded: Loaded) -> None:
+    progress.iteration = loaded.iteration
+    progress.consumed_train_samples = loaded.consumed_train_samples
+    progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
 
 
 def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bool) -> Loaded:
@@ -141,11 +168,20 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
-    for name in ("train_plan", "valid_plan", "test_plan"):
+    for name in ("train_plan", "later_phases", "valid_plan", "test_plan"):
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
         if before != now:
             ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
     return plan
+
+
+def _amax_history(ranks: Ranks, engine: Engine) -> dict[str, Any]:
+    """Return the history of delayed FP8 scales of all stages on rank 0, and an empty one on others."""
+    history = None if engine.model.fp8 is None else engine.model.fp8.history
+    if history is None:
+        return {}
+    of_ranks = ranks.grid.messages.gather(history.state())
+    return {name: entries for state in of_ranks for name, entries in state.items()}
 
 
 def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:
@@ -157,6 +193,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
         "schedule": derived.schedule.to_dict(),
         "loss_scale": engine.loss_scaler.state(),
         "expert_biases": engine.model.expert_biases.state(),
+        "amax_history": _amax_history(ranks, engine),
         "has_optimizer": not config.checkpoint.no_save_optim,
         "is_evaluation_left": progress.is_evaluation_pending,
         "tokenizer_fingerprint": ranks.facts.tokenizer_fingerprint,
@@ -164,6 +201,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
             "train": derived.train_plan,
             "valid": derived.valid_plan,
             "test": derived.test_plan,
+            "phases": [vars(phase) for phase in derived.later_phases],
         },
         "pass_size": config.training.micro_batch_size * ranks.grid.dp.size,
         "datasets": [vars(dataset) for dataset in ranks.facts.datasets],

@@ -31,6 +31,7 @@ from megatrain.training.build import (
     build_model_from_plan,
     build_optimizer,
     build_pipeline,
+    build_training_passes,
 )
 from megatrain.training.losses import Losses, loss_names, losses_of
 from megatrain.training.routers import Routers
@@ -57,9 +58,14 @@ class Engine:
         self.data_parallel = build_data_parallel(plan, self.buffers, grid)
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)
         self.loss_scaler = build_loss_scaler(plan)
+        self.spike_limits = (math.inf, math.inf)
+        """With --on-spike skip, a step whose loss or gradient norm is not below these updates nothing."""
         self.routers = Routers(self.model, grid, device)
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device)
+        self.training_passes = build_training_passes(
+            plan, self.model, self.executor, self.data_parallel, grid, device
+        )
         self._were_finite: Tensor | None = None
         """bool []: all steps so far were finite; None before the first, or where the loss scaler may skip steps."""
 
@@ -71,8 +77,12 @@ class Engine:
     @property
     def max_pending(self) -> int:
         """Maximum number of pending steps when another begins: 0 on a CPU, or if the next step depends on the report."""
-        is_waited_for = self.loss_scaler.may_skip or self.timers.level > 0
+        is_waited_for = self._may_skip or self.timers.level > 0
         return int(self.device.type == "cuda" and not is_waited_for)
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.loss_scaler.may_skip or self.plan.config.resilience.on_spike == ("skip",)
 
     def step(
         self, batches: Sequence[Batch], hyperparams: Hyperparams, *, first_sample: int = 0
@@ -99,14 +109,17 @@ class Engine:
         with self.timers.span("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
-        is_finite = self._may_update(norm, losses.lm_loss)
+        may_update = self._may_update(norm, losses.lm_loss)
         with self.timers.span("optimizer"):
-            self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=is_finite)
-        router_metrics = self.routers.finish_step(is_finite)
+            self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=may_update)
+        router_metrics = self.routers.finish_step(may_update)
+        if self.model.fp8 is not None:
+            self.model.fp8.finish_step()
         self.buffers.gradients.zero()
         metrics = StepMetrics(
             losses=losses,
             grad_norm=norm,
+            is_updated=may_update,
             num_zeros=num_zeros,
             params_norm=parameter_norm(self.optimizer) if logging.log_params_norm else None,
             routers=router_metrics,
@@ -115,12 +128,15 @@ class Engine:
         return PendingStep(metrics, functools.partial(self._report, scale))
 
     def _may_update(self, norm: Tensor, lm_loss: Tensor) -> Tensor:
-        """Return bool [] on the device: the step is finite and may update.
+        """Return bool [] on the device: the step is finite, no spike that is skipped, and may update.
 
         If a non-finite step ends the run, later steps update nothing either: the host may read its report after they begin.
         """
         is_finite = norm.isfinite() & lm_loss.isfinite()
-        if self.loss_scaler.may_skip:
+        loss_limit, norm_limit = self.spike_limits
+        if math.isfinite(min(self.spike_limits)):
+            is_finite &= (lm_loss < loss_limit) & (norm < norm_limit)
+        if self._may_skip:
             return is_finite
         self._were_finite = is_finite if self._were_finite is None else is_finite & self._were_finite
         return self._were_finite
@@ -135,12 +151,17 @@ class Engine:
                 numbers[index] = flag
         return all_reduce(numbers, self.grid.world, "max")
 
+    def forget_steps(self) -> None:
+        """Forget the steps before a checkpoint that was loaded."""
+        self._were_finite = None
+
     def _report(self, scale: float, metrics: StepMetrics) -> StepReport:
         """Return the report of a step with this loss scale, and update the host's state: loss scale and step count."""
         losses = metrics.losses
         lm_loss, grad_norm = losses.lm_loss.item(), metrics.grad_norm.item()
         is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
-        if not is_finite:
+        is_updated = bool(metrics.is_updated)
+        if not is_updated:
             self.optimizer.step_count -= 1
         self.loss_scaler.update(is_finite=is_finite)
         return StepReport(
@@ -149,6 +170,7 @@ class Engine:
             grad_norm=grad_norm,
             loss_scale=scale,
             is_finite=is_finite,
+            is_updated=is_updated,
             mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
             params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
             num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
@@ -162,7 +184,7 @@ class Engine:
             batches = [with_batches_ahead(batch, self.num_depths) for batch in batches]
         batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
-        self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
+        self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))

@@ -14,8 +14,8 @@ from megatrain.config.derive.data_plans import evaluations
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine
+from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.garbage import GarbageCollection
-from megatrain.training.iterations import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.losses import mean_losses

@@ -8,14 +8,16 @@ first. `Progress` counts the iterations that are read.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from megatrain.config import Plan
 from megatrain.config.derive.batch_sizes import batch_sizes
-from megatrain.config.errors import MegatrainError
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
@@ -23,6 +25,14 @@ from megatrain.training.build import build_schedules
 from megatrain.training.debugging.not_finite import explain
 from megatrain.training.debugging.spikes import SpikeDetector
 from megatrain.training.engine import Engine
+from megatrain.training.faults.bad_steps import (
+    FILE_NAME,
+    BadStep,
+    BadStepLog,
+    NotFiniteError,
+    RewindError,
+    SpikeError,
+)
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
@@ -30,12 +40,10 @@ from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
 
+_MOST_EXPLANATIONS = 10
+"""Searches for the source of values that are not finite, with --on-nan skip; each repeats a step."""
 _SECONDS_TO_REPORT = 10.0
 """Time for a report of late ranks."""
-
-
-class NotFiniteError(MegatrainError):
-    """An infinite or NaN loss or gradient norm, on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,7 @@ class Iterations:
         progress: position of the run; updated.
         stop: stop requests of this rank.
         saves: saves of the run; those in the background are committed after a step.
+        passed_over: iterations that a rewind passes over, by number.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class Iterations:
         progress: Progress,
         stop: StopRequest,
         saves: RunSaves,
+        passed_over: Collection[int] = (),
     ) -> None:
         self.ranks, self.plan, self.engine = ranks, plan, engine
         self.batches, self.log, self.progress = batches, log, progress
@@ -86,6 +96,10 @@ class Iterations:
         self.spikes = {"grad_norm": SpikeDetector("gradient norm")} if training.check_for_large_grads else {}
         self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
         self.start, self.skipped = progress.iteration, frozenset(training.iterations_to_skip)
+        self.passed_over = frozenset(passed_over)
+        save = plan.config.checkpoint.save
+        self.bad_steps = BadStepLog(Path(save) if save and ranks.is_main else None, batches)
+        self.num_explained = 0
         self.pending: deque[Iteration] = deque()
         """Iterations that have begun and are not read, oldest first."""
 
@@ -104,7 +118,7 @@ class Iterations:
             NotFiniteError: an iteration is not finite and may not be skipped.
         """
         number, reason = self.next_number, None
-        if number - 1 in self.skipped:
+        if number - 1 in self.skipped or number in self.passed_over:
             return self._skip(number)
         is_first = number == self.start + 1
         with self._heartbeat(number, is_first=is_first):
@@ -124,7 +138,8 @@ class Iterations:
             self.start = number
         progress.iteration = number
         progress.consumed_train_samples += self.batch_sizes.at(progress.consumed_train_samples)
-        self.ranks.console.print(f"> iteration {number} is skipped (--iterations-to-skip {number - 1})")
+        reason = "rewind" if number in self.passed_over else f"--iterations-to-skip {number - 1}"
+        self.ranks.console.print(f"> iteration {number} is skipped ({reason})")
         return self.stop.reason(number, (0,) * len(self.stop.flags()))
 
     def _heartbeat(self, number: int, *, is_first: bool) -> AbstractContextManager[None]:
@@ -140,6 +155,9 @@ class Iterations:
             self.ranks.watch.heartbeat.iteration = number
         pending_samples = sum(iteration.batch for iteration in self.pending)
         consumed = self.progress.consumed_train_samples + pending_samples
+        if self.plan.config.resilience.on_spike == ("skip",):
+            limits = {name: detector.limit for name, detector in self.spikes.items()}
+            self.engine.spike_limits = limits.get("lm_loss", math.inf), limits.get("grad_norm", math.inf)
         hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
         with self.engine.timers.span("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
@@ -164,13 +182,13 @@ class Iterations:
             self._limit_waits(self.plan.derived.collective_timeout_seconds)
         progress.iteration = iteration.number
         progress.consumed_train_samples += iteration.batch
-        if report.is_finite:
+        if report.is_updated:
             progress.scheduled_samples += iteration.batch
-        elif not self.engine.loss_scaler.skips(report.lm_loss):
-            raise self._not_finite(iteration, report)
+        if not report.is_finite:
+            self._respond_to_nan(iteration, report)
         for spike in (detector.check(getattr(report, name)) for name, detector in self.spikes.items()):
             if spike is not None:
-                self.ranks.console.print(f"> iteration {iteration.number}: {spike}")
+                self._respond_to_spike(iteration, report, spike)
         for sentence in () if report.routers is None else report.routers.starved:
             self.ranks.console.print(f"> WARNING: iteration {iteration.number}: {sentence}")
         self.log.log_iteration(
@@ -195,6 +213,63 @@ class Iterations:
     def _flags(self) -> tuple[int, ...]:
         """Return what all ranks must know of this rank after a step."""
         return (*self.stop.flags(), int(self.saves.is_writing))
+
+    def _respond_to_nan(self, iteration: Iteration, report: StepReport) -> None:
+        """Act on a step that is not finite, by --on-nan; a loss scaler that may recover comes first.
+
+        Raises:
+            NotFiniteError: the run stops or rewinds.
+        """
+        policy = self.plan.config.resilience.on_nan
+        if not self.engine.loss_scaler.skips(report.lm_loss):
+            error = self._not_finite(iteration, report)
+            self._record("nan", iteration, report, error.problems[0].text, policy)
+            self._raise(error, iteration, policy)
+        if policy == ("skip",) and self.num_explained < _MOST_EXPLANATIONS:
+            self.num_explained += 1
+            where, _ = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+            self._record("nan", iteration, report, where, policy)
+            self.ranks.console.print(
+                f"> iteration {iteration.number} is not finite and updates nothing: {where}"
+            )
+
+    def _respond_to_spike(self, iteration: Iteration, report: StepReport, spike: str) -> None:
+        """Act on a spike, by --on-spike.
+
+        Raises:
+            NotFiniteError: the run stops or rewinds.
+        """
+        policy = self.plan.config.resilience.on_spike
+        skipped = "; the step updates nothing" if policy == ("skip",) else ""
+        self.ranks.console.print(f"> iteration {iteration.number}: {spike}{skipped}")
+        if policy == ("warn",):
+            return
+        self._record("spike", iteration, report, spike, policy)
+        if policy != ("skip",):
+            fix = f"inspect the samples in {FILE_NAME}, and resume from the last checkpoint with --iterations-to-skip {iteration.number - 1}"
+            self._raise(SpikeError(f"iteration {iteration.number}: {spike}", fix=fix), iteration, policy)
+
+    def _raise(self, error: NotFiniteError, iteration: Iteration, policy: tuple[str, ...]) -> NoReturn:
+        if policy[0] == "rewind":
+            raise RewindError(error, iteration=iteration.number, distance=int(policy[1]))
+        raise error
+
+    def _record(
+        self, kind: str, iteration: Iteration, report: StepReport, where: str, policy: tuple[str, ...]
+    ) -> None:
+        """Record the samples of a bad step."""
+        step = BadStep(
+            kind=kind,
+            iteration=iteration.number,
+            lm_loss=report.lm_loss,
+            grad_norm=report.grad_norm,
+            where=where,
+            first_sample=iteration.first_sample,
+            num_samples=iteration.batch,
+        )
+        warning = self.bad_steps.record(step, " ".join(policy))
+        if warning is not None:
+            self.ranks.console.print(warning)
 
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
         """Return the error with its cause. No later step has changed a weight, so that the step can be computed again."""

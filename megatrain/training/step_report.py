@@ -28,6 +28,8 @@ class StepMetrics:
     losses: Losses
     grad_norm: Tensor
     """Norm of the gradients before clipping, without the loss scale, []."""
+    is_updated: Tensor
+    """The step updated weights, bool []."""
     num_zeros: Tensor | None = None
     params_norm: Tensor | None = None
     routers: RouterMetrics | None = None
@@ -50,6 +52,8 @@ class StepReport:
     loss_scale: float
     """Factor on the loss in this step."""
     is_finite: bool
+    """False: loss or gradient norm are infinite or NaN."""
+    is_updated: bool
     """False: the step updated nothing."""
     params_norm: float | None = None
     """L2 norm of the updated weights, with --log-params-norm."""

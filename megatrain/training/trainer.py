@@ -24,14 +24,15 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.data.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
-from megatrain.training.checkpoints import require_space, resume_run
+from megatrain.training.checkpoints import require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
+from megatrain.training.faults.bad_steps import MOST_REWINDS, NotFiniteError, RewindError
 from megatrain.training.faults.flight_recorder import FOLDER, write_collectives
 from megatrain.training.garbage import GarbageCollection
-from megatrain.training.iterations import Iterations, NotFiniteError
+from megatrain.training.iterations import Iterations
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.metrics_file import LogError
@@ -64,6 +65,8 @@ class Trainer:
         )
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
+        self.passed_over = set[int]()
+        """Iterations whose samples are skipped after a rewind."""
         self.last_save: dict[str, Any] | None = None
         """Size and times of the last save that was committed, as in `metrics.jsonl`."""
         self.status = StatusFile(
@@ -95,9 +98,8 @@ class Trainer:
             self.ranks.watch.on_peer_failure = self.status.record_peer_failure
             self.ranks.watch.on_late_ranks = self._write_collectives
         try:
-            self.log = self._open_log()
-            exit_code, reason = self._train(self.log)
-            self._require_logs(self.log)
+            exit_code, reason, log = self._train_with_rewinds()
+            self._require_logs(log)
             if self.saves.failure is not None:
                 exit_code, reason = FAILED, f"{reason}; the last save failed: {self.saves.failure}"
         except BaseException as error:
@@ -119,6 +121,35 @@ class Trainer:
             f"{'; nothing was saved: --save is not set' if is_lost else ''} (exit code {exit_code})"
         )
         return exit_code
+
+    def _train_with_rewinds(self) -> tuple[int, str, RunLog]:
+        """Train, and return to an earlier checkpoint where --on-nan or --on-spike says so; also return the log."""
+        while True:
+            self.log = self._open_log()
+            try:
+                return *self._train(self.log), self.log
+            except RewindError as error:
+                self._rewind(error)
+                self.log.close()
+
+    def _rewind(self, error: RewindError) -> None:
+        """Load an earlier checkpoint. Raises the error's cause if there is none, or after many rewinds."""
+        assert self.save_folder is not None
+        self._print(f"> {error.problems[0].text}")
+        target, path = error.iteration - error.distance, None
+        if len(self.passed_over) < MOST_REWINDS:
+            path = rewind_run(self.ranks, self.engine, self.progress, self.save_folder, at_most=target)
+        if path is None:
+            many = len(self.passed_over) >= MOST_REWINDS
+            why = (
+                f"the run was rewound {MOST_REWINDS} times"
+                if many
+                else f"no checkpoint of iteration {target} or earlier"
+            )
+            self._print(f"> cannot rewind: {why}")
+            raise error.cause
+        self.passed_over.add(error.iteration)
+        self._print(f"> rewound to {path}; iteration {error.iteration} will be skipped")
 
     def _train(self, log: RunLog) -> tuple[int, str]:
         """Evaluate and train as configured; return the exit code and the reason for the end."""
@@ -176,6 +207,7 @@ class Trainer:
             progress=self.progress,
             stop=stop,
             saves=self.saves,
+            passed_over=self.passed_over,
         )
         reason = None
         with self._trace_on_failure(profiling):

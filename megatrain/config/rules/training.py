@@ -151,6 +151,36 @@ def exit_signal_is_valid(draft: Draft) -> Problems:
         )
 
 
+def bad_step_policies_are_valid(draft: Draft) -> Problems:
+    resilience, training, checkpoint = draft.config.resilience, draft.config.training, draft.config.checkpoint
+    for flag, words, others in (
+        ("--on-nan", resilience.on_nan, ("stop", "skip")),
+        ("--on-spike", resilience.on_spike, ("warn", "stop", "skip")),
+    ):
+        is_rewind = len(words) == 2 and words[0] == "rewind" and words[1].isdecimal()
+        given = f"{flag} {' '.join(words)}"
+        if not is_rewind and not (len(words) == 1 and words[0] in others):
+            yield Problem(
+                f"{given} is none of {', '.join(others)}, rewind N", f"use {flag} rewind 100, for example"
+            )
+        elif is_rewind and checkpoint.save is None:
+            yield Problem(f"{given} returns to a checkpoint of --save, which is not set", "add --save FOLDER")
+        elif is_rewind and checkpoint.no_save_optim:
+            yield Problem(f"{given} needs the optimizer's state in checkpoints", "remove --no-save-optim")
+    if resilience.on_nan != ("stop",) and not training.check_for_nan_in_loss_and_grad:
+        yield Problem(
+            f"--on-nan {' '.join(resilience.on_nan)} and --no-check-for-nan-in-loss-and-grad contradict each other",
+            "remove one of them: without the check, such steps are skipped",
+        )
+    if resilience.on_spike != ("warn",) and not (
+        training.check_for_spiky_loss or training.check_for_large_grads
+    ):
+        yield Problem(
+            f"--on-spike {' '.join(resilience.on_spike)} has no effect: spikes are not looked for",
+            "add --check-for-spiky-loss, --check-for-large-grads, or both",
+        )
+
+
 TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     evaluation_has_a_checkpoint,
     training_has_one_length,
@@ -160,4 +190,5 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     dtypes_agree,
     loss_scale_is_in_range,
     exit_signal_is_valid,
+    bad_step_policies_are_valid,
 )

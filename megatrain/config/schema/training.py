@@ -65,6 +65,10 @@ class TrainingConfig(CheckedSection):
     """Use only deterministic operations, although some are slower. Always so on a CPU."""
     require_parity: bool = False
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
+    cuda_graph_impl: Literal["none", "local", "full_iteration", "transformer_engine"] = "none"
+    """CUDA graphs of a micro-batch's passes, launched at once: for small models, whose kernels end before the host has launched the next ones. local, full_iteration: one graph of the whole micro-batch, for dense models on data-parallel ranks. transformer_engine has no effect."""
+    cuda_graph_warmup_steps: int = field(default=3, metadata=in_range(at_least=1))
+    """Iterations of a start before CUDA graphs are captured: kernels are compiled in them."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False
@@ -189,5 +193,9 @@ class ResilienceConfig(CheckedSection):
     """Save and exit after this many minutes."""
     exit_signal: str = "SIGTERM"
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do."""
+    on_nan: tuple[str, ...] = ("stop",)
+    """Response to a loss or gradient that is infinite or NaN: stop; skip (the step updates nothing); or rewind N: load the newest checkpoint of at least N iterations before, and pass over the samples of the bad iteration. Not in Megatron-LM."""
+    on_spike: tuple[str, ...] = ("warn",)
+    """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from megatrain.config.errors import MegatrainError
+from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch, Documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from megatrain.data.samples.dataset import Sample, SampleDataset
+    from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
     from megatrain.data.samples.sampler import Sampler
 
 
@@ -133,6 +134,11 @@ class BatchLoader:
         if self._threads is not None and self._has_samples(following):
             self._prefetched = (following, *self._submit(self._threads, following))
         return batches
+
+    def spans(self, sample: int) -> list[TokenSpan]:
+        """Return the stored token spans of a sample of the run; empty if the sampler permutes samples."""
+        is_in_order = isinstance(self._sampler, SingleSampler) and sample < len(self._samples)
+        return self._samples.spans(sample) if is_in_order else []
 
     def close(self) -> None:
         """Stop the background threads and drop the prefetched step."""

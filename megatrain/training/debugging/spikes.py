@@ -21,6 +21,11 @@ class SpikeDetector:
         self.largest = 0.0
         self._num_seen = 0
 
+    @property
+    def limit(self) -> float:
+        """The smallest value that is a spike; infinite during the first steps."""
+        return FACTOR * self.largest if self._num_seen >= REFERENCE_STEPS else math.inf
+
     def check(self, value: float) -> str | None:
         """Return a sentence if the value of this step is a spike. Values that are not finite are ignored."""
         if not math.isfinite(value):
@@ -29,7 +34,7 @@ class SpikeDetector:
             self._num_seen += 1
             self.largest = max(self.largest, abs(value))
             return None
-        if abs(value) < FACTOR * self.largest:
+        if abs(value) < self.limit:
             return None
         return (
             f"{self.name} {value:.6g} is more than {FACTOR:.0f} times the largest of the first {REFERENCE_STEPS} steps,"

@@ -241,7 +241,7 @@ class RunLog:
             "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,
             "reserved_memory_bytes": torch.cuda.memory_reserved(device) if self.is_on_gpu else None,
             "max_memory_bytes": max_memory_bytes(device),
-            "skipped": int(not report.is_finite),
+            "skipped": int(not report.is_updated),
             "nan": int(math.isnan(report.lm_loss)),
             "save": self._save,
         }

@@ -55,6 +55,15 @@ CASES = {
         ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
     ],
+    "bad_step_policies_are_valid": [
+        ("--on-nan warn", "", None, ("--on-nan warn", "rewind N"), ("--on-nan rewind 100",)),
+        ("--on-nan rewind", "", None, ("--on-nan rewind",), ("--on-nan rewind 100",)),
+        ("--on-nan rewind 5", "", None, ("--on-nan rewind 5", "--save"), ("--save FOLDER",)),
+        ("--on-nan rewind 5 --save x --no-save-optim", "", None, ("--on-nan rewind 5",), ("--no-save-optim",)),
+        ("--on-nan skip --no-check-for-nan-in-loss-and-grad", "", None,
+         ("--on-nan skip", "--no-check-for-nan-in-loss-and-grad"), ("remove one",)),
+        ("--on-spike stop", "", None, ("--on-spike stop",), ("--check-for-spiky-loss",)),
+    ],
 }  # fmt: skip
 
 

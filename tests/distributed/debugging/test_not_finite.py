@@ -11,7 +11,8 @@ from run_here import LAYOUTS, make_trainer
 from megatrain.optim import loss_scale
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
-from megatrain.training.iterations import Iterations, NotFiniteError
+from megatrain.training.faults.bad_steps import NotFiniteError
+from megatrain.training.iterations import Iterations
 from megatrain.training.trainer import Trainer
 
 WORLD_SIZE, FLAGS = LAYOUTS["tp2 dp2 pp2"]
