@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatrain.config.derive.layer_sizes import LayerTable
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
-from megatrain.config.facts import Facts
+from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
 
@@ -83,7 +83,9 @@ class Derived(CheckedSection):
     requested_test_samples: int = INVALID
     """Test samples that the dataset must provide."""
     train_plan: tuple[int | None, ...] = INVALID
-    """Samples of each plan of training data; plan k is shuffled with --seed + k."""
+    """Samples of each plan of training data (of its first phase); plan k is shuffled with --seed + k."""
+    later_phases: tuple[DataPhase, ...] = INVALID
+    """Phases of --data-schedule, whose plans are shuffled with the seeds that follow."""
     valid_plan: tuple[int | None, ...] = INVALID
     test_plan: tuple[int | None, ...] = INVALID
     lr_decay_samples: int = INVALID

@@ -168,7 +168,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
-    for name in ("train_plan", "valid_plan", "test_plan"):
+    for name in ("train_plan", "later_phases", "valid_plan", "test_plan"):
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
         if before != now:
             ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
@@ -201,6 +201,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
             "train": derived.train_plan,
             "valid": derived.valid_plan,
             "test": derived.test_plan,
+            "phases": [vars(phase) for phase in derived.later_phases],
         },
         "pass_size": config.training.micro_batch_size * ranks.grid.dp.size,
         "datasets": [vars(dataset) for dataset in ranks.facts.datasets],

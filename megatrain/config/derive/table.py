@@ -11,6 +11,7 @@ from megatrain.config.derive.attention_backend import attention_backend
 from megatrain.config.derive.context_parallel import cp_comm_types
 from megatrain.config.derive.cuda_graphs import cuda_graphs
 from megatrain.config.derive.data_plans import (
+    later_phases,
     requested_test_samples,
     requested_train_samples,
     requested_valid_samples,
@@ -133,6 +134,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.requested_valid_samples", requested_valid_samples),
     ("derived.requested_test_samples", requested_test_samples),
     ("derived.train_plan", train_plan),
+    ("derived.later_phases", later_phases),
     ("derived.valid_plan", valid_plan),
     ("derived.test_plan", test_plan),
     ("derived.lr_decay_samples", lr_decay_samples),

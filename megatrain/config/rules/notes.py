@@ -171,10 +171,20 @@ def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
 
 
 def datasets_are_duplicated(draft: Draft) -> Iterator[str]:
-    counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
-    duplicates = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    keys = [(one.from_iteration, one.split, one.digest) for one in draft.facts.datasets]
+    counts = Counter(keys)
+    duplicates = {one.prefix for one, key in zip(draft.facts.datasets, keys, strict=True) if counts[key] > 1}
     if duplicates:
         yield f"{', '.join(sorted(duplicates))}: the same data is given more than once, and its samples are repeated"
+
+
+def phases_are_not_reached(draft: Draft) -> Iterator[str]:
+    unread = [str(phase.from_iteration) for phase in draft.derived.later_phases if not phase.plan]
+    if unread and not draft.config.training.only_evaluates:
+        yield (
+            f"--data-schedule: the run ends at iteration {draft.derived.train_iters}, before the data changes at"
+            f" {', '.join(unread)}"
+        )
 
 
 def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
@@ -350,6 +360,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     run_ends_before_the_decay,
     split_has_no_effect,
     datasets_are_duplicated,
+    phases_are_not_reached,
     end_of_document_was_guessed,
     rotary_positions_are_relative,
     attention_kernel,

@@ -53,7 +53,7 @@ FUNCTION: Final = ResumeClass(
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
     " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult;"
     " experts: moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups"
-    " moe_router_group_topk moe_router_topk_scaling_factor",
+    " moe_router_group_topk moe_router_group_score_topk moe_router_topk_scaling_factor",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
@@ -93,7 +93,7 @@ SAFE: Final = ResumeClass(
     " num_distributed_optimizer_instances"
     " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
-    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
     " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"

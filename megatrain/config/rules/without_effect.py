@@ -69,7 +69,7 @@ CONDITIONS: Final = (
         lambda d: "sinkhorn" not in d.config.experts.moe_router_load_balancing_type,
         _settings(
             "experts",
-            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function",
+            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_group_score_topk moe_router_score_function",
         ),
     ),
     Condition(
