@@ -6,8 +6,8 @@
 
 Passes that add one token to each sequence have a kernel of their own (kernels/attention/decode.py), unless layers have latents or
 linear attention. In others the new tokens of all sequences are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
-one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels compute
-them one by one.
+one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels, those with
+softcaps too, compute them one by one.
 
 The up-projection of a latent is linear, so that scores and outputs are those of latents, with projected queries and outputs:
 q . (W_k c) = (W_k^T q) . c, and sum p (W_v c) = W_v (sum p c). All heads attend to one head of rows (multi-query attention).
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.inference.cache import Extent, Space, SpaceStep
-from megatrain.kernels.attention.backends import attention_kernel
+from megatrain.kernels.attention.backends import TritonAttention, attention_kernel
 from megatrain.kernels.attention.decode import decode_attention, write_rows
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
 from megatrain.kernels.gated_delta import continue_gated_delta_rule
@@ -138,7 +138,7 @@ class RowAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, info: CachedPass) -> Tensor:
         """Attend from q [t, 1, n, d] to rows k and v, [rows, g, d]; sink logits [n]. Return [t, 1, n, value channels]."""
-        if self.kernel.needs_explicit_mask:
+        if self.kernel.needs_explicit_mask or isinstance(self.kernel, TritonAttention):
             extents = info.spaces[self.window].extents
             return torch.cat([self._attend_one(q, k, v, sink, extent) for extent in extents])
         packing = info.packing(self.window)
@@ -153,11 +153,16 @@ class RowAttention(nn.Module):
         seen = extent.num_rows if self.window is None else min(extent.num_rows, self.window + count)
         q = q[extent.first_token : extent.first_token + count]
         k, v = (x[stop - seen : stop, None] for x in (k, v))
-        mask = None
-        if count > 1:
-            mask = torch.ones(1, 1, count, seen, dtype=torch.bool, device=q.device).tril(seen - count)
-            mask = mask if self.window is None else mask.triu(seen - count - self.window)
-        return _with_sink(*self.kernel.forward(q, k, v, MaskSpec(explicit=mask)), sink).to(q.dtype)
+        if not self.kernel.needs_explicit_mask:
+            mask = MaskSpec(is_causal=True, window=self.window)
+        elif count == 1:
+            mask = MaskSpec()
+        else:
+            seen_keys = torch.ones(1, 1, count, seen, dtype=torch.bool, device=q.device).tril(seen - count)
+            mask = MaskSpec(
+                explicit=seen_keys if self.window is None else seen_keys.triu(seen - count - self.window)
+            )
+        return _with_sink(*self.kernel.forward(q, k, v, mask), sink).to(q.dtype)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ class Operand(NamedTuple):
     codes: Tensor
     """[n, k]."""
     scale: Tensor
-    """Their scale and its inverse, fp32 [2]."""
+    """Inverse of their scale, and the scale, fp32 [2] at an address that is a multiple of 16: cuBLAS reads the inverse there."""
 
 
 def product(
@@ -48,8 +48,8 @@ def product(
     result = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
         a.codes,
         b.codes.t(),
-        scale_a=a.scale[1],
-        scale_b=b.scale[1],
+        scale_a=a.scale[0],
+        scale_b=b.scale[0],
         bias=bias if is_fused else None,
         out_dtype=dtype,
         use_fast_accum=fast,
@@ -61,7 +61,7 @@ def product(
 def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Compute the product with torch operators, in the accumulation dtype of the result."""
     wide = accumulation_dtype(dtype)
-    out = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[1] * b.scale[1])
+    out = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[0] * b.scale[0])
     return (out if bias is None else out + bias).to(dtype)
 
 

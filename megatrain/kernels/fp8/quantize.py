@@ -59,13 +59,13 @@ def scale_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
         largest: largest number of the FP8 format, or of each tensor's.
         margin: powers of two left free above the largest value.
     Returns:
-        fp32 [..., 2]: the factor before the cast, and its inverse, which a product applies.
+        fp32 [..., 2]: the inverse of the scale, which a product applies, and the scale, the factor before the cast.
     """
     numbers = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest)
     scale = numbers / amax / 2.0**margin
     scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
     scale = torch.where(amax == 0, 1.0, scale)
-    return torch.stack((scale, scale.reciprocal()), dim=-1)
+    return torch.stack((scale.reciprocal(), scale), dim=-1)
 
 
 def quantize(
@@ -98,7 +98,7 @@ def quantize_reference(
     if seen is not None:
         seen.copy_(torch.maximum(seen, amax_reference(x)))
     largest = torch.finfo(dtype).max
-    scaled = x.to(accumulation_dtype(x.dtype)) * scale[0]
+    scaled = x.to(accumulation_dtype(x.dtype)) * scale[1]
     codes = scaled.clamp(-largest, largest).masked_fill(~scaled.isfinite(), float("nan")).to(dtype)
     return Codes(codes if rows else None, transposed(codes) if columns else None)
 

@@ -101,10 +101,10 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     bits = tl.max(tl.load(BITS + place, mask=place < size, other=0), axis=0)
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax), ieee_rounding=True))
+    scale = tl.where(bits == 0, 1.0, tl.div_rn(largest, tl.where(bits == 0, 1.0, amax)))
     scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
-    tl.store(SCALE, scale)
-    tl.store(SCALE + 1, tl.fdiv(1.0, scale, ieee_rounding=True))
+    tl.store(SCALE, tl.div_rn(1.0, scale))
+    tl.store(SCALE + 1, scale)
 
 
 @jit
@@ -119,7 +119,7 @@ def _cast(
     if SEES:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(SEEN, tl.max(tl.max(bits, axis=1), axis=0))
-    scaled = x * tl.load(SCALE)
+    scaled = x * tl.load(SCALE + 1)
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
     is_finite = (scaled.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     codes = tl.where(is_finite, clamped.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)

@@ -12,15 +12,18 @@ Source: Micikevicius et al., arXiv:2209.05433; Transformer Engine has the same r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatrain.kernels.fp8.quantize import scale_of
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
+_ROW: Final = 4
+"""Numbers from one tensor's scale to the next one's: products need 16 bytes, see `Operand`."""
 Entries = list[tuple[int, float]]
 """Steps since the last one, and the largest value of that step."""
 
@@ -49,7 +52,7 @@ class AmaxHistory:
         self._amaxes = torch.zeros(0, length, device=device)
         """[tensors, steps], the last step first; 0: no value."""
         self._seen = torch.zeros(0, device=device)
-        self._scales = torch.zeros(0, 2, device=device)
+        self._scales = torch.zeros(0, _ROW, device=device)
         self._largest = torch.zeros(0, device=device)
         """Largest number of each tensor's format."""
 
@@ -61,7 +64,7 @@ class AmaxHistory:
         self._largest = torch.cat((self._largest, self._largest.new_tensor([torch.finfo(dtype).max])))
         self._amaxes = torch.zeros(count, self.length, device=device)
         self._seen = torch.zeros(count, device=device)
-        self._scales = torch.zeros(count, 2, device=device)
+        self._scales = torch.zeros(count, _ROW, device=device)
         return count - 1
 
     def seen(self, number: int) -> Tensor:
@@ -70,7 +73,7 @@ class AmaxHistory:
 
     def scale(self, number: int) -> Tensor | None:
         """Return the scale of a tensor in this step, fp32 [2]; None: it has no history."""
-        return self._scales[number] if self._is_known[number] else None
+        return self._scales[number, :2] if self._is_known[number] else None
 
     def finish_step(self) -> None:
         """Add the largest values of this step. One that is 0 or not finite repeats the value before it."""
@@ -107,7 +110,7 @@ class AmaxHistory:
     def _update_scales(self) -> None:
         """Compute the scales of the next step."""
         decisive = self._amaxes.amax(dim=1) if self.algorithm == "max" else self._amaxes[:, 0]
-        self._scales = scale_of(decisive, self._largest, self.margin)
+        self._scales = pad(scale_of(decisive, self._largest, self.margin), (0, _ROW - 2))
 
 
 def _decisive(row: Sequence[float]) -> Entries:

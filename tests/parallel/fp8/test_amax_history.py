@@ -34,18 +34,23 @@ def after(found, *steps):
 )
 def test_the_algorithm_chooses_the_value_of_a_scale(algorithm, margin, scales):
     found = after(history(algorithm, margin=margin), (100, 1), (8, 1), (2, 2), (1, 2))
-    assert [found.scale(number)[0].item() for number in (0, 1)] == pytest.approx(scales)
+    assert [found.scale(number)[1].item() for number in (0, 1)] == pytest.approx(scales)
+
+
+def test_products_can_read_each_scale():
+    found = after(history(), (1, 2))
+    assert all(found.scale(number).data_ptr() % 16 == 0 for number in (0, 1))
 
 
 def test_a_tensor_has_no_scale_before_its_first_step():
     found = history()
     assert found.scale(0) is None
-    assert after(found, (1, 1)).scale(0)[0] == 448
+    assert after(found, (1, 1)).scale(0)[1] == 448
 
 
 def test_values_that_are_zero_or_not_finite_are_left_out():
     found = after(history("most_recent"), (2, 4), (float("inf"), 0), (float("nan"), 0))
-    assert [found.scale(number)[0].item() for number in (0, 1)] == [448 / 2, 57344 / 4]
+    assert [found.scale(number)[1].item() for number in (0, 1)] == [448 / 2, 57344 / 4]
 
 
 def test_a_restored_history_continues_with_the_same_scales():
@@ -68,5 +73,5 @@ def test_a_checkpoint_keeps_only_values_that_can_decide_a_scale():
 def test_a_tensor_that_the_checkpoint_lacks_has_no_history():
     found = history()
     found.restore({"weight": [(0, 4.0)]})
-    assert found.scale(0)[0] == 448 / 4
+    assert found.scale(0)[1] == 448 / 4
     assert found.scale(1) is None
