@@ -21,8 +21,6 @@ from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
 """Temporary tensors, RoPE tables, batches and cuBLAS, of one H200 in case A1."""
-_CLOSE = 0.95
-"""Fraction of the largest estimate above which the memory of the first and the last rank is planned too."""
 
 
 def estimated_bytes(workload: Workload, layout: Layout) -> float:
@@ -31,7 +29,7 @@ def estimated_bytes(workload: Workload, layout: Layout) -> float:
 
 
 def planned_bytes(workload: Workload, layout: Layout, plan: Plan) -> int:
-    """Return the memory that --dry-run plans, of the ranks that may need most by the estimate.
+    """Return the memory that --dry-run plans, of the first and the last rank, and of the one that needs most by the estimate.
 
     A step runs two rounds of micro-batches through the ranks, after which every schedule has its peak.
 
@@ -39,9 +37,7 @@ def planned_bytes(workload: Workload, layout: Layout, plan: Plan) -> int:
         plan: resolved with the layout's settings.
     """
     estimates = _rank_bytes(workload, layout)
-    largest = max(estimates)
-    ranks = {estimates.index(largest)}
-    ranks |= {rank for rank in (0, layout.pp - 1) if estimates[rank] > _CLOSE * largest}
+    ranks = {0, layout.pp - 1, estimates.index(max(estimates))}
     shape, device = grid_shape(plan), torch.device("meta")
     stages = shape.rank_lists("pp")[0]
     count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)

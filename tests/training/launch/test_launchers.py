@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from run_helpers import ROOT, command_line
@@ -71,23 +70,6 @@ def test_a_port_in_use_is_reported(
     assert "rank 0 of 2 cannot reach the rendezvous (RANK 0, WORLD_SIZE 2" in error
     assert f"127.0.0.1:{port}" in error
     assert "fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port" in error
-
-
-@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (75, True), (1, False)])
-def test_the_slurm_script_queues_a_job_again_that_stopped_early(
-    tmp_path: Path, code: int, is_queued_again: bool
-) -> None:
-    for name, then in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
-        command = tmp_path / name
-        command.write_text(f'#!/bin/sh\necho {name} "$@"\n{then}\n')
-        command.chmod(0o755)
-    environment = own_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    ended = subprocess.run(
-        ["bash", "scripts/slurm.sh", "--config", "my run.yaml"], check=False, cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ended.returncode == code, ended.stderr
-    assert "srun --kill-on-bad-exit=1 python pretrain.py --config my run.yaml" in ended.stdout
-    assert ("scontrol requeue 77" in ended.stdout) is is_queued_again
 
 
 def test_the_page_shows_messages_of_the_program() -> None:

@@ -4,19 +4,19 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
+#SBATCH --signal=USR1@300
+#SBATCH --output=slurm-%j.log
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-#SBATCH --signal=USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=slurm-%j.log
-# Runs on Slurm with one task per GPU, and queues the job again when its time limit is reached:
+# Many nodes, one task per GPU; the job is queued again when its time limit is reached:
 #
-#   sbatch --nodes=4 scripts/slurm.sh --config my-run.yaml --save /shared/run --load /shared/run --save-interval 500
+#   sbatch --nodes=4 scripts/slurm/srun.sh --config my-run.yaml --save /shared/run --load /shared/run --save-interval 500
 #
 # Arguments are passed to pretrain.py. Ranks, hosts and ports are read from Slurm's variables. Five minutes before the time
 # limit the ranks receive SIGUSR1: they save a checkpoint and exit with code 75, and the job is queued again. Any other exit
-# code ends the job. Activate your environment, or start a container, at the marked line.
+# code ends the job.
 set -euo pipefail
 
 # sbatch runs a copy of this script; the job runs in the folder in which sbatch was called.
@@ -25,11 +25,18 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # The ranks prove to each other that they are of this job; srun passes the variable on.
 MEGATRAIN_SECRET="${MEGATRAIN_SECRET:-$(head -c 32 /dev/urandom | base64)}"
 export MEGATRAIN_SECRET
-# source /path/to/venv/bin/activate      <- environment or container
+# With CONTAINER_IMAGE (pyxis and enroot) the ranks run in a container that sees this folder and CONTAINER_MOUNTS.
+container=()
+if [[ -n "${CONTAINER_IMAGE:-}" ]]; then
+  mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+  container=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD")
+else
+  : # source /path/to/venv/bin/activate      <- your environment
+fi
 
 code=0
 # A rank that dies stops the others; --kill-on-bad-exit covers the case that this fails.
-srun --kill-on-bad-exit=1 python pretrain.py "$@" || code=$?
+srun --kill-on-bad-exit=1 "${container[@]}" python pretrain.py "$@" || code=$?
 if [[ $code == 75 ]]; then
   echo "stopped early and saved: the job is queued again"
   scontrol requeue "$SLURM_JOB_ID"
