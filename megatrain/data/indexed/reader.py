@@ -157,6 +157,11 @@ class IndexedDataset:
             )
 
 
+def loss_mask_of(prefix: str) -> str:
+    """Return the prefix of the loss mask of a dataset of conversations: 1 for each token with loss, in the same sequences."""
+    return f"{prefix}_loss_mask"
+
+
 def read_description(prefix: str) -> dict[str, Any] | None:
     """Return the description of a dataset, `<prefix>.json`; None if there is none.
 
