@@ -104,6 +104,8 @@ class Derived(CheckedSection):
     """End-of-document token; None: there is none."""
     master_dtype: DType = INVALID
     """Dtype of master weights, optimizer state and gradient sums."""
+    cuda_graphs: bool = INVALID
+    """True if the passes of training are CUDA graphs."""
     tokens_per_iteration: int = INVALID
     """Tokens of a full global batch."""
     flops_per_iteration: int = INVALID

@@ -29,8 +29,10 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
+from megatrain.parallel.pipeline.segments import SegmentHooks
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -154,7 +156,7 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
 
 
 def build_executor(
-    plan: Plan, model: Model, data_parallel: DataParallel, grid: RankGrid, device: torch.device
+    plan: Plan, model: Model, hooks: SegmentHooks, grid: RankGrid, device: torch.device
 ) -> Executor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
@@ -167,11 +169,26 @@ def build_executor(
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
         dtype=model.hidden_dtype,
         device=device,
-        hooks=data_parallel,
+        hooks=hooks,
         chunks=model.chunks,
         placement=model.placement,
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
     )
+
+
+def build_training_passes(
+    plan: Plan,
+    model: Model,
+    executor: Executor,
+    data_parallel: DataParallel,
+    grid: RankGrid,
+    device: torch.device,
+) -> Executor | GraphedPasses:
+    """Return what runs the passes of training: the executor, or CUDA graphs of them."""
+    if not plan.derived.cuda_graphs:
+        return executor
+    bare = build_executor(plan, model, NoHooks(), grid, device)
+    return GraphedPasses(executor, bare, data_parallel, plan.config.training.cuda_graph_warmup_steps)
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

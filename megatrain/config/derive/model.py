@@ -42,7 +42,7 @@ from megatrain.config.derive.layer_sizes import (
     latent_sizes,
     layer_table,
 )
-from megatrain.config.plan import Activation, DerivedValue, Draft
+from megatrain.config.plan import Activation, DerivedValue, Draft, Plan
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
 
@@ -304,7 +304,7 @@ def training_flops(
     return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
-def flops_per_token(draft: Draft) -> tuple[list[int], int]:
+def flops_per_token(draft: Draft | Plan) -> tuple[list[int], int]:
     """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents.
 
     Multi-token prediction counts as part of the head.
@@ -360,6 +360,8 @@ def recompute_norms(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "no norm precedes a linear layer")
     if training.recompute_granularity is not None or training.recompute_activations:
         return DerivedValue(False, "something else is recomputed")
+    if draft.derived.fp8_layers:
+        return DerivedValue(False, "FP8 layers save one byte per element of the outputs of norms")
     percent = percent_of_norms(model.hidden_size)
     cost = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
     if percent > _MAX_NORMS_PERCENT:

@@ -9,6 +9,7 @@ from typing import Final
 
 from megatrain.config.derive.attention_backend import attention_backend
 from megatrain.config.derive.context_parallel import cp_comm_types
+from megatrain.config.derive.cuda_graphs import cuda_graphs
 from megatrain.config.derive.data_plans import (
     later_phases,
     requested_test_samples,
@@ -148,6 +149,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.mtp_stage", mtp_stage),
     ("derived.pipeline_layers", pipeline_layers),
     ("parallel.pipeline_schedule", pipeline_schedule),
+    ("derived.cuda_graphs", cuda_graphs),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
 )

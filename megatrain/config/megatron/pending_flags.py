@@ -39,10 +39,9 @@ PENDING_FLAGS: Final = (
         "--fp8-param-gather",
     ),
     pending(
-        "CUDA graphs",
-        "the host launches every kernel",
-        "--cuda-graph-impl=* --cuda-graph-modules=+* --cuda-graph-scope=+* --cuda-graph-warmup-steps=*"
-        " --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph"
+        "CUDA graphs of parts of a model",
+        "--cuda-graph-impl local records the whole micro-batch",
+        "--cuda-graph-modules=+* --cuda-graph-scope=+* --external-cuda-graph --optimizer-cuda-graph"
         " --moe-pad-experts-for-cuda-graph-inference",
     ),
     pending(

@@ -7,6 +7,7 @@ from typing import Final
 
 from megatrain.config.derive.attention_features import layers_with_softcap_or_dropout
 from megatrain.config.derive.context_parallel import ring_is_replaced
+from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.transformer_engine import local_leaves
 from megatrain.config.plan import Draft
@@ -345,6 +346,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     sequence_parallel_has_no_effect,
     context_settings_have_no_effect,
     ring_is_replaced,
+    cuda_graphs_have_no_effect,
     expert_gemms_are_not_grouped,
     experts_are_not_in_fp8,
     strategy_without_fsdp,

@@ -53,7 +53,7 @@ FUNCTION: Final = ResumeClass(
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
     " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult;"
     " experts: moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups"
-    " moe_router_group_topk moe_router_topk_scaling_factor",
+    " moe_router_group_topk moe_router_group_score_topk moe_router_topk_scaling_factor",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
@@ -106,7 +106,7 @@ SAFE: Final = ResumeClass(
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
     " check_weight_hash_across_dp_replicas_interval"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_only eval_at_start deterministic_mode"
-    " compile require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " compile cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations moe_layer_recompute recompute_norms device;"
     " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"

@@ -59,6 +59,11 @@ def overlapped_products(draft: Draft) -> Iterator[str]:
         yield f"--tp-comm-overlap sums products in another order on GPUs (`{_COMMAND} --device cuda`)"
 
 
+def graphs_of_passes(draft: Draft) -> Iterator[str]:
+    if draft.derived.cuda_graphs:
+        yield "--cuda-graph-impl launches the same kernels: the same computation, compared on GPUs only (tests/gpu)"
+
+
 def means_of_context_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
@@ -87,6 +92,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     loss_of_global_loads,
     stream_of_the_shared_expert,
     overlapped_products,
+    graphs_of_passes,
     means_of_context_ranks,
     fp8_codes_of_partial_sums,
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatrain.config.derive.cuda_graphs import WHOLE
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -68,7 +69,7 @@ CONDITIONS: Final = (
         lambda d: "sinkhorn" not in d.config.experts.moe_router_load_balancing_type,
         _settings(
             "experts",
-            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function",
+            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_group_score_topk moe_router_score_function",
         ),
     ),
     Condition(
@@ -186,6 +187,11 @@ CONDITIONS: Final = (
             " decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split"
             " account_for_loss_in_pipeline_split pipeline_model_parallel_layout overlap_p2p_communication",
         ),
+    ),
+    Condition(
+        "without --cuda-graph-impl local",
+        lambda d: d.config.training.cuda_graph_impl in WHOLE,
+        _settings("training", "cuda_graph_warmup_steps"),
     ),
     Condition(
         "without --recompute-granularity full",

@@ -27,6 +27,11 @@ CASES = {
         Facts(device="cuda", world_size=2),
         "--tp-comm-overlap",
     ),
+    "graphs_of_passes": (
+        "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0",
+        Facts(device="cuda"),
+        "--cuda-graph-impl",
+    ),
     "means_of_context_ranks": (
         "--context-parallel-chunk-means --context-parallel-size 2",
         Facts(world_size=2),

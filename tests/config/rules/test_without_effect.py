@@ -30,6 +30,7 @@ CASES = [
      ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")),
     ("--linear-attention-freq 4", "", ("--linear-attention-freq 4", "--experimental-attention-variant")),
     ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
+    ("--cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl local")),
     ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
     ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
     ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),
