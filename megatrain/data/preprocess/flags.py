@@ -180,7 +180,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
     "conversations": {
         "--sft": (
             None,
-            "read lists of messages with role and content (key messages), and write a loss mask beside the tokens",
+            "read lists of messages with role and content (key messages), and write tokens and a loss mask",
         ),
         "--sft-tokenizer-prompt-format": (
             "{nemotron-h-aligned,nemotron-nano-v2,identity,default}",
