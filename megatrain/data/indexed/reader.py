@@ -200,6 +200,8 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its suffix: {path.with_suffix('')}"
+    elif "://" in prefix:
+        fix = "object stores are not read: copy both files to a file system, or mount the bucket as a folder"
     elif "," in prefix:
         fix = "separate datasets by spaces, not by commas"
     elif len(missing) == 1:
