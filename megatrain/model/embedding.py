@@ -63,8 +63,7 @@ class LearnedPositions(LaidOutModule):
         self.add_weight("weight", layout, dtype)
 
     def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
-        rows = x.shape[0]
-        first = self.tp.first_row(rows)
+        rows, first = x.shape[0], self.tp.first_row(x.shape[0])
         ids = batch.position_ids.t()[first : first + rows]
         return x + replicated_embedding(ids, self.weight, self.weight_grads.get("weight"), info)
 

@@ -142,11 +142,9 @@ class Head(LaidOutModule):
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
-        x = self._normed(hidden, info)
-        local = self.scaling.logits(linear(x, self._output().weight))  # [t, v/tp]
-        gathered: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1))
-        logits = gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size]
-        return logits.view(-1, hidden.shape[1], self.vocab_size)
+        local = self.scaling.logits(linear(self._normed(hidden, info), self._output().weight))  # [t, v/tp]
+        parts: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1, hidden.shape[1]))
+        return parts.movedim(0, 2).flatten(2)[..., : self.vocab_size]
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
         normed = hidden.to(self.dtype) if self.norm is None else self.norm(hidden, info)

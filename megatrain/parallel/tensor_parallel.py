@@ -256,7 +256,7 @@ class _ColumnLinear(Function):
         if tp.is_overlapped:
             out = all_gather_product(x, weight.t(), tp.group)[1]
             return out if bias is None else out.add_(bias.value)
-        return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
+        return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
@@ -310,7 +310,7 @@ class _Linear(Function):
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         if tp.is_overlapped:
             return product_reduce_scatter(y, weight.t(), tp.group)
-        return _product(y, weight, bias)
+        return linear(y, weight, bias and bias.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
@@ -339,20 +339,14 @@ class AddBias(Function):
         return grads[0], None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
-    """Return x W^T + bias, as one matrix product."""
-    return linear(x, weight, None if bias is None else bias.value)
-
-
 def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
     if bias is not None and bias.grad is not None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 
 
 def _accumulate_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
-    info.compute_weight_gradient(
-        lambda: accumulate_weight_gradient(weight_grad, dy.flatten(0, -2), x.flatten(0, -2))
-    )
+    rows = dy.flatten(0, -2), x.flatten(0, -2)
+    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows))
 
 
 class _Embedding(Function):

@@ -77,8 +77,7 @@ class Engine:
     @property
     def max_pending(self) -> int:
         """Maximum number of pending steps when another begins: 0 on a CPU, or if the next step depends on the report."""
-        is_waited_for = self._may_skip or self.timers.level > 0
-        return int(self.device.type == "cuda" and not is_waited_for)
+        return int(self.device.type == "cuda" and not self._may_skip and self.timers.level <= 0)
 
     @property
     def _may_skip(self) -> bool:

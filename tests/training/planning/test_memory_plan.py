@@ -69,6 +69,9 @@ MADE = [
     "mtp1 deepseek qwen",
     "norecompute latentexperts quantiles",
     "recomputemoe biasedexperts",
+    "fp8tensorwise",
+    "uniform gpt2 fp8delayed",
+    "selective fp8bf16wgrad",
 ]
 
 
@@ -127,6 +130,7 @@ class LocalDist:
         "tp2 sp cp2 heads gpt2",
         "tp2 sp pp2 mtp2 tied",
         "pp4 mtpalone mtp2",
+        "tp2 sp dp2 zero3 fp8tensorwise",
     ],
 )
 def test_the_plan_of_each_rank_equals_its_real_step(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
