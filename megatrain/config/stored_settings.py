@@ -68,6 +68,7 @@ _TRAINING: Final = (
             "reset_position_ids",
             "reset_attention_mask",
             "dataloader_inter_document_masking",
+            "sft",
             "allow_ambiguous_pad_tokens",
         )
     ),

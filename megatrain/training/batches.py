@@ -105,6 +105,7 @@ def build_samples(
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         inter_document_masking=data.dataloader_inter_document_masking,
+        conversations=data.sft,
     )
     builder = SplitBuilder(
         options,
@@ -195,7 +196,7 @@ def _build_in_turns(
     """
     placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
     reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
-    reads = reads or _has_documents(plan)
+    reads = reads or plan.config.data.has_documents
     takes_turns = plan.config.data.data_cache_path is not None and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)
@@ -228,11 +229,6 @@ def _raise_together(ranks: Ranks, failure: Exception | None, first_failed: int |
     if isinstance(failure, MegatrainError):
         failure.is_reported = ranks.grid.rank != first_failed
     raise failure
-
-
-def _has_documents(plan: Plan) -> bool:
-    data = plan.config.data
-    return data.reset_attention_mask or data.dataloader_inter_document_masking
 
 
 class _LoaderBuilder:
@@ -288,7 +284,7 @@ class _LoaderBuilder:
             seq_length=self.config.data.seq_length,
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
-            has_documents=_has_documents(self.plan),
+            has_documents=self.config.data.has_documents,
         )
 
 

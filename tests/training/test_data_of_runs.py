@@ -11,6 +11,8 @@ from run_helpers import command_line
 
 import pretrain
 from megatrain.data.indexed.writer import IndexedWriter
+from megatrain.data.preprocess.flags import parse_settings
+from megatrain.data.preprocess.run import preprocess
 
 
 @pytest.fixture
@@ -177,3 +179,38 @@ def test_a_run_may_resume_with_other_evaluations(folder: Path, changed: dict[str
     found = [line for line in metrics(folder / "run")[before:] if line.get("validation") == "valid"]
     assert bool(found) == (changed.get("eval_iters") != "0")
     assert all(line["loss"] > 1 for line in found)
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    """A folder with tokenized conversations."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{number} 1"},
+                {"role": "assistant", "content": f"{number % 98} " * (number % 7 + 1)},
+            ]
+        }
+        for number in range(90)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/talk --sft --sft-tokenizer-prompt-format identity"
+    tokenizer = "--append-eod --tokenizer-type NullTokenizer --vocab-size 100"
+    preprocess(parse_settings(f"{words} {tokenizer}".split()))
+    return tmp_path
+
+
+def test_a_run_on_conversations_resumes(talk: Path) -> None:
+    changed: dict[str, str | None] = {"data_path": str(talk / "talk_messages_document"), "sft": ""}
+    assert pretrain.main(flags_of(talk, **changed)) == 0
+    stopped = changed | {"save": str(talk / "stopped"), "load": str(talk / "stopped")}
+    for exit_interval in ("4", None):
+        assert pretrain.main(flags_of(talk, exit_interval=exit_interval, **stopped)) in (0, 75)
+    assert metrics(talk / "stopped") == metrics(talk / "run")
+
+
+def test_documents_are_not_conversations(talk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (talk / "talk_messages_document_loss_mask.idx").unlink()
+    changed: dict[str, str | None] = {"data_path": str(talk / "talk_messages_document"), "sft": ""}
+    assert pretrain.main(flags_of(talk, **changed)) == 2
+    assert "preprocess_data.py --sft" in capsys.readouterr().err

@@ -18,8 +18,7 @@ EAGER_BACKENDS: Final = ("unfused", "local", "math")
 
 def has_documents(draft: Draft) -> bool:
     """Return whether attention stays inside each document."""
-    data = draft.config.data
-    return data.reset_attention_mask or data.dataloader_inter_document_masking
+    return draft.config.data.has_documents
 
 
 def has_windows(draft: Draft) -> bool:

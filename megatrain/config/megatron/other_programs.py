@@ -22,7 +22,8 @@ OTHER_PROGRAMS: Final = (
     ),
     refused(
         "preprocess_data.py reads it, not pretrain.py",
-        _any_values("append-eod output-prefix json-keys split-sentences keep-newlines"),
+        _any_values("append-eod output-prefix json-keys split-sentences keep-newlines")
+        + " --sft-tokenizer-prompt-format= --chat-template=",
         instead="give it to preprocess_data.py, and the datasets that it makes to --data-path",
     ),
     refused(

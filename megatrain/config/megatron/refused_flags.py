@@ -75,7 +75,7 @@ REFUSED_FLAGS: Final = (
     refused(
         "reading from an object store is not supported",
         "--object-storage-cache-path= --enable-msc",
-        instead="remove the flag, and copy the data to a file system",
+        instead="remove the flag, and copy the data to a file system, or mount the bucket as a folder",
     ),
     refused(
         "simulating process groups is not supported",

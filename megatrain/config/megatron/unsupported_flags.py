@@ -106,10 +106,6 @@ UNSUPPORTED_FLAGS: Final = (
         " --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample= --fim-suffix-token=",
     ),
     missing(
-        "supervised fine-tuning on conversations is not supported",
-        "--sft --sft-tokenizer-prompt-format= --chat-template=",
-    ),
-    missing(
         "this shortcut for faster startup is not supported",
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",

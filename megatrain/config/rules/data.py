@@ -146,6 +146,21 @@ def document_ends_have_one_source(draft: Draft) -> Problems:
         )
 
 
+def conversations_are_whole(draft: Draft) -> Problems:
+    data = draft.config.data
+    if not data.sft:
+        return
+    if data.mock_data:
+        yield Problem("--sft reads conversations, and --mock-data has none", "remove --sft, or --mock-data")
+    names = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    given = [flag_of(name) for name in names if getattr(data, name)]
+    if given:
+        yield Problem(
+            f"--sft has its own attention, positions and loss mask, and {' and '.join(given)} would change them",
+            f"remove {' and '.join(given)}",
+        )
+
+
 def seed_is_in_range(draft: Draft) -> Problems:
     derived, seed = draft.derived, draft.config.training.seed
     plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
@@ -201,6 +216,7 @@ DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     full_validation_excludes_weights,
     validation_sets_are_separate,
     document_ends_have_one_source,
+    conversations_are_whole,
     seed_is_in_range,
     vocabulary_is_known,
     end_of_document_is_known,

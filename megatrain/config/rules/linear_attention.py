@@ -56,7 +56,7 @@ def linear_attention_reads_whole_samples(draft: Draft) -> Problems:
             f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
             "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
         )
-    names = ("reset_attention_mask", "dataloader_inter_document_masking")
+    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
     given = [flag_of(name) for name in names if getattr(data, name)]
     if given:
         yield Problem(

@@ -59,7 +59,7 @@ ORDER: Final = ResumeClass(
     kind="consent",
     reason="the order of samples depends on it",
     consent="--finetune",
-    settings="data: seq_length split mock_data dataloader_type no_data_sharding mid_level_dataset_surplus;"
+    settings="data: seq_length split mock_data sft dataloader_type no_data_sharding mid_level_dataset_surplus;"
     " training: seed",
 )
 OPTIMIZER_STATE: Final = ResumeClass(

@@ -54,5 +54,12 @@ class DataConfig(CheckedSection):
     """Mask the loss where the input is an end-of-document token."""
     dataloader_inter_document_masking: bool = False
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
+    sft: bool = False
+    """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
     allow_ambiguous_pad_tokens: bool = False
     """Treat the padding token of the tokenizer as padding even if it has another role."""
+
+    @property
+    def has_documents(self) -> bool:
+        """True if attention stays within documents."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft

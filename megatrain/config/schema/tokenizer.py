@@ -126,7 +126,7 @@ _OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Optional settings by type. Each type reads a vocabulary size too, and compares it with its file."""
 _REFUSED: Final = {
-    "SFTTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: megatrain trains on documents, not on chats",
+    "SFTTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder, and preprocess_data.py --sft for conversations",
     "MultimodalTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: megatrain trains on text only",
     "NullMultimodalTokenizer": "use --tokenizer-type NullTokenizer: megatrain trains on text only",
 }

@@ -157,6 +157,11 @@ class IndexedDataset:
             )
 
 
+def loss_mask_of(prefix: str) -> str:
+    """Return the prefix of the loss mask of a dataset of conversations: 1 for each token with loss, in the same sequences."""
+    return f"{prefix}_loss_mask"
+
+
 def read_description(prefix: str) -> dict[str, Any] | None:
     """Return the description of a dataset, `<prefix>.json`; None if there is none.
 
@@ -195,6 +200,8 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its suffix: {path.with_suffix('')}"
+    elif "://" in prefix:
+        fix = "object stores are not read: copy both files to a file system, or mount the bucket as a folder"
     elif "," in prefix:
         fix = "separate datasets by spaces, not by commas"
     elif len(missing) == 1:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.indexed.reader import Elements
 from megatrain.data.indexed.writer import token_dtype
+from megatrain.data.preprocess.conversations import ConversationSettings, Segment, make_formatter
 from megatrain.data.preprocess.documents import (
     BadLine,
     Chunk,
@@ -34,6 +36,7 @@ from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
 Document = list[list[str]]
 """The sentences of each key."""
+MASK_DTYPE: Final = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class EncoderSettings:
     append_eod: bool
     split: SplitSettings | None = None
     """None: a string is one sentence."""
+    conversations: ConversationSettings | None = None
+    """None: documents are texts."""
     keep_bad_lines: bool = False
     """Also return the content of bad lines."""
 
@@ -78,7 +83,10 @@ class ChunkEncoder:
     """Encodes chunks with one tokenizer."""
 
     def __init__(
-        self, settings: EncoderSettings, tokenizer: Tokenizer, splitter: Callable[[str], list[str]] | None
+        self,
+        settings: EncoderSettings,
+        tokenizer: Tokenizer,
+        splitter: Callable[[str], list[str]] | None = None,
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
@@ -88,7 +96,7 @@ class ChunkEncoder:
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Return the token ids of the valid documents, and the reasons of the bad lines."""
         contents = chunk.split()
-        documents: dict[int, Document] = {}
+        documents: dict[int, Any] = {}
         invalid: dict[int, InvalidDocumentError] = {}
         for index, content in enumerate(contents):
             try:
@@ -107,7 +115,7 @@ class ChunkEncoder:
             bad.append(chunk.too_long)
         return EncodedChunk(keys, bad, len(documents), chunk.end)
 
-    def _sentences(self, content: bytes | Row, chunk: Chunk) -> Document:
+    def _sentences(self, content: bytes | Row, chunk: Chunk) -> Any:
         if chunk.is_text:
             assert isinstance(content, bytes)
             document = [parse_text(content, chunk.unit)]
@@ -118,7 +126,7 @@ class ChunkEncoder:
             return document
         return [list(itertools.chain.from_iterable(map(self._splitter, texts))) for texts in document]
 
-    def _encode(self, documents: list[Document]) -> list[EncodedKey]:
+    def _encode(self, documents: list[Any]) -> list[EncodedKey]:
         return [
             self._encode_key([document[key] for document in documents])
             for key in range(len(self._settings.json_keys))
@@ -142,7 +150,7 @@ class ChunkEncoder:
         largest = int(elements.max()) if total else -1
         return EncodedKey(elements, lengths, counts, largest, int(np.count_nonzero(elements == eod)))
 
-    def _rejected(self, documents: dict[int, Document]) -> dict[int, InvalidDocumentError]:
+    def _rejected(self, documents: dict[int, Any]) -> dict[int, InvalidDocumentError]:
         """Return an error for each document that the tokenizer rejects."""
         rejected = {}
         for index, document in documents.items():
@@ -162,9 +170,46 @@ class ChunkEncoder:
         return replace(bad, content=raw, num_bytes=len(raw))
 
 
+class ConversationEncoder(ChunkEncoder):
+    """Encodes conversations, each as one sequence, to ids and a loss mask: 1 for tokens of the assistant."""
+
+    def __init__(self, settings: EncoderSettings, tokenizer: Tokenizer) -> None:
+        super().__init__(settings, tokenizer)
+        assert settings.conversations is not None
+        self._segments = make_formatter(settings.conversations)
+
+    def _sentences(self, content: bytes | Row, chunk: Chunk) -> list[Segment]:
+        assert not chunk.is_text, "checked before the workers start"
+        return self._segments(parse_line(content) if isinstance(content, bytes) else content)
+
+    def _encode(self, documents: list[list[Segment]]) -> list[EncodedKey]:
+        flat = list(itertools.chain.from_iterable(documents))
+        encoded = iter(self._tokenizer.encode_batch([segment.text for segment in flat]))
+        ids: list[list[int]] = []
+        masks: list[list[int]] = []
+        for segments in documents:
+            parts = [(next(encoded), int(segment.has_loss)) for segment in segments]
+            if self._settings.append_eod:
+                assert self._tokenizer.eod is not None, "checked before the workers start"
+                parts.append(([self._tokenizer.eod], parts[-1][1]))
+            ids.append([number for part, _ in parts for number in part])
+            masks.append([has_loss for part, has_loss in parts for _ in part])
+        return [self._encoded(ids, self._dtype, self._tokenizer.eod), self._encoded(masks, MASK_DTYPE, None)]
+
+    def _encoded(self, sequences: list[list[int]], dtype: np.dtype[Any], eod: int | None) -> EncodedKey:
+        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
+        total = int(lengths.sum(dtype=np.int64))
+        elements = np.fromiter(itertools.chain.from_iterable(sequences), dtype, total)
+        eod_count = 0 if eod is None else int(np.count_nonzero(elements == eod))
+        ones = np.ones(len(sequences), np.int64)
+        return EncodedKey(elements, lengths, ones, int(elements.max()) if total else -1, eod_count)
+
+
 def make_encoder(settings: EncoderSettings) -> ChunkEncoder:
     """Create the encoder of a worker process."""
     # Otherwise the library starts a thread per core in every worker; only this variable prevents it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if settings.conversations is not None:
+        return ConversationEncoder(settings, load_tokenizer(settings.tokenizer))
     splitter = load_splitter(settings.split) if settings.split else None
     return ChunkEncoder(settings, load_tokenizer(settings.tokenizer), splitter)

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, get_args
 
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.cli.parse_value import BadValueError, accepted_values, load_value
@@ -18,6 +18,7 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import Range
+from megatrain.data.preprocess.conversations import PromptFormat
 from megatrain.data.preprocess.inputs import InputFormat
 
 
@@ -35,6 +36,12 @@ class PreprocessSettings:
     """The part of a text file that is a document."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each object to tokenize; each key makes its own dataset."""
+    sft: bool = False
+    """Read conversations: lists of messages."""
+    sft_tokenizer_prompt_format: PromptFormat = "nemotron-h-aligned"
+    """Text around the messages of a conversation."""
+    chat_template: str | None = None
+    """File with the template of the format `default`."""
     split_sentences: bool = False
     """Split texts into sentences; each becomes a sequence."""
     keep_newlines: bool = False
@@ -75,6 +82,8 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     problems += _missing_flags(given) + _invalid_values(loaded)
     if problems:
         raise ConfigError.of(problems)
+    if "sft" in given:
+        loaded = {"json_keys": ("messages",)} | loaded
     fields = {field.name for field in dataclasses.fields(PreprocessSettings)}
     return PreprocessSettings(
         **{name: value for name, value in loaded.items() if name in fields},
@@ -168,6 +177,17 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         ),
         "--append-eod": (None, "append the end-of-document id to every document"),
     },
+    "conversations": {
+        "--sft": (
+            None,
+            "read lists of messages with role and content (key messages), and write tokens and a loss mask",
+        ),
+        "--sft-tokenizer-prompt-format": (
+            "{nemotron-h-aligned,nemotron-nano-v2,identity,default}",
+            "text around messages; default: the tokenizer's chat template (needs jinja2)",
+        ),
+        "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
+    },
     "sentences": {
         "--split-sentences": (None, "make a sequence of each sentence (needs nltk)"),
         "--keep-newlines": (None, "keep the white space after a sentence"),
@@ -217,6 +237,8 @@ _SETTINGS: Final = {
         _text("json_keys", is_list=True),
         _text("on_bad_line", choices=("stop", "skip", "quarantine")),
         _count("max_line_mb"),
+        _text("sft_tokenizer_prompt_format", choices=get_args(PromptFormat)),
+        _text("chat_template"),
         _text("lang"),
         _count("workers"),
         _count("log_interval"),
@@ -291,6 +313,31 @@ def _invalid_values(loaded: Mapping[str, Any]) -> list[Problem]:
         for name, reason in (("keep_newlines", ": unsplit texts keep all newlines"), ("lang", ""))
         if name in loaded and "split_sentences" not in loaded
     ]
+    return problems + _conversation_problems(loaded)
+
+
+def _conversation_problems(loaded: Mapping[str, Any]) -> list[Problem]:
+    """Return problems of the flags of conversations."""
+    if "sft" not in loaded:
+        return [
+            Problem(
+                f"{flag_of(name)} has no meaning without --sft", f"add --sft, or leave {flag_of(name)} out"
+            )
+            for name in ("sft_tokenizer_prompt_format", "chat_template")
+            if name in loaded
+        ]
+    problems = []
+    if "split_sentences" in loaded:
+        problems.append(Problem("--sft does not split sentences", "remove --split-sentences"))
+    if len(loaded.get("json_keys", ("messages",))) > 1:
+        problems.append(Problem("--sft reads one key", "give --json-keys the key of the messages alone"))
+    if "chat_template" in loaded and loaded.get("sft_tokenizer_prompt_format") != "default":
+        problems.append(
+            Problem(
+                "--chat-template belongs to the prompt format default",
+                "add --sft-tokenizer-prompt-format default, or remove --chat-template",
+            )
+        )
     return problems
 
 

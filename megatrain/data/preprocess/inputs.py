@@ -195,6 +195,11 @@ _START_BYTES: Final = 512
 def _missing(path: Path) -> Problem:
     if path.is_symlink():
         return Problem(f"{path}: is a broken link to {path.readlink()}", _GIVE_FILES)
+    if re.match(r"[a-z0-9]+:/", str(path)):  # Path has merged the slashes
+        return Problem(
+            f"{path}: object stores are not read",
+            "copy the files to a file system, or mount the bucket as a folder",
+        )
     names = [entry.name for entry in path.parent.glob("*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)
     fix = "give --input the path of an existing file" + (

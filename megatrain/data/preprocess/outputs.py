@@ -64,7 +64,7 @@ class Outputs:
         self,
         journal: Journal,
         prefixes: Mapping[str, str],
-        dtype: npt.DTypeLike,
+        dtypes: Mapping[str, npt.DTypeLike],
         bad_lines: BadLines,
         log: Callable[[str], None],
         *,
@@ -76,7 +76,7 @@ class Outputs:
         Args:
             journal: the entered journal of the output prefix.
             prefixes: dataset prefix of each key.
-            dtype: element type of the datasets.
+            dtypes: element type of each dataset, by key.
             bad_lines: handles bad lines.
             log: receives a line if an interrupted run cannot be resumed.
             settings: JSON of everything that determines the bytes of the output.
@@ -87,7 +87,7 @@ class Outputs:
         self.bad_lines = bad_lines
         self._journal = journal
         self._prefixes = prefixes
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._log = log
         self._settings = settings
         self._journal_seconds = journal_seconds
@@ -192,7 +192,8 @@ class Outputs:
     def _create_writers(self, entry: Mapping[str, Any]) -> None:
         states = entry["keys"] if entry else {}
         self.keys = {
-            key: KeyOutput(prefix, self._dtype, states.get(key)) for key, prefix in self._prefixes.items()
+            key: KeyOutput(prefix, self._dtypes[key], states.get(key))
+            for key, prefix in self._prefixes.items()
         }
         for output in self.keys.values():
             output.writer.lock()

@@ -15,17 +15,22 @@ import itertools
 import json
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import numpy as np
+
 from megatrain.config.errors import ConfigError, InputError, MegatrainError, Problem, describe
 from megatrain.config.schema.tokenizer import missing_end_of_document
 from megatrain.data.files import log_to_stderr
+from megatrain.data.indexed.reader import loss_mask_of
 from megatrain.data.indexed.writer import token_dtype
 from megatrain.data.preprocess.bad_lines import BadLines
+from megatrain.data.preprocess.conversations import ConversationSettings, load_template
 from megatrain.data.preprocess.documents import CHUNK_BYTES, Chunk, Position
-from megatrain.data.preprocess.encoder import EncoderSettings, make_encoder
+from megatrain.data.preprocess.encoder import MASK_DTYPE, EncoderSettings, make_encoder
 from megatrain.data.preprocess.flags import WITHOUT_EFFECT, PreprocessSettings, parse_settings
 from megatrain.data.preprocess.inputs import InputFile, find_inputs
 from megatrain.data.preprocess.outputs import JOURNAL_SECONDS, Journal, Outputs, files_of_run, output_prefixes
@@ -91,7 +96,7 @@ def preprocess(
         Outputs(
             journal,
             _prefixes(settings),
-            token_dtype(tokenizer.vocab_size),
+            _dtypes(settings, tokenizer),
             BadLines(settings.on_bad_line, settings.output_prefix, log_to_stderr),
             log_to_stderr,
             settings=_fingerprint(settings, reader, tokenizer),
@@ -121,7 +126,18 @@ def _num_bytes(chunk: Chunk) -> int:
 
 
 def _prefixes(settings: PreprocessSettings) -> dict[str, str]:
-    return output_prefixes(settings.output_prefix, settings.json_keys, is_split=settings.split_sentences)
+    prefixes = output_prefixes(settings.output_prefix, settings.json_keys, is_split=settings.split_sentences)
+    if settings.sft:
+        ((key, prefix),) = prefixes.items()
+        prefixes[f"loss mask of {key}"] = loss_mask_of(prefix)
+    return prefixes
+
+
+def _dtypes(settings: PreprocessSettings, tokenizer: Tokenizer) -> dict[str, np.dtype[Any]]:
+    """Return the element type of each output dataset: the tokens of each key, or tokens and a loss mask."""
+    ids = token_dtype(tokenizer.vocab_size)
+    dtypes = (ids, MASK_DTYPE) if settings.sft else (ids,) * len(settings.json_keys)
+    return dict(zip(_prefixes(settings), dtypes, strict=True))
 
 
 def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Outputs) -> Progress:
@@ -148,11 +164,21 @@ def _check_inputs(
     _require_eod(settings, tokenizer)
     if encoder.split:
         load_splitter(encoder.split)
+    if settings.sft and tokenizer.encode(""):
+        raise ConfigError(
+            "the tokenizer adds special tokens to every text, and a conversation consists of several texts",
+            fix="add --tokenizer-hf-no-include-special-tokens, here and in training: the prompt format writes them",
+        )
 
 
 def _require_one_key(settings: PreprocessSettings, files: Sequence[InputFile]) -> None:
     """Raise ConfigError if text files would make several datasets; log if --text-documents has no effect."""
     texts = [file for file in files if file.content == "text"]
+    if texts and settings.sft:
+        raise ConfigError(
+            f"{texts[0].path}: is text, and --sft reads conversations",
+            fix="give --input JSON Lines with messages",
+        )
     if texts and len(settings.json_keys) > 1:
         raise ConfigError(
             f"{texts[0].path}: is text, which has no keys, but --json-keys has {len(settings.json_keys)}",
@@ -172,8 +198,19 @@ def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
         split=SplitSettings(lang=settings.lang, keep_newlines=settings.keep_newlines)
         if settings.split_sentences
         else None,
+        conversations=_conversation_settings(settings) if settings.sft else None,
         keep_bad_lines=settings.on_bad_line == "quarantine",
     )
+
+
+def _conversation_settings(settings: PreprocessSettings) -> ConversationSettings:
+    found = ConversationSettings(
+        key=settings.json_keys[0], prompt_format=settings.sft_tokenizer_prompt_format
+    )
+    if found.prompt_format != "default":
+        return found
+    template, tokens = load_template(settings.tokenizer, settings.chat_template)
+    return replace(found, chat_template=template, special_tokens=tokens)
 
 
 def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -> None:
@@ -214,6 +251,7 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
         "--json-keys": list(settings.json_keys),
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod],
         "--append-eod": settings.append_eod,
+        "--sft": repr(_conversation_settings(settings)) if settings.sft else None,
         "sentences": [settings.split_sentences, settings.keep_newlines, settings.lang],
         "--max-line-mb": settings.max_line_mb,
         "--on-bad-line": settings.on_bad_line,
@@ -253,6 +291,7 @@ def _description(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": settings.append_eod,
+        **({"prompt_format": settings.sft_tokenizer_prompt_format} if settings.sft else {}),
         "sources": _sources(files),
     }
 

@@ -31,12 +31,13 @@ from megatrain.data.samples.blend import (
     counts_with_surplus,
     normalized,
 )
+from megatrain.data.samples.conversations import ConversationDataset, build_conversation_index
 from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.index_cache import Arrays, IndexCache
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
-from megatrain.data.samples.sources import content_digest, open_token_ids
+from megatrain.data.samples.sources import dataset_digest, open_loss_mask, open_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -270,8 +271,8 @@ class SplitBuilder:
         wanted: int | None,
         seed: int,
         name: str,
-    ) -> GPTDataset | BlendedDataset:
-        def dataset(number: int, num_samples: int | None) -> GPTDataset:
+    ) -> SampleDataset:
+        def dataset(number: int, num_samples: int | None) -> SampleDataset:
             return self._build_dataset(sources[number], parts[number], num_samples, seed, name)
 
         if weights is None and len(sources) == 1:
@@ -310,17 +311,25 @@ class SplitBuilder:
 
     def _build_dataset(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
-    ) -> GPTDataset:
+    ) -> SampleDataset:
         start = self.cache.start()
+        order: dict[str, Any] = {
+            "seq_length": self.options.seq_length,
+            "seed": seed,
+            "num_samples": num_samples,
+            "cache": self.cache,
+        }
+        mask = None
+        if self.options.conversations:
+            assert isinstance(source, IndexedDataset), "mock data has no conversations"
+            mask = open_loss_mask(source, mmap=self._mmap)
+        built_dataset: GPTDataset | ConversationDataset
         try:
-            index = build_index(
-                source.lengths,
-                part,
-                seq_length=self.options.seq_length,
-                seed=seed,
-                num_samples=num_samples,
-                cache=self.cache,
-            )
+            if mask is not None:
+                conversations = build_conversation_index(source.lengths, mask, part, **order)
+                built_dataset = ConversationDataset(source, mask, conversations, self.options)
+            else:
+                built_dataset = GPTDataset(source, build_index(source.lengths, part, **order), self.options)
         except ConfigError as error:
             problem = error.problems[0]
             raise ConfigError(f"{source.name}: the {name} data: {problem.text}", fix=problem.fix) from error
@@ -331,13 +340,13 @@ class SplitBuilder:
                 source=source.name,
                 num_sequences=len(part),
                 num_tokens=int(source.lengths[part.start : part.stop].sum(dtype=np.int64)),
-                num_epochs=index.epochs.count,
-                num_samples=len(index),
+                num_epochs=built_dataset.index.num_epochs,
+                num_samples=len(built_dataset),
                 seconds=time.perf_counter() - start,
                 outcome=self.cache.outcome,
             )
             self._on_built(built)
-        return GPTDataset(source, index, self.options)
+        return built_dataset
 
     def _build_blend_index(
         self, weights: Sequence[float], num_samples: int, seed: int, name: str, *, is_exhaustive: bool = False
@@ -372,7 +381,9 @@ class SplitBuilder:
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
             opened = open_token_ids(prefix, mmap=self._mmap)
-            if prefix in self._digests and content_digest(opened) != self._digests[prefix]:
+            if prefix in self._digests and self._digests[prefix] != dataset_digest(
+                opened, conversations=self.options.conversations
+            ):
                 raise InputError(
                     f"{opened.name}: the file on this host differs from rank 0's:"
                     f" {len(opened)} sequences of {opened.num_tokens} tokens here",

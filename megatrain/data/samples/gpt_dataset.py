@@ -47,6 +47,8 @@ class SampleOptions:
     """Confine attention to documents; an end-of-document token belongs to the document before it."""
     inter_document_masking: bool = False
     """Confine attention and positions to stored sequences, independent of their tokens."""
+    conversations: bool = False
+    """Sequences are conversations, see `conversations.py`."""
 
 
 def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:

@@ -67,6 +67,11 @@ class GPTIndex:
         """Return the samples of all epochs: at least as many as were requested."""
         return len(self.shuffle_index)
 
+    @property
+    def num_epochs(self) -> int:
+        """Epochs over the split."""
+        return self.epochs.count
+
 
 def build_index(
     lengths: Integers,

@@ -21,7 +21,7 @@ from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend, pa
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
-from megatrain.data.indexed.reader import IndexedDataset, read_description
+from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.samples.index_cache import digest
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def inspect_datasets(
     vocab_size: int | None,
     tokenizer_fingerprint: str | None,
     eod: int | None = None,
+    conversations: bool = False,
 ) -> tuple[list[DatasetFacts], list[Problem]]:
     """Return the facts about every dataset, and all problems with any of them.
 
@@ -81,6 +82,7 @@ def inspect_datasets(
         vocab_size: vocabulary size of the tokenizer; None: ids are not checked.
         tokenizer_fingerprint: fingerprint of the training tokenizer; None: it reads any ids (NullTokenizer).
         eod: as `used_eod` returns it; None: not checked.
+        conversations: the datasets have loss masks (--sft).
     """
     facts: list[DatasetFacts] = []
     problems: list[Problem] = []
@@ -90,7 +92,7 @@ def inspect_datasets(
             if prefix not in seen:
                 seen[prefix] = None
                 try:
-                    dataset = seen[prefix] = _facts_of(prefix)
+                    dataset = seen[prefix] = _facts_of(prefix, conversations=conversations)
                     problems += _description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)
                 except ConfigError as error:
                     problems += [_with_blend_hint(problem, prefix) for problem in error.problems]
@@ -101,7 +103,7 @@ def inspect_datasets(
     return facts, problems
 
 
-def _facts_of(prefix: str) -> DatasetFacts:
+def _facts_of(prefix: str, *, conversations: bool) -> DatasetFacts:
     dataset = open_token_ids(prefix)
     return DatasetFacts(
         split="all",
@@ -109,7 +111,7 @@ def _facts_of(prefix: str) -> DatasetFacts:
         weight=None,
         num_sequences=len(dataset),
         num_tokens=dataset.num_tokens,
-        digest=content_digest(dataset),
+        digest=dataset_digest(dataset, conversations=conversations),
     )
 
 
@@ -123,6 +125,31 @@ def open_token_ids(prefix: str, *, mmap: bool = True) -> IndexedDataset:
             fix="give the prefix of a tokenized text dataset",
         )
     return dataset
+
+
+def open_loss_mask(dataset: IndexedDataset, *, mmap: bool = True) -> IndexedDataset:
+    """Open the loss mask of a dataset of conversations. Raises InputError if it is missing or has other sequences."""
+    prefix = loss_mask_of(dataset.prefix)
+    if not os.path.lexists(f"{prefix}.idx"):
+        raise InputError(
+            f"{dataset.prefix}: has no loss mask ({prefix}.bin and .idx), which --sft needs",
+            fix="make both from conversations in JSON Lines with preprocess_data.py --sft, or remove --sft",
+        )
+    mask = open_token_ids(prefix, mmap=mmap)
+    if not np.array_equal(mask.lengths, dataset.lengths):
+        raise InputError(
+            f"{prefix}: its sequences are not those of {dataset.prefix}",
+            fix="make both again with preprocess_data.py --sft",
+        )
+    return mask
+
+
+def dataset_digest(dataset: IndexedDataset, *, conversations: bool) -> str:
+    """Return the digest of a dataset, with that of its loss mask if it has conversations."""
+    digest_of_tokens = content_digest(dataset)
+    if not conversations:
+        return digest_of_tokens
+    return hashlib.sha256((digest_of_tokens + content_digest(open_loss_mask(dataset))).encode()).hexdigest()
 
 
 def content_digest(dataset: IndexedDataset) -> str:

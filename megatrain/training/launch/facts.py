@@ -166,6 +166,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
+            conversations=data.sft,
         )
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
         problems += [problem for problem in of_phase if problem not in problems]

@@ -314,7 +314,7 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s = data.seq_length
     documents = None
-    if data.reset_attention_mask or data.dataloader_inter_document_masking:
+    if data.has_documents:
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=device)
         documents = Documents(cu_seqlens, s, b, s)
     ids = [torch.zeros(b, s, dtype=torch.int64, device=device) for _ in range(3)]

@@ -66,6 +66,11 @@ CASES = {
          ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids"),
          ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids")),
     ],
+    "conversations_are_whole": [
+        ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
+        (f"{NULL} --data-path d --sft --reset-attention-mask --eod-mask-loss", "--mock-data", None,
+         ("--sft", "--reset-attention-mask", "--eod-mask-loss"), ("remove --reset-attention-mask",)),
+    ],
     "seed_is_in_range": [
         (f"--seed {2**32}", "", None, ("--seed 4294967296",), ("4294967295",)),
     ],

@@ -90,6 +90,7 @@ ERRORS = {
     ),
     "truncated": ({"a.txt.gz": gzip.compress(b"1 2 3")[:-4]}, ["a.txt.gz"], "a.txt.gz: cannot be read: "),
     "empty": ({"a.txt": b"", "b.txt": b"\n"}, ["a.txt", "b.txt"], "would be empty: --input has 2 documents"),
+    "object store": ({"a.txt": b"1"}, ["s3://bucket/a.txt"], "s3:/bucket/a.txt: object stores are not read"),
     "twice": ({"in/a.txt": b"1"}, ["in", "in/a.txt"], "in/a.txt: is given twice"),
 }
 
