@@ -8,6 +8,7 @@ Every layout runs this step; parity checks it, the training loop repeats it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from megatrain.training.build import (
     build_optimizer,
     build_pipeline,
 )
+from megatrain.training.faults.stragglers import ComputeTimes
 from megatrain.training.losses import Losses, loss_names, losses_of
 from megatrain.training.routers import Routers
 from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
@@ -49,6 +51,8 @@ class Engine:
 
     def __init__(self, plan: Plan, grid: RankGrid, device: torch.device) -> None:
         self.plan, self.grid, self.device = plan, grid, device
+        is_timed = plan.config.logging.log_straggler
+        self.compute_times = ComputeTimes(device) if is_timed else None
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
@@ -178,7 +182,8 @@ class Engine:
             batches = [with_batches_ahead(batch, self.num_depths) for batch in batches]
         batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
-        self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
+        with self.compute_times or contextlib.nullcontext():
+            self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))
