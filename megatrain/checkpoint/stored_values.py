@@ -32,6 +32,9 @@ from megatrain.optim.sharded import WEIGHT
 
 _COUNT: Final = integer(0, 1 << 50)
 _PLAN: Final = list_of(optional(_COUNT), most=1000)
+_PHASE: Final = record(
+    {"from_iteration": integer(1, 1 << 50), "start": _COUNT, "plan": list_of(_COUNT, most=1000)}
+)
 _LOSS_SCALE: Final = record(
     {
         "scale": number(Range(above=0.0, at_most=1e38)),
@@ -56,9 +59,13 @@ _STATE: Final = record(
         "has_optimizer": flag,
         "is_evaluation_left": flag,
         "tokenizer_fingerprint": optional(text(max_characters=1000)),
-        "data_plans": record({"train": _PLAN, "valid": _PLAN, "test": _PLAN}),
+        "data_plans": record(
+            {"train": _PLAN, "valid": _PLAN, "test": _PLAN}, {"phases": list_of(_PHASE, most=1000)}
+        ),
         "pass_size": integer(1, 1 << 50),
-        "datasets": list_of(record_of(DatasetFacts, within=Range(at_least=0.0))),
+        "datasets": list_of(
+            record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=("from_iteration",))
+        ),
     }
 )
 _CONFIG: Final = record(
@@ -107,10 +114,16 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
 
 
+def _planned_samples(plans: Mapping[str, Any]) -> int:
+    """Return the training samples of all phases."""
+    ends: list[int] = [phase["start"] + sum(phase["plan"]) for phase in plans.get("phases", ())]
+    return max([sum(count or 0 for count in plans["train"]), *ends])
+
+
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
     state, config, tensors = content["state"], content["config"], content["tensors"]
     iteration, consumed = content["iteration"], content["consumed_train_samples"]
-    planned = sum(count or 0 for count in state["data_plans"]["train"])
+    planned = _planned_samples(state["data_plans"])
     is_repeated = config.get("data", {}).get("dataloader_type") == "cyclic"
     if consumed < iteration or (consumed > planned and not is_repeated):
         yield f"consumed_train_samples {consumed} at iteration {iteration}, with data for {planned} samples"

@@ -147,18 +147,22 @@ def record(required: Mapping[str, Check], optional_fields: Mapping[str, Check] |
     return check
 
 
-def record_of(kind: type, *, within: Range | None = None, is_complete: bool = True) -> Check:
+def record_of(
+    kind: type, *, within: Range | None = None, is_complete: bool = True, may_lack: Sequence[str] = ()
+) -> Check:
     """Describe an object by the fields of a dataclass; numbers are in the range of the field, or else in `within`.
 
     Args:
         is_complete: every field must be present.
+        may_lack: fields that an older version did not store.
     """
     hints = typing.get_type_hints(kind)
     fields = {
         field.name: _of_type(hints[field.name], field.metadata.get("range", within))
         for field in dataclasses.fields(kind)
     }
-    return record(fields) if is_complete else record({}, fields)
+    required = {name: check for name, check in fields.items() if is_complete and name not in may_lack}
+    return record(required, fields)
 
 
 def anything(value: Any, name: str, depth: int = _MAX_DEPTH) -> None:

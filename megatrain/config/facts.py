@@ -30,6 +30,25 @@ class DatasetFacts:
     num_tokens: int
     digest: str
     """Digest of the contents, independent of the path."""
+    from_iteration: int = 0
+    """Completed iterations at which training begins to read it: that of its phase in --data-schedule, or 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPhase:
+    """A part of training that reads other data than the first part (--data-schedule)."""
+
+    from_iteration: int
+    """Completed iterations at which the phase starts."""
+    start: int
+    """First sample of the phase."""
+    plan: tuple[int, ...]
+    """Samples of each plan of its data; empty: the run ends before the phase."""
+
+    def __str__(self) -> str:
+        """Return the phase as the plan shows it."""
+        samples = " + ".join(map(str, self.plan)) or "no"
+        return f"{samples} samples from iteration {self.from_iteration} (sample {self.start}) on;"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +66,8 @@ class StoredRun:
     config: Mapping[str, Mapping[str, Any]]
     """Resolved configuration of the saved run, from `Config.to_dict`."""
     tokenizer_fingerprint: str | None = None
-    data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
-    """Samples of each plan, by split."""
+    data_plans: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Samples of each plan, by split; `phases`: the fields of the later phases of training."""
     datasets: tuple[DatasetFacts, ...] = ()
     scheduled_samples: int | None = None
     """Samples of the steps that were not skipped, by which schedules go; None: not known."""
@@ -66,6 +85,12 @@ class StoredRun:
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the run takes from the checkpoint (--use-checkpoint-args), by path."""
+
+    @property
+    def later_phases(self) -> tuple[DataPhase, ...]:
+        """The phases of training data after the first one."""
+        phases = self.data_plans.get("phases", ())
+        return tuple(DataPhase(**{**phase, "plan": tuple(phase["plan"])}) for phase in phases)
 
     @property
     def weights_only(self) -> StoredRun:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatrain.config.derive.layer_sizes import LayerTable
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
-from megatrain.config.facts import Facts
+from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
 
@@ -44,6 +44,8 @@ class Derived(CheckedSection):
         "flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"
     ] = INVALID
     """Attention kernel."""
+    fp8_layers: tuple[int, ...] = INVALID
+    """Numbers of the layers whose linear layers are in FP8; those of multi-token prediction follow the others."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
     matrix_init_std: float = INVALID
@@ -81,7 +83,9 @@ class Derived(CheckedSection):
     requested_test_samples: int = INVALID
     """Test samples that the dataset must provide."""
     train_plan: tuple[int | None, ...] = INVALID
-    """Samples of each plan of training data; plan k is shuffled with --seed + k."""
+    """Samples of each plan of training data (of its first phase); plan k is shuffled with --seed + k."""
+    later_phases: tuple[DataPhase, ...] = INVALID
+    """Phases of --data-schedule, whose plans are shuffled with the seeds that follow."""
     valid_plan: tuple[int | None, ...] = INVALID
     test_plan: tuple[int | None, ...] = INVALID
     lr_decay_samples: int = INVALID
@@ -100,6 +104,8 @@ class Derived(CheckedSection):
     """End-of-document token; None: there is none."""
     master_dtype: DType = INVALID
     """Dtype of master weights, optimizer state and gradient sums."""
+    cuda_graphs: bool = INVALID
+    """True if the passes of training are CUDA graphs."""
     tokens_per_iteration: int = INVALID
     """Tokens of a full global batch."""
     flops_per_iteration: int = INVALID

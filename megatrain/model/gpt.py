@@ -34,6 +34,7 @@ from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAtt
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
+from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
@@ -62,6 +63,8 @@ class Model:
     """Dtype of the residual stream."""
     expert_biases: ExpertBiases
     """Biases of the routers of all stages."""
+    fp8: Fp8Recipe | None = None
+    """FP8 of linear layers; None: there is none."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -89,6 +92,7 @@ def build_model(
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
+    fp8: Fp8Recipe | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -107,6 +111,7 @@ def build_model(
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
+        fp8: builder of the FP8 tensors of linear layers.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -115,11 +120,10 @@ def build_model(
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
+        common = (tp, cp, dtype, spec.norm, seed, attention, context)
         if implementation == "transformer_engine":
-            return TransformerEngineLeaves(
-                tp, cp, dtype, spec.norm, seed, attention, context, spec.is_residual_fp32
-            )
-        return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, context)
+            return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
+        return LocalLeaves(*common, fp8 if fp8 is not None and layer in fp8.layers else None)
 
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
@@ -137,7 +141,7 @@ def build_model(
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
-    return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases)
+    return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8)
 
 
 @dataclass(frozen=True)

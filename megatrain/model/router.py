@@ -95,6 +95,7 @@ class Router(LaidOutModule):
             is_pre_softmax=spec.is_pre_softmax,
             num_groups=spec.num_groups,
             group_top_k=spec.group_top_k,
+            group_score_top_k=spec.group_score_top_k,
             scaling_factor=spec.scaling_factor or 1.0,
         )
         self.dtype = dtype if spec.dtype is None else torch.promote_types(dtype, _DTYPES[spec.dtype])

@@ -127,8 +127,9 @@ class RouterSpec:
     is_pre_softmax: bool = False
     """The softmax is over all experts, not over the selected ones."""
     num_groups: int | None = None
-    """Groups of consecutive experts, `group_top_k` of them per token; None: no groups."""
+    """Groups of consecutive experts, `group_top_k` of them per token, by the sums of their `group_score_top_k` largest scores."""
     group_top_k: int | None = None
+    group_score_top_k: int | None = None
     scaling_factor: float | None = None
     """Factor of the probabilities; None: 1."""
     dtype: Literal["fp32", "fp64"] | None = None
@@ -353,12 +354,10 @@ def _layers(
 
 def _linear_attention(model: ModelConfig, sizes: LayerSizes) -> LinearAttentionSpec | None:
     """Return the linear attention of a layer, if it has one. Its GELU is exact, as in Megatron-LM, also where that of the MLP is not."""
-    activation = activation_of(model)[0]
     if sizes.linear is None:
         return None
-    return LinearAttentionSpec(
-        sizes=sizes.linear, activation="gelu" if activation == "gelu_tanh" else activation
-    )
+    kind = activation_of(model)[0]
+    return LinearAttentionSpec(sizes=sizes.linear, activation="gelu" if kind == "gelu_tanh" else kind)
 
 
 def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec | ExpertsSpec | None:
@@ -376,7 +375,7 @@ def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec |
 
 
 def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> RouterSpec:
-    kinds = experts.moe_router_load_balancing_type
+    kinds, best = experts.moe_router_load_balancing_type, experts.moe_router_group_topk
     factors = dict(zip(kinds, experts.moe_aux_loss_coeff, strict=True))
     return RouterSpec(
         num_experts=sizes.num_experts,
@@ -384,7 +383,8 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> Ro
         score_function=experts.moe_router_score_function,
         is_pre_softmax=experts.moe_router_pre_softmax and experts.moe_router_score_function == "softmax",
         num_groups=experts.moe_router_num_groups,
-        group_top_k=experts.moe_router_group_topk,
+        group_top_k=best,
+        group_score_top_k=best and (experts.moe_router_group_score_topk or sizes.top_k // best),
         scaling_factor=experts.moe_router_topk_scaling_factor,
         dtype=experts.moe_router_dtype,
         losses=tuple((loss, factors[loss]) for loss in get_args(BalancingLoss) if factors.get(loss)),

@@ -195,6 +195,11 @@ class DataParallel:
                 return self._buckets_of.get(segment_pass.segment, ())
         return ()
 
+    def reduce_all_gradients(self) -> None:
+        """Reduce every bucket, after the step's last backward pass: for passes that call no hooks."""
+        for number in range(len(self.buffers.buckets)):
+            self.gradients.mark_ready(number, is_last=True)
+
     def finish_gradients(self) -> None:
         """Complete all reductions over the replicas, then sum gradients that are partial sums over another group.
 

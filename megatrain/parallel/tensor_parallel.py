@@ -170,7 +170,7 @@ def row_linear(
     out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
     out = out if tp.is_overlapped else exit_tp_region(out, tp)
     if bias is not None and tp.size > 1:
-        out = _AddBias.apply(out, bias)
+        out = AddBias.apply(out, bias)
     return out
 
 
@@ -265,16 +265,16 @@ class _ColumnLinear(Function):
         dy = grads[0]
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
-        full_x, gather = _begin_gather(x, tp)
-        dx, reduction = _begin_reduction(dy @ weight, tp)
+        full_x, gather = begin_gather(x, tp)
+        dx, reduction = begin_reduction(dy @ weight, tp)
         gather.wait()
         _accumulate_weight_gradient(ctx.weight_grad, dy, full_x, ctx.info)
-        _accumulate_bias_gradient(ctx.bias, dy)
+        accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, None, None, None, None, None, None
 
 
-def _begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does forwards."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, Transfer()
@@ -282,7 +282,7 @@ def _begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     return out, begin_all_gather_into(out, x.contiguous(), tp.group)
 
 
-def _begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+def begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does backwards; overwrites `x`."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, begin_all_reduce(x, tp.group)
@@ -323,11 +323,11 @@ class _Linear(Function):
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
         _accumulate_weight_gradient(ctx.weight_grad, dy, y, ctx.info)
-        _accumulate_bias_gradient(ctx.bias, dy)
+        accumulate_bias_gradient(ctx.bias, dy)
         return dx, None, None, None, None, None, None
 
 
-class _AddBias(Function):
+class AddBias(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Bias) -> Tensor:
         ctx.bias = bias
@@ -335,7 +335,7 @@ class _AddBias(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _accumulate_bias_gradient(ctx.bias, grads[0])
+        accumulate_bias_gradient(ctx.bias, grads[0])
         return grads[0], None
 
 
@@ -344,7 +344,7 @@ def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
     return linear(x, weight, None if bias is None else bias.value)
 
 
-def _accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
     if bias is not None and bias.grad is not None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 

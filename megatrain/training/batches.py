@@ -16,7 +16,7 @@ import torch
 
 from megatrain.config import Facts, Plan
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.data.samples.build import BuiltIndex, SamplePlans, SplitBuilder, SplitDatasets
+from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
@@ -124,11 +124,30 @@ def build_samples(
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
     )
+    if plans.train != (0,):
+        splits = builder.with_phases(splits, _phases(plan, facts), data.split, plans)
     if data.dataloader_type == "single":
         _require(splits.train, derived.requested_train_samples, "training", "fewer --train-iters")
         _require(splits.valid, derived.requested_valid_samples, "validation", "fewer --eval-iters")
         _require(splits.test, derived.requested_test_samples, "test", "fewer --eval-iters")
     return splits
+
+
+def _phases(plan: Plan, facts: Facts) -> list[PhaseSamples]:
+    """Return the later phases of training with their data."""
+    phases = []
+    for phase in plan.derived.later_phases:
+        ((name, blend),) = blends_from_facts(facts.datasets, phase.from_iteration).items()
+        phases.append(
+            PhaseSamples(
+                from_iteration=phase.from_iteration,
+                start=phase.start,
+                plans=phase.plan,
+                blend=blend,
+                is_split=name == "all",
+            )
+        )
+    return phases
 
 
 def _require(samples: SampleDataset | None, wanted: int | None, name: str, fewer: str) -> None:

@@ -24,11 +24,15 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
+from megatrain.parallel.fp8.amax_history import AmaxHistory
+from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
+from megatrain.parallel.pipeline.segments import SegmentHooks
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -59,8 +63,32 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
+        fp8=_fp8_recipe(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
+    )
+
+
+def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
+    """Return the builder of FP8 tensors; None without --fp8-format."""
+    precision = plan.config.precision
+    if precision.fp8_format is None:
+        return None
+    history = AmaxHistory(
+        precision.fp8_amax_history_len,
+        precision.fp8_amax_compute_algo,
+        precision.fp8_margin,
+        (grid.tp_cp, grid.dp),
+        device,
+    )
+    return Fp8Recipe(
+        format=precision.fp8_format,
+        layers=frozenset(plan.derived.fp8_layers),
+        tokens=grid.tp_cp,
+        tp=grid.tp,
+        has_fp8_wgrad=precision.fp8_wgrad,
+        keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
+        history=history if precision.fp8_recipe == "delayed" else None,
     )
 
 
@@ -128,7 +156,7 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
 
 
 def build_executor(
-    plan: Plan, model: Model, data_parallel: DataParallel, grid: RankGrid, device: torch.device
+    plan: Plan, model: Model, hooks: SegmentHooks, grid: RankGrid, device: torch.device
 ) -> Executor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
@@ -141,11 +169,26 @@ def build_executor(
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
         dtype=model.hidden_dtype,
         device=device,
-        hooks=data_parallel,
+        hooks=hooks,
         chunks=model.chunks,
         placement=model.placement,
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
     )
+
+
+def build_training_passes(
+    plan: Plan,
+    model: Model,
+    executor: Executor,
+    data_parallel: DataParallel,
+    grid: RankGrid,
+    device: torch.device,
+) -> Executor | GraphedPasses:
+    """Return what runs the passes of training: the executor, or CUDA graphs of them."""
+    if not plan.derived.cuda_graphs:
+        return executor
+    bare = build_executor(plan, model, NoHooks(), grid, device)
+    return GraphedPasses(executor, bare, data_parallel, plan.config.training.cuda_graph_warmup_steps)
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

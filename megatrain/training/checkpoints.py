@@ -88,6 +88,8 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
         engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+        if engine.model.fp8 is not None and engine.model.fp8.history is not None:
+            engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
@@ -166,11 +168,20 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
-    for name in ("train_plan", "valid_plan", "test_plan"):
+    for name in ("train_plan", "later_phases", "valid_plan", "test_plan"):
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
         if before != now:
             ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
     return plan
+
+
+def _amax_history(ranks: Ranks, engine: Engine) -> dict[str, Any]:
+    """Return the history of delayed FP8 scales of all stages on rank 0, and an empty one on others."""
+    history = None if engine.model.fp8 is None else engine.model.fp8.history
+    if history is None:
+        return {}
+    of_ranks = ranks.grid.messages.gather(history.state())
+    return {name: entries for state in of_ranks for name, entries in state.items()}
 
 
 def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:
@@ -182,6 +193,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
         "schedule": derived.schedule.to_dict(),
         "loss_scale": engine.loss_scaler.state(),
         "expert_biases": engine.model.expert_biases.state(),
+        "amax_history": _amax_history(ranks, engine),
         "has_optimizer": not config.checkpoint.no_save_optim,
         "is_evaluation_left": progress.is_evaluation_pending,
         "tokenizer_fingerprint": ranks.facts.tokenizer_fingerprint,
@@ -189,6 +201,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
             "train": derived.train_plan,
             "valid": derived.valid_plan,
             "test": derived.test_plan,
+            "phases": [vars(phase) for phase in derived.later_phases],
         },
         "pass_size": config.training.micro_batch_size * ranks.grid.dp.size,
         "datasets": [vars(dataset) for dataset in ranks.facts.datasets],

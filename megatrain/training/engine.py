@@ -32,6 +32,7 @@ from megatrain.training.build import (
     build_model_from_plan,
     build_optimizer,
     build_pipeline,
+    build_training_passes,
 )
 from megatrain.training.faults.stragglers import ComputeTimes
 from megatrain.training.losses import Losses, loss_names, losses_of
@@ -66,6 +67,9 @@ class Engine:
         self.routers = Routers(self.model, grid, device)
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device)
+        self.training_passes = build_training_passes(
+            plan, self.model, self.executor, self.data_parallel, grid, device
+        )
         self._were_finite: Tensor | None = None
         """bool []: all steps so far were finite; None before the first, or where the loss scaler may skip steps."""
 
@@ -113,6 +117,8 @@ class Engine:
         with self.timers.span("optimizer"):
             self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=may_update)
         router_metrics = self.routers.finish_step(may_update)
+        if self.model.fp8 is not None:
+            self.model.fp8.finish_step()
         self.buffers.gradients.zero()
         metrics = StepMetrics(
             losses=losses,
@@ -183,7 +189,7 @@ class Engine:
         batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
         with self.compute_times or contextlib.nullcontext():
-            self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
+            self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))

@@ -4,6 +4,7 @@ import functools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.optim.loss_scale import DynamicLossScale
+from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -38,6 +40,10 @@ RUNS = {
     "bf16 moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "bf16 dp2": (2, "--bf16"),
     "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
+    "fp8 delayed pp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+                            " --pipeline-model-parallel-size 2")),
+    "fp8 tensorwise tp2 dp2": (4, ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --tensor-model-parallel-size 2"
+                                   " --first-last-layers-bf16")),
     "cp2 dp2": (4, "--context-parallel-size 2"),
     "experts ep2 dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4"
                                 " --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] --moe-router-score-function sigmoid"
@@ -108,6 +114,24 @@ def test_expert_biases_have_changed(whole: UnbrokenRuns) -> None:
     biases = state(whole["experts ep2 dp2 pp2"])["expert_biases"]
     assert sorted(biases) == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 3)]
     assert all(any(values) for values in biases.values())
+
+
+@pytest.mark.nightly
+def test_a_run_that_loses_the_history_of_fp8_differs(
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
+) -> None:
+    name = "fp8 delayed pp2"
+    history = state(whole[name])["amax_history"]
+    assert {len(entries) for entries in history.values()} <= {1, 2, 3, 4}
+    assert len(history) == 4 * 4 * 3  # layers, linear layers, tensors
+    assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
+    assert set(pool.run(2, train_without_history, [*RUNS[name][1].split(), *folder_flags(tmp_path)])) == {0}
+    assert hashes(tmp_path) != hashes(whole[name])
+
+
+def train_without_history(rank: int, world_size: int, flags: list[str]) -> int:
+    with mock.patch.object(AmaxHistory, "restore"):
+        return train_here(rank, world_size, flags)
 
 
 def test_batch_sizes_and_learning_rates_follow_the_samples(whole: UnbrokenRuns) -> None:

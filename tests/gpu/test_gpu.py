@@ -88,6 +88,22 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--bf16 --calculate-per-token-loss --recompute-activations --eval-interval 5",
+        "--fp16 --initial-loss-scale 1e12",  # the first steps are skipped, each with another scale
+        "--params-dtype float32 --cuda-graph-warmup-steps 1",
+    ],
+)
+def test_cuda_graphs_change_no_bit(flags: str) -> None:
+    command = [sys.executable, "scripts/check_determinism.py", "--second=--cuda-graph-impl local", "--"]
+    command += f"{SMALL} {flags} --deterministic-mode --eval-iters 1 --train-iters 20".split()
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
     "precision", [["--bf16"], ["--fp16", "--initial-loss-scale", "65536"]], ids=["bf16", "fp16"]
 )
 def test_training_in_16_bits_stays_near_fp32(precision: list[str]) -> None:

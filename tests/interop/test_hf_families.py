@@ -37,7 +37,11 @@ REQUIRED = {
     *"moe_intermediate_size n_embd n_layer n_head n_positions use_parallel_residual".split(),
 }
 """Keys without which a config.json is refused, although transformers has defaults."""
-REQUIRED_BY = {"DeepSeek-V2": {"num_experts_per_tok"}, "DeepSeek-V3": {"num_key_value_heads"}}
+REQUIRED_BY = {
+    "DeepSeek-V2": {"num_experts_per_tok"},
+    "DeepSeek-V2, groups": {"num_experts_per_tok", "topk_group"},
+    "DeepSeek-V3": {"num_key_value_heads"},
+}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

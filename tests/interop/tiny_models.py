@@ -84,6 +84,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
          "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
+    "DeepSeek-V2, groups": (
+        "DeepseekV2ForCausalLM",
+        {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
     "DeepSeek-V3": (
         "DeepseekV3ForCausalLM",
         {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 24, "num_experts_per_tok": 8, "n_shared_experts": 1,

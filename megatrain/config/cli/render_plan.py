@@ -43,7 +43,11 @@ _SHOWN_IN_FULL_ONLY: Final = frozenset(
     "training.eval_global_batch_size",
 }
 """Values that only --print-config full shows."""
-_HIDDEN_IF_EQUAL: Final = (("derived.kv_copies", 1),)
+_HIDDEN_IF_EQUAL: Final = (
+    ("derived.kv_copies", 1),
+    ("derived.fp8_layers", ()),
+    ("derived.later_phases", ()),
+)
 """Values that are hidden while they have this value. None is hidden too."""
 
 

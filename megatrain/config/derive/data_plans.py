@@ -5,12 +5,17 @@
 
 The order of samples depends on how many are planned. A run therefore keeps its first plan, and a longer run reads the
 further samples in another plan: samples that were read keep their order.
+
+With --data-schedule, each phase of training has plans of its own. A phase that has begun keeps its first sample and its
+plans; later ones follow the flags.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.config.derive.datasets import SPLIT_NAMES
+from megatrain.config.derive.training_length import sizes_of_batches
+from megatrain.config.facts import DataPhase
 from megatrain.config.plan import DerivedValue, Draft, Plan
 
 
@@ -109,20 +114,70 @@ def requested_test_samples(draft: Draft) -> DerivedValue:
 
 
 def train_plan(draft: Draft) -> DerivedValue:
-    return _plan(draft, "train")
+    starts = _phase_starts(draft)
+    end = min([draft.derived.requested_train_samples, *starts.values()])
+    return _plan(draft, "train", end)
+
+
+def later_phases(draft: Draft) -> DerivedValue:
+    starts = _phase_starts(draft)
+    stored = draft.facts.checkpoint
+    begun = {phase.from_iteration: phase.plan for phase in begun_phases(draft)}
+    ends = [*starts.values(), draft.derived.requested_train_samples][1:]
+    phases = []
+    for (iteration, start), end in zip(starts.items(), ends, strict=True):
+        wanted = max(min(end, draft.derived.requested_train_samples) - start, 0)
+        plan = extended(begun.get(iteration, ()), wanted)
+        phases.append(DataPhase(from_iteration=iteration, start=start, plan=plan))
+    if not phases:
+        return DerivedValue((), "training data does not change")
+    reason = f"{len(begun)} of the checkpoint, others of --data-schedule" if stored else "of --data-schedule"
+    return DerivedValue(tuple(phases), reason)
+
+
+def begun_phases(draft: Draft) -> tuple[DataPhase, ...]:
+    """Return the later phases that the checkpoint has begun to read."""
+    stored = draft.facts.checkpoint
+    phases = stored.later_phases if stored else ()
+    return tuple(phase for phase in phases if stored and phase.from_iteration < stored.iteration)
+
+
+def samples_of_phases(plan: Plan) -> list[tuple[int, int, tuple[int | None, ...]]]:
+    """Return first iteration, number of samples and plans of every phase of training, the first one included."""
+    derived = plan.derived
+    phases = [(0, 0, derived.train_plan)]
+    phases += [
+        (phase.from_iteration, phase.start, phase.plan) for phase in derived.later_phases if phase.plan
+    ]
+    ends = [*(start for _, start, _ in phases[1:]), derived.requested_train_samples]
+    return [
+        (iteration, end - start, plans) for (iteration, start, plans), end in zip(phases, ends, strict=True)
+    ]
+
+
+def _phase_starts(draft: Draft) -> dict[int, int]:
+    """Return the first sample of each later phase, by iteration: a stored one, or the samples of the iterations before it."""
+    iterations = sorted({dataset.from_iteration for dataset in draft.facts.datasets} - {0})
+    if not iterations:
+        return {}
+    derived, sizes = draft.derived, sizes_of_batches(draft)
+    starts = {phase.from_iteration: phase.start for phase in begun_phases(draft)}
+    for iteration in iterations:
+        to_come = max(iteration - derived.start_iteration, 0)
+        starts.setdefault(iteration, sizes.samples_after(to_come, consumed=derived.start_consumed_samples))
+    return {iteration: starts[iteration] for iteration in iterations}
 
 
 def valid_plan(draft: Draft) -> DerivedValue:
-    return _plan(draft, "valid")
+    return _plan(draft, "valid", draft.derived.requested_valid_samples)
 
 
 def test_plan(draft: Draft) -> DerivedValue:
-    return _plan(draft, "test")
+    return _plan(draft, "test", draft.derived.requested_test_samples)
 
 
-def _plan(draft: Draft, split: str) -> DerivedValue:
+def _plan(draft: Draft, split: str, requested: int | None) -> DerivedValue:
     assert split in SPLIT_NAMES
-    requested = getattr(draft.derived, f"requested_{split}_samples")
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
     stored_plan = [count for count in plans if count]

@@ -42,7 +42,7 @@ from megatrain.config.derive.layer_sizes import (
     latent_sizes,
     layer_table,
 )
-from megatrain.config.plan import Activation, DerivedValue, Draft
+from megatrain.config.plan import Activation, DerivedValue, Draft, Plan
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
 
@@ -304,7 +304,7 @@ def training_flops(
     return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
-def flops_per_token(draft: Draft) -> tuple[list[int], int]:
+def flops_per_token(draft: Draft | Plan) -> tuple[list[int], int]:
     """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents.
 
     Multi-token prediction counts as part of the head.

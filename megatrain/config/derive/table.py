@@ -9,7 +9,9 @@ from typing import Final
 
 from megatrain.config.derive.attention_backend import attention_backend
 from megatrain.config.derive.context_parallel import cp_comm_types
+from megatrain.config.derive.cuda_graphs import cuda_graphs
 from megatrain.config.derive.data_plans import (
+    later_phases,
     requested_test_samples,
     requested_train_samples,
     requested_valid_samples,
@@ -17,6 +19,7 @@ from megatrain.config.derive.data_plans import (
     train_plan,
     valid_plan,
 )
+from megatrain.config.derive.fp8 import fp8_layers
 from megatrain.config.derive.model import (
     activation,
     eod_id,
@@ -109,6 +112,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("precision.params_dtype", params_dtype),
     ("derived.master_dtype", master_dtype),
     ("derived.cp_comm_types", cp_comm_types),
+    ("derived.fp8_layers", fp8_layers),
     ("derived.transformer_impl", transformer_impl),
     ("derived.attention_backend", attention_backend),
     ("training.recompute_norms", recompute_norms),
@@ -130,6 +134,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.requested_valid_samples", requested_valid_samples),
     ("derived.requested_test_samples", requested_test_samples),
     ("derived.train_plan", train_plan),
+    ("derived.later_phases", later_phases),
     ("derived.valid_plan", valid_plan),
     ("derived.test_plan", test_plan),
     ("derived.lr_decay_samples", lr_decay_samples),
@@ -144,6 +149,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.mtp_stage", mtp_stage),
     ("derived.pipeline_layers", pipeline_layers),
     ("parallel.pipeline_schedule", pipeline_schedule),
+    ("derived.cuda_graphs", cuda_graphs),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
 )

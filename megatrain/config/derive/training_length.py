@@ -100,7 +100,7 @@ def train_iters(draft: Draft) -> DerivedValue:
         return DerivedValue(training.train_iters, "--train-iters")
     if training.train_samples is None:
         raise UnresolvedError  # The rule `training_has_one_length` reports it.
-    sizes = _batch_sizes(draft)
+    sizes = sizes_of_batches(draft)
     to_come = sizes.iterations_to(
         training.train_samples,
         consumed=derived.start_consumed_samples,
@@ -118,7 +118,7 @@ def train_iters(draft: Draft) -> DerivedValue:
 
 
 def train_samples(draft: Draft) -> DerivedValue:
-    derived, sizes = draft.derived, _batch_sizes(draft)
+    derived, sizes = draft.derived, sizes_of_batches(draft)
     to_come = max(derived.train_iters - derived.start_iteration, 0)
     samples = sizes.samples_after(to_come, consumed=derived.start_consumed_samples)
     if len(sizes.rule.sizes) > 1:
@@ -229,7 +229,7 @@ def _samples_of_training(draft: Draft) -> DerivedValue:
     return _samples_of(draft, draft.derived.train_iters)
 
 
-def _batch_sizes(draft: Draft) -> BatchSizes:
+def sizes_of_batches(draft: Draft) -> BatchSizes:
     """Return the batch sizes. Raises UnresolvedError if they are not valid: rules report it."""
     try:
         sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)

@@ -41,6 +41,8 @@ def _why_not(draft: Draft) -> str:
     dtype = draft.config.precision.params_dtype
     if dtype not in ("bfloat16", "float16"):
         return f"is used in bf16 and fp16 only, and --params-dtype is {dtype}"
+    if draft.config.precision.fp8_format is not None:
+        return "is not used with --fp8-format, whose recipes and scales are those of local"
     version = draft.facts.libraries.get(TRANSFORMER_ENGINE)
     if draft.config.training.dry_run:
         return ""

@@ -86,7 +86,15 @@ ACCEPTED_FLAGS: Final = (
         " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy",
     ),
     accepted(
-        "only GEMMs in fp8 need padded rows",
+        "Megatron-LM does not read it either",
+        "--fp8-interval=*",
+    ),
+    accepted(
+        "the transposed casts of weights stay in memory for an iteration, unless weights are sharded",
+        "--keep-fp8-transpose-cache",
+    ),
+    accepted(
+        "experts are not in FP8, whose GEMMs need padded rows",
         "--moe-router-padding-for-quantization --moe-router-padding-for-fp8",
     ),
     # Parallelism

@@ -29,7 +29,9 @@ ANSWERS: Final = (
 )
 
 ALIASES: Final[Mapping[str, Alias]] = {
+    "--disable-fp8-wgrad": Alias("precision.fp8_wgrad", "false"),
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
+    "--enable-cuda-graph": Alias("training.cuda_graph_impl", "local"),
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
     "--persistent-save-interval": Alias("checkpoint.save_interval"),
@@ -43,6 +45,7 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--experimental-attention-variant": ("dsa", "gdn2"),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
+    "--fp8-recipe": ("custom",),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
     "--optimizer": ("adaptive_muon", "lion", "soap"),

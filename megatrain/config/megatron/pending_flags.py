@@ -34,10 +34,14 @@ PENDING_FLAGS: Final = (
         " --high-priority-a2a-comm-stream",
     ),
     pending(
-        "CUDA graphs",
-        "the host launches every kernel",
-        "--cuda-graph-impl=* --cuda-graph-modules=+* --cuda-graph-scope=+* --cuda-graph-warmup-steps=*"
-        " --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph"
+        "all-gathering weights in FP8",
+        "weights are all-gathered in their dtype and cast to FP8 once an iteration",
+        "--fp8-param-gather",
+    ),
+    pending(
+        "CUDA graphs of parts of a model",
+        "--cuda-graph-impl local records the whole micro-batch",
+        "--cuda-graph-modules=+* --cuda-graph-scope=+* --external-cuda-graph --optimizer-cuda-graph"
         " --moe-pad-experts-for-cuda-graph-inference",
     ),
     pending(

@@ -153,9 +153,9 @@ _UNSUPPORTED: Final = (
         "--standalone-embedding-stage",
     ),
     refused(
-        "fp8 and fp4 are not supported",
+        "FP8 is chosen by its format",
         "--fp8-hybrid --fp8-e4m3",
-        instead="use --bf16",
+        instead="use --fp8-format hybrid or --fp8-format e4m3",
     ),
     refused(
         "sizes determine how experts are split across ranks",

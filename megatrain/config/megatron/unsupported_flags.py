@@ -115,8 +115,9 @@ UNSUPPORTED_FLAGS: Final = (
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
     missing(
-        "changing the data during a run is not supported",
+        "restarting with other data at these iterations is not supported",
         "--phase-transition-iterations=",
+        instead="remove the flag, and name the data of each phase in the file of --data-schedule, which needs no restart",
     ),
     missing(
         "naming validation sets is not supported",
@@ -135,13 +136,14 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Precision, memory, speed
     missing(
-        "FP8 and FP4 are not supported",
-        "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len="
-        " --fp8-interval= --fp8-margin= --fp8-output-proj --fp8-quantizer-factory= --no-fp8-wgrad"
-        " --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16="
-        " --fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --te-precision-config-file="
-        " --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
-        instead="use --bf16",
+        "FP4 and MXFP8 are not supported",
+        "--fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
+        instead="use --fp8-format hybrid --fp8-recipe tensorwise, or --bf16 alone",
+    ),
+    missing(
+        "the precision of single modules cannot be chosen",
+        "--fp8-output-proj --fp8-quantizer-factory= --te-precision-config-file=",
+        instead="remove the flag; --first-last-layers-bf16 keeps whole layers out of FP8",
     ),
     missing(
         "master weights and gradient sums in a dtype other than fp32 are not supported",

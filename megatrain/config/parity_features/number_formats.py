@@ -11,7 +11,30 @@ def _moments(plan: PlanOrDraft) -> set[str]:
     return {plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype}
 
 
+FP8_RECIPES_WITH_ROWS: Final = ("tensorwise", "delayed")
+"""Recipes whose scales are the same under every layout. Their rows are in fp64, in which a split equals one process."""
+
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
+    Option(
+        "FP8",
+        ("precision.fp8_format", "precision.fp8_recipe"),
+        (
+            Feature("nofp8", "", lambda p: p.config.precision.fp8_format is None),
+            Feature(
+                "fp8",
+                "--fp8-format hybrid",
+                lambda p: (
+                    p.config.precision.fp8_format is not None
+                    and p.config.precision.fp8_recipe in FP8_RECIPES_WITH_ROWS
+                ),
+                rows={
+                    "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+                    "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
+                    "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+                },
+            ),
+        ),
+    ),
     Option(
         "gradient reduction dtype",
         ("precision.grad_reduce_in_bf16",),

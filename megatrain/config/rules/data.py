@@ -51,7 +51,7 @@ def data_has_one_source(draft: Draft) -> Problems:
         "data.per_split_data_args_path" in given
         and not draft.facts.data_problems
         and draft.facts.datasets
-        and not any(dataset.split == "train" for dataset in draft.facts.datasets)
+        and not any(one.split == "train" and not one.from_iteration for one in draft.facts.datasets)
         and not draft.config.training.only_evaluates
     ):
         yield Problem(
@@ -74,9 +74,7 @@ def split_is_valid(draft: Draft) -> Problems:
 
 
 def splits_hold_sequences(draft: Draft) -> Problems:
-    shared = {
-        dataset.prefix: dataset.num_sequences for dataset in draft.facts.datasets if dataset.split == "all"
-    }
+    shared = [dataset for dataset in draft.facts.datasets if dataset.split == "all"]
     if not shared or split_problems(draft.config.data.split):
         return
     split = draft.config.data.split
@@ -86,15 +84,34 @@ def splits_hold_sequences(draft: Draft) -> Problems:
         plan != (0,) and (share > 0 or (name == "train" and not draft.config.training.only_evaluates))
         for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
-    try:
-        require_sequences(split, shared, is_required)
-    except ConfigError as error:
-        yield from error.problems
+    of_training = [is_required[0], False, False]
+    for is_later, required in ((False, is_required), (True, of_training)):
+        read = {one.prefix: one.num_sequences for one in shared if bool(one.from_iteration) == is_later}
+        try:
+            require_sequences(split, read, required)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def data_schedule_has_an_order(draft: Draft) -> Problems:
+    data = draft.config.data
+    if data.data_schedule is None:
+        return
+    if data.mock_data:
+        yield Problem(
+            "--data-schedule replaces datasets, and --mock-data reads none", "remove --data-schedule"
+        )
+    if data.dataloader_type == "cyclic":
+        yield Problem(
+            "--data-schedule is not supported together with --dataloader-type cyclic, which repeats all samples",
+            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
+        )
 
 
 def full_validation_excludes_weights(draft: Draft) -> Problems:
     is_weighted = any(
-        dataset.weight is not None and dataset.split in ("all", "valid") for dataset in draft.facts.datasets
+        dataset.weight is not None and dataset.split in ("all", "valid") and not dataset.from_iteration
+        for dataset in draft.facts.datasets
     )
     if draft.config.data.full_validation and is_weighted and not draft.config.data.multiple_validation_sets:
         yield Problem(
@@ -132,7 +149,8 @@ def document_ends_have_one_source(draft: Draft) -> Problems:
 def seed_is_in_range(draft: Draft) -> Problems:
     derived, seed = draft.derived, draft.config.training.seed
     plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
-    largest = MAX_SEED - max(map(len, plans)) + 1  # each additional plan uses the next seed
+    of_phases = sum(len(phase.plan) for phase in derived.later_phases)
+    largest = MAX_SEED - max(map(len, plans)) - of_phases + 1  # each additional plan uses the next seed
     if seed > largest:
         yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed {largest} or less")
 
@@ -179,6 +197,7 @@ DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     blends_have_positive_weights,
     split_is_valid,
     splits_hold_sequences,
+    data_schedule_has_an_order,
     full_validation_excludes_weights,
     validation_sets_are_separate,
     document_ends_have_one_source,

@@ -1,8 +1,9 @@
-"""Rules about devices: GPUs, ranks, compilation, --deterministic-mode (`training/launch/determinism.py`)."""
+"""Rules about devices: GPUs, ranks, compilation, FP8, --deterministic-mode (`training/launch/determinism.py`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.derive.fp8 import MIN_CAPABILITY, PRODUCT_MULTIPLE, product_sizes
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -71,6 +72,41 @@ def _is_deterministic(draft: Draft) -> bool:
     return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
 
 
+def fp8_recipe_is_supported(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.fp8_format is None:
+        return
+    if precision.fp8_recipe == "mxfp8":
+        yield Problem(
+            "--fp8-recipe mxfp8 requires Blackwell GPUs and is not supported", "use --fp8-recipe tensorwise"
+        )
+    elif precision.fp8_recipe == "blockwise":
+        yield Problem(f"--fp8-recipe {precision.fp8_recipe} is not supported", "use --fp8-recipe tensorwise")
+    if precision.fp16:
+        yield Problem(
+            "--fp8-format is not supported together with --fp16: FP8 gradients have scales of their own",
+            "use --bf16",
+        )
+
+
+def fp8_products_can_run(draft: Draft) -> Problems:
+    """GPUs need FP8 tensor cores, and sizes that these multiply; a CPU emulates the products."""
+    capability, flag = draft.facts.device_capability, f"--fp8-format {draft.config.precision.fp8_format}"
+    if draft.config.precision.fp8_format is None or draft.config.training.device != "cuda":
+        return
+    if capability is not None and capability < MIN_CAPABILITY:
+        yield Problem(
+            f"{flag} requires a GPU with FP8 tensor cores, and {draft.facts.device_name} has none",
+            "remove --fp8-format, or use an Ada, Hopper or later GPU",
+        )
+    for what, flags, size in dict.fromkeys(product_sizes(draft)):
+        if size % PRODUCT_MULTIPLE:
+            yield Problem(
+                f"{flag}: {size:g} {what} are not a multiple of {PRODUCT_MULTIPLE}, as FP8 products require",
+                f"change {flags}, or remove --fp8-format",
+            )
+
+
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     device_is_available,
     each_rank_has_a_gpu,
@@ -78,4 +114,6 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     gpus_require_nccl,
     kernels_can_be_compiled,
     cublas_is_deterministic,
+    fp8_recipe_is_supported,
+    fp8_products_can_run,
 )

@@ -72,7 +72,14 @@ def top1_routing_has_a_gradient(draft: Draft) -> Problems:
 def expert_groups_are_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     num, groups, best = experts.num_experts, experts.moe_router_num_groups, experts.moe_router_group_topk
-    if num is None or (groups is None and best is None):
+    score = experts.moe_router_group_score_topk
+    if num is None or (groups is None and best is None and score is None):
+        return
+    if score is not None and (groups is None or best is None):
+        yield Problem(
+            f"--moe-router-group-score-topk {score} requires --moe-router-num-groups and --moe-router-group-topk",
+            "give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1",
+        )
         return
     if groups is None or best is None:
         given, other = "--moe-router-num-groups", "--moe-router-group-topk"
@@ -98,6 +105,11 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
             f"--moe-router-topk {experts.moe_router_topk} is not divisible by --moe-router-group-topk {best}, or more than"
             f" its groups of {num // groups} experts have",
             f"use --moe-router-topk {best}",
+        )
+    elif score is not None and score > num // groups:
+        yield Problem(
+            f"--moe-router-group-score-topk {score} is more than the {num // groups} experts of a group",
+            f"use --moe-router-group-score-topk {num // groups} or less",
         )
 
 

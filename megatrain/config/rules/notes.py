@@ -7,6 +7,7 @@ from typing import Final
 
 from megatrain.config.derive.attention_features import layers_with_softcap_or_dropout
 from megatrain.config.derive.context_parallel import ring_is_replaced
+from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.transformer_engine import local_leaves
 from megatrain.config.plan import Draft
@@ -86,6 +87,15 @@ def expert_gemms_are_not_grouped(draft: Draft) -> Iterator[str]:
         )
 
 
+def experts_are_not_in_fp8(draft: Draft) -> Iterator[str]:
+    has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
+    if draft.config.precision.fp8_format is not None and has_experts:
+        yield (
+            f"--fp8-format {draft.config.precision.fp8_format}: routed experts stay in {draft.config.precision.params_dtype};"
+            " attention, dense MLPs and shared experts are in FP8"
+        )
+
+
 def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
     path = "parallel.data_parallel_sharding_strategy"
     if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
@@ -161,10 +171,20 @@ def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
 
 
 def datasets_are_duplicated(draft: Draft) -> Iterator[str]:
-    counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
-    duplicates = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    keys = [(one.from_iteration, one.split, one.digest) for one in draft.facts.datasets]
+    counts = Counter(keys)
+    duplicates = {one.prefix for one, key in zip(draft.facts.datasets, keys, strict=True) if counts[key] > 1}
     if duplicates:
         yield f"{', '.join(sorted(duplicates))}: the same data is given more than once, and its samples are repeated"
+
+
+def phases_are_not_reached(draft: Draft) -> Iterator[str]:
+    unread = [str(phase.from_iteration) for phase in draft.derived.later_phases if not phase.plan]
+    if unread and not draft.config.training.only_evaluates:
+        yield (
+            f"--data-schedule: the run ends at iteration {draft.derived.train_iters}, before the data changes at"
+            f" {', '.join(unread)}"
+        )
 
 
 def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
@@ -326,7 +346,9 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     sequence_parallel_has_no_effect,
     context_settings_have_no_effect,
     ring_is_replaced,
+    cuda_graphs_have_no_effect,
     expert_gemms_are_not_grouped,
+    experts_are_not_in_fp8,
     strategy_without_fsdp,
     no_norm_is_recomputed,
     norms_are_recomputed,
@@ -338,6 +360,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     run_ends_before_the_decay,
     split_has_no_effect,
     datasets_are_duplicated,
+    phases_are_not_reached,
     end_of_document_was_guessed,
     rotary_positions_are_relative,
     attention_kernel,

@@ -29,6 +29,7 @@ from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
+_NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
 def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
@@ -112,14 +113,16 @@ def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
 
 
 def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
-    """Training files may move, but their contents, weights and order must not change."""
+    """Training files may move, but their contents, weights and order must not change, in any phase that has begun."""
     stored = draft.facts.checkpoint
     if stored is None or draft.config.training.only_evaluates:
         return
-    fix = "use the data of the stored run, or add --finetune and another --save to start a new run from these weights"
-    before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
+    fix = f"use the data of the stored run, or {_NEW_RUN}"
+    before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
     if not before or not now:
         return
+    if _begun(before) != _begun(now):
+        return  # `data_schedule_matches_checkpoint` reports it
     if [dataset.split for dataset in before] != [dataset.split for dataset in now]:
         yield Problem(
             f"the data cannot change on resume, since the order of samples depends on it: the checkpoint read {len(before)}"
@@ -143,6 +146,26 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def data_schedule_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+    """Training data must have changed at the same iterations before that of the checkpoint."""
+    stored = draft.facts.checkpoint
+    if stored is None or draft.config.training.only_evaluates:
+        return
+    before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
+    if before and now and _begun(before) != _begun(now):
+        listed = [", ".join(map(str, _begun(datasets))) or "none" for datasets in (before, now)]
+        yield Problem(
+            f"--data-schedule cannot change before iteration {stored.iteration} of the checkpoint: its data changed at"
+            f" iterations {listed[0]}, that of this run at {listed[1]}",
+            f"keep the entries before iteration {stored.iteration}, or {_NEW_RUN}",
+        )
+
+
+def _begun(datasets: Sequence[DatasetFacts]) -> list[int]:
+    """Return the iterations at which the data changes."""
+    return sorted({dataset.from_iteration for dataset in datasets} - {0})
+
+
 def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if draft.config.data.dataloader_type != "cyclic" or stored is None or stored.pass_size is None:
@@ -157,8 +180,14 @@ def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def _trained_on(datasets: Sequence[DatasetFacts]) -> list[DatasetFacts]:
-    return [dataset for dataset in datasets if dataset.split in ("all", "train")]
+def _trained_on(datasets: Sequence[DatasetFacts], iteration: int) -> list[DatasetFacts]:
+    """Return the training data of the phases that begin before an iteration."""
+    return [
+        dataset
+        for dataset in datasets
+        if dataset.split in ("all", "train")
+        and (not dataset.from_iteration or dataset.from_iteration < iteration)
+    ]
 
 
 def _counts(datasets: Sequence[DatasetFacts]) -> str:
@@ -346,6 +375,7 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     upcycling_fits_the_dense_model,
     quantile_balancing_matches_checkpoint,
     data_matches_checkpoint,
+    data_schedule_matches_checkpoint,
     cyclic_pass_size_matches_checkpoint,
     tokenizer_matches_checkpoint,
     vocabulary_is_in_the_folder,

@@ -53,7 +53,7 @@ FUNCTION: Final = ResumeClass(
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
     " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult;"
     " experts: moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups"
-    " moe_router_group_topk moe_router_topk_scaling_factor",
+    " moe_router_group_topk moe_router_group_score_topk moe_router_topk_scaling_factor",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
@@ -93,19 +93,20 @@ SAFE: Final = ResumeClass(
     " num_distributed_optimizer_instances"
     " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
-    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
     " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
     " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
     " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm muon_momentum muon_nesterov muon_no_split_qkv"
     " muon_scale_mode muon_extra_scale_factor muon_num_ns_steps muon_coefficient_type muon_fp32_matmul_prec;"
-    " precision: bf16 fp16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16;"
+    " precision: bf16 fp16 fp8_format fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad"
+    " first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16;"
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
     " check_weight_hash_across_dp_replicas_interval"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_only eval_at_start deterministic_mode"
-    " compile require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " compile cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations moe_layer_recompute recompute_norms device;"
     " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"

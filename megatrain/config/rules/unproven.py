@@ -59,10 +59,30 @@ def overlapped_products(draft: Draft) -> Iterator[str]:
         yield f"--tp-comm-overlap sums products in another order on GPUs (`{_COMMAND} --device cuda`)"
 
 
+def graphs_of_passes(draft: Draft) -> Iterator[str]:
+    if draft.derived.cuda_graphs:
+        yield "--cuda-graph-impl launches the same kernels: the same computation, compared on GPUs only (tests/gpu)"
+
+
 def means_of_context_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
         yield "--context-parallel-chunk-means makes the loss depend on --context-parallel-size"
+
+
+def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
+    """A cast of partial sums is not the sum of their casts."""
+    flag = f"--fp8-format {draft.config.precision.fp8_format}"
+    if draft.config.precision.fp8_format is None:
+        return
+    if draft.derived.kv_copies > 1:
+        yield (
+            f"{flag} with fewer query groups than --tensor-model-parallel-size casts gradients of keys and values that"
+            " are partial sums"
+        )
+    is_split = draft.config.parallel.context_parallel_size > 1
+    if is_split and draft.config.model.multi_latent_attention and "all_gather" in draft.derived.cp_comm_types:
+        yield f"{flag} with --cp-comm-type all_gather casts gradients of expanded latents that are partial sums"
 
 
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
@@ -72,7 +92,9 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     loss_of_global_loads,
     stream_of_the_shared_expert,
     overlapped_products,
+    graphs_of_passes,
     means_of_context_ranks,
+    fp8_codes_of_partial_sums,
 )
 
 

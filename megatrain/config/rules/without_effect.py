@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatrain.config.derive.cuda_graphs import WHOLE
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -68,7 +69,7 @@ CONDITIONS: Final = (
         lambda d: "sinkhorn" not in d.config.experts.moe_router_load_balancing_type,
         _settings(
             "experts",
-            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function",
+            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_group_score_topk moe_router_score_function",
         ),
     ),
     Condition(
@@ -188,6 +189,11 @@ CONDITIONS: Final = (
         ),
     ),
     Condition(
+        "without --cuda-graph-impl local",
+        lambda d: d.config.training.cuda_graph_impl in WHOLE,
+        _settings("training", "cuda_graph_warmup_steps"),
+    ),
+    Condition(
         "without --recompute-granularity full",
         lambda d: d.config.training.recompute_granularity == "full",
         _settings("training", "recompute_method recompute_num_layers"),
@@ -208,6 +214,26 @@ CONDITIONS: Final = (
         "without --decoupled-lr",
         lambda d: d.config.optimizer.decoupled_lr is not None,
         _settings("optimizer", "decoupled_min_lr"),
+    ),
+    Condition(
+        "without --fp8-format",
+        lambda d: d.config.precision.fp8_format is not None,
+        _settings("precision", "fp8_recipe fp8_wgrad first_last_layers_bf16"),
+    ),
+    Condition(
+        "in layers of --fp8-format, whose ranks gather codes of one byte",
+        lambda d: d.config.precision.fp8_format is None,
+        _settings("parallel", "tp_comm_overlap"),
+    ),
+    Condition(
+        "without --fp8-recipe delayed",
+        lambda d: d.config.precision.fp8_recipe == "delayed",
+        _settings("precision", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    ),
+    Condition(
+        "without --first-last-layers-bf16",
+        lambda d: d.config.precision.first_last_layers_bf16,
+        _settings("precision", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     ),
     Condition(
         "with --weight-decay-incr-style constant",

@@ -22,6 +22,8 @@ class DataConfig(CheckedSection):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
+    data_schedule: str | None = None
+    """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
     split: str = field(default=AUTO, metadata=several_words())
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False

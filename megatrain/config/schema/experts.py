@@ -28,6 +28,8 @@ class ExpertsConfig(CheckedSection):
     """Groups of consecutive experts for group-limited routing: a token is routed within --moe-router-group-topk of them."""
     moe_router_group_topk: int | None = field(default=None, metadata=in_range(at_least=1))
     """Expert groups per token, with --moe-router-num-groups."""
+    moe_router_group_score_topk: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Number of a group's largest scores whose sum is its score; DeepSeek-V2 uses 1, DeepSeek-V3 2. none: --moe-router-topk / --moe-router-group-topk, as in Megatron-LM."""
     moe_router_topk_scaling_factor: float | None = field(default=None, metadata=in_range(above=0))
     """Factor of the routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None

@@ -115,6 +115,24 @@ class PrecisionConfig(CheckedSection):
     """With --bf16: reduce gradients over replicas in bfloat16. Unlike in Megatron-LM, micro-batches are still accumulated in float32."""
     params_dtype: Literal["float32", "bfloat16", "float16", "float64"] = AUTO
     """Dtype of weights. auto: bfloat16 with --bf16, float16 with --fp16, else float32."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Compute the linear layers of attention and MLPs in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations."""
+    fp8_margin: int = field(default=0, metadata=in_range(at_least=0))
+    """With --fp8-recipe delayed: powers of two that scales leave free above the largest value."""
+    fp8_amax_history_len: int = field(default=1, metadata=in_range(at_least=1))
+    """With --fp8-recipe delayed: iterations whose largest values are kept."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
+    fp8_wgrad: bool = True
+    """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
+    first_last_layers_bf16: bool = False
+    """With --fp8-format: compute the first and last layers in the dtype of the weights."""
+    num_layers_at_start_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
+    """Number of first layers for --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
+    """Number of last layers for --first-last-layers-bf16. Layers of multi-token prediction do not count."""
     loss_scale: float | None = field(default=None, metadata=in_range(above=0))
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
     initial_loss_scale: float = field(default=2.0**32, metadata=in_range(above=0))

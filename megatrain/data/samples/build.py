@@ -2,6 +2,8 @@
 
 Sources -> for each split: a dataset per prefix (its sequences, build_index) -> blend -> the run's plans, concatenated
 
+later phases                samples of their own, concatenated after those of the first phase
+
 one prefix                  its samples
 weights and prefixes        a blend, each dataset built with its share of the requested samples
 prefixes                    a blend of one epoch of each, in proportion to their sizes
@@ -9,8 +11,9 @@ prefixes                    a blend of one epoch of each, in proportion to their
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -48,6 +51,20 @@ class SamplePlans:
     valid: tuple[int | None, ...]
     test: tuple[int | None, ...]
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSamples:
+    """Training samples of a later phase."""
+
+    from_iteration: int
+    start: int
+    """First sample of the phase."""
+    plans: tuple[int, ...]
+    """Samples of each plan, shuffled with the seeds that follow those of the phases before it."""
+    blend: Blend
+    is_split: bool
+    """True if --split divides the data, and training reads the first part only."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,48 @@ class SplitBuilder:
                 weights = blend.weights if len(sources) > 1 else None
                 built[name] = self._build_split(sources, parts, weights, wanted, plans.seed, name)
         return SplitDatasets(built["train"], built["valid"], built["test"], named)
+
+    def with_phases(
+        self, splits: SplitDatasets, phases: Sequence[PhaseSamples], split: str, plans: SamplePlans
+    ) -> SplitDatasets:
+        """Append the training samples of later phases; no change if training reads no samples.
+
+        Raises:
+            ConfigError, InputError: as `build`, or a phase holds fewer samples than it reads.
+        """
+        phases = [phase for phase in phases if phase.plans]
+        if splits.train is None or not phases:
+            return splits
+        parts, seed = [splits.train], plans.seed + len(plans.train)
+        for phase in phases:
+            parts.append(self._build_phase(phase, split, seed))
+            seed += len(phase.plans)
+        starts = [0, *(phase.start for phase in phases)]
+        counts = [end - start for start, end in itertools.pairwise(starts)]
+        for start, part, count in zip(
+            [0, *(phase.from_iteration for phase in phases)], parts, counts, strict=False
+        ):
+            if len(part) < count:
+                raise ConfigError(
+                    f"the training data from iteration {start} on holds {len(part)} samples, but the phase reads"
+                    f" {count}: datasets without weights are read once",
+                    fix="give each dataset a weight, so that it is read as often as necessary, add data, or let the"
+                    " next phase of --data-schedule start earlier",
+                )
+        return replace(splits, train=PlannedDataset(parts, [*counts, len(parts[-1])]))
+
+    def _build_phase(self, phase: PhaseSamples, split: str, seed: int) -> SampleDataset:
+        sources = [self._open(prefix) for prefix in phase.blend.prefixes]
+        weights = phase.blend.weights
+        ranges = [range(len(source.lengths)) for source in sources]
+        if phase.is_split:
+            require_sequences(
+                split, {source.name: len(source.lengths) for source in sources}, (True, False, False)
+            )
+            ranges = [split_ranges(split, len(part))[0] or range(0) for part in ranges]
+        elif len(sources) == 1:
+            weights = None  # as in `build`
+        return self._build_split(sources, ranges, weights, phase.plans, seed, "train")
 
     def _divide(
         self,

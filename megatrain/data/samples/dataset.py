@@ -61,7 +61,7 @@ class SampleDataset(Protocol):
 
 
 class PlannedDataset:
-    """The samples of a first plan, followed by those of the plans appended when training was extended."""
+    """The samples of a first plan, followed by those of the plans appended when training was extended or by a later phase."""
 
     def __init__(self, plans: Sequence[SampleDataset], num_planned: Sequence[int]) -> None:
         """Concatenate plans: the first `num_planned` samples of each plan, but all samples of the last one.

@@ -50,9 +50,10 @@ def blends_from_config(data: DataConfig) -> dict[str, Blend]:
     return {name: parse_blend(found, f"--{name}-data-path") for name, found in by_split.items() if found}
 
 
-def blends_from_facts(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
-    """Group datasets into blends."""
+def blends_from_facts(datasets: Iterable[DatasetFacts], from_iteration: int = 0) -> dict[str, Blend]:
+    """Group the datasets of a phase of training into blends."""
     blends = {}
+    datasets = [dataset for dataset in datasets if dataset.from_iteration == from_iteration]
     for split, group in itertools.groupby(datasets, key=lambda dataset: dataset.split):
         members = list(group)
         weights = tuple(member.weight for member in members if member.weight is not None)

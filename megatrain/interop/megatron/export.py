@@ -65,6 +65,9 @@ class MegatronExport:
         )
         if model.spec:
             raise _unknown(reader.path, "custom layers (--spec)")
+        best, score = self._experts.moe_router_group_topk, self._experts.moe_router_group_score_topk
+        if best and score not in (None, self._experts.moe_router_topk // best):
+            raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]

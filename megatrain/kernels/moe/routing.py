@@ -58,6 +58,8 @@ class TopKRule:
     num_groups: int | None = None
     """Number of groups of consecutive experts; a token uses `group_top_k` of them. None: a single group."""
     group_top_k: int | None = None
+    group_score_top_k: int | None = None
+    """Number of a group's largest values whose sum is its score; None: top_k / group_top_k."""
     scaling_factor: float = 1.0
     """Factor on the probabilities."""
 
@@ -160,16 +162,21 @@ def _select_by(values: Tensor, rule: TopKRule) -> Tensor:
     values = values.detach()
     if rule.num_groups is None or rule.group_top_k is None:
         return top_k_experts(values, rule.top_k)
-    return group_limited_top_k(values, rule.top_k, num_groups=rule.num_groups, group_top_k=rule.group_top_k)
+    score_top_k = rule.group_score_top_k or rule.top_k // rule.group_top_k
+    return group_limited_top_k(
+        values, rule.top_k, num_groups=rule.num_groups, group_top_k=rule.group_top_k, score_top_k=score_top_k
+    )
 
 
-def group_limited_top_k(values: Tensor, k: int, *, num_groups: int, group_top_k: int) -> Tensor:
+def group_limited_top_k(
+    values: Tensor, k: int, *, num_groups: int, group_top_k: int, score_top_k: int
+) -> Tensor:
     """Return the top k experts of the top groups of each row: int64 [t, k].
 
-    A group's score is the sum of its k / group_top_k largest values (DeepSeek-V3, section 2.1.2).
+    A group's score is the sum of its `score_top_k` largest values (DeepSeek-V3, section 2.1.2; 1 in DeepSeek-V2, arXiv:2405.04434).
     """
     groups = values.unflatten(-1, (num_groups, -1))
-    group_scores = groups.topk(k // group_top_k, dim=-1).values.sum(-1)
+    group_scores = groups.topk(score_top_k, dim=-1).values.sum(-1)
     selected = top_k_experts(group_scores, group_top_k)
     is_selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, selected, True)
     return top_k_experts(groups.masked_fill(~is_selected[..., None], float("-inf")).flatten(1), k)

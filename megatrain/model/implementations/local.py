@@ -14,6 +14,8 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
+from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
+from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import (
     Bias,
@@ -59,9 +61,11 @@ class LocalColumnLinear(LaidOutModule):
         dtype: torch.dtype,
         *,
         recompute_norm: bool,
+        fp8: Fp8Linear | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.fp8 = fp8
         self.recompute_norm = recompute_norm
         self.norm = norm
         self.add_weight("weight", linear.weight, dtype)
@@ -74,9 +78,8 @@ class LocalColumnLinear(LaidOutModule):
             functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         )
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        return hidden, column_linear(
-            normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn
-        )
+        linear = column_linear if self.fp8 is None else functools.partial(fp8_column_linear, self.fp8)
+        return hidden, linear(normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn)
 
 
 class CastToWeightDtype(nn.Module):
@@ -101,29 +104,37 @@ class LocalRowLinear(LaidOutModule):
 
     weight: Tensor
 
-    def __init__(self, linear: Weights, tp: TensorParallel, dtype: torch.dtype) -> None:
+    activation: Activation | None = None
+
+    def __init__(
+        self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
+    ) -> None:
         super().__init__()
         self.tp = tp
+        self.fp8 = fp8
         self.add_weight("weight", linear.weight, dtype)
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info, _bias_of(self))
+        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
+        linear = row_linear if self.fp8 is None else functools.partial(fp8_row_linear, self.fp8)
+        return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 
 
 class LocalActivationRowLinear(LocalRowLinear):
     """Activation and row-parallel linear layer: [s, b, f/tp], or gated [s, b, 2 f/tp], -> [s/tp, b, h]."""
 
     def __init__(
-        self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, activation: Activation
+        self,
+        linear: Weights,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        activation: Activation,
+        fp8: Fp8Linear | None = None,
     ) -> None:
-        super().__init__(linear, tp, dtype)
+        super().__init__(linear, tp, dtype, fp8)
         self.activation = activation
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        return row_linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 
 
 def _bias_of(layer: LaidOutModule) -> Bias | None:

@@ -34,6 +34,7 @@ from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel
+from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -53,6 +54,8 @@ class LocalLeaves:
     """Attention kernel, a value of `derived.attention_backend`."""
     context: ContextAttention | None = None
     """Attention over the ranks of `cp`; None: a ring of them."""
+    fp8: Fp8Recipe | None = None
+    """Linear layers are in FP8; None: in `dtype`."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
@@ -64,7 +67,12 @@ class LocalLeaves:
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         return LocalColumnLinear(
-            self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
+            self.residual_norm(norm),
+            linear,
+            self.tp,
+            self.dtype,
+            recompute_norm=recompute_norm,
+            fp8=self.fp8_linear(linear),
         )
 
     def replicated_linear(
@@ -88,10 +96,15 @@ class LocalLeaves:
         return LocalGroupedMlp(_activation(spec), fc1, fc2, parallel, self.dtype)
 
     def row_linear(self, linear: Weights) -> RowLinear:
-        return LocalRowLinear(linear, self.tp, self.dtype)
+        return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
-        return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec))
+        fp8 = self.fp8_linear(linear)
+        return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec), fp8)
+
+    def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
+        """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
+        return None if self.fp8 is None else self.fp8.linear(linear.weight.pieces[0].name)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout

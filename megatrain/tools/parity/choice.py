@@ -112,8 +112,9 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         more = rows_in(precision, max_ranks) if is_usual else ()
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
-    if precision is None and is_usual:
-        rows += [(narrow, layout) for narrow in LOW_PRECISIONS for layout in rows_in(narrow, max_ranks)]
+    if is_usual:
+        own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
+        rows += [(one, layout) for one in own for layout in rows_in(one, max_ranks)]
     return rows
 
 

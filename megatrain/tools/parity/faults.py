@@ -27,6 +27,7 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.attention_faults import ATTENTION_FAULTS
 from megatrain.tools.parity.expert_faults import EXPERT_FAULTS
+from megatrain.tools.parity.fp8_faults import FP8_FAULTS
 from megatrain.tools.parity.latent_faults import LATENT_FAULTS
 from megatrain.tools.parity.mtp_faults import MTP_FAULTS
 from megatrain.tools.parity.pipeline_faults import PIPELINE_FAULTS
@@ -370,7 +371,7 @@ FAULTS = {
     **{
         name: Fault(*fault)
         for name, fault in (
-            ATTENTION_FAULTS | EXPERT_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS | MTP_FAULTS
+            ATTENTION_FAULTS | EXPERT_FAULTS | FP8_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS | MTP_FAULTS
         ).items()
     },
 }

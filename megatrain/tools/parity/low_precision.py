@@ -56,6 +56,21 @@ _ROWS: Final = (
     "dp2 zero2 overlapgrads deepseek ep2 routersfp64",
     "tp2 sp qwenmoe etp2 uniform",
 )
+_ROWS_OF_FP8: Final = (
+    "tp2 sp fp8tensorwise",
+    "dp2 fp8delayed",
+    "tp2 sp dp2 pp2 zero1 overlap fp8tensorwise gpt2",
+    "tp2 sp cp2 pp2 fp8delayed tied",
+    "dp2 pp2 zero3 overlap fp8delayed mtp1",
+    "tp2 sp dp2 mixtral ep2 auxloss fp8tensorwise",
+    "tp2 sp cp2 mla recomputelatents fp8tensorwise",
+    "tp2 sp pp2 zbv deepseek fp8delayed",
+    "tp4 uniform qwen fp8e4m3",
+    "cp2 allgather recomputenorms muon fp8delayed",
+    "tp2 sp qwen3-next fp8e4m3",
+    "tp2 sp pp2 zbh1 gemma2 fp8e4m3",
+)
+"""FP8 rows are in fp64, where a split gives the codes of one process: rounding decides few of them differently in bf16."""
 _ROWS_OF_FP16: Final = (
     "dp2 zero1 overlap",
     "pp2 tied",
@@ -67,16 +82,19 @@ _FORMATS: Final = {"fp32": "sumsfp32 momentsfp32", "bf16": "muonbf16"}
 
 
 def rows_in(precision: Precision, max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
-    """Return the default rows of fp32, bf16 or fp16."""
-    texts = _ROWS_OF_FP16 if precision == "fp16" else _ROWS
-    rows = [Layout.of(f"tokens {text}").but(_FORMATS.get(precision, "")) for text in texts]
+    """Return the default rows with number formats in a precision."""
+    texts = {"fp64": _ROWS_OF_FP8, "fp16": _ROWS_OF_FP16}.get(precision, _ROWS)
+    tokens = "" if precision == "fp64" else "tokens"
+    rows = [Layout.of(f"{tokens} {text}").but(_FORMATS.get(precision, "")) for text in texts]
     return tuple(layout for layout in rows if is_row(layout.words, max_ranks=max_ranks))
 
 
 def is_supported_in(precision: Precision, layout: Layout) -> bool:
     """Return whether a precision supports the layout's number formats and a measurable noise."""
     if precision == "fp64":
-        return layout == layout.but(WITHOUT_FORMATS)
+        return layout.but("nofp8") == layout.but(WITHOUT_FORMATS)
+    if not layout.has("nofp8"):
+        return False  # another micro-batch has other scales
     return layout == of_any_micro_batch(layout) and (precision == "bf16" or not layout.has("sumsbf16"))
 
 

@@ -1,13 +1,127 @@
-"""`megatrain plan`: run the action of a command line."""
+"""`megatrain plan`: run the action of a command line; print the layouts of a run.
+
+flags of a run, GPUs ─> search ─> table: the fastest layouts that fit, and the layout of the flags
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from megatrain.config.errors import ConfigError
 from megatrain.tools.plan import pipeline
+from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.layouts import Layout, Workload
+from megatrain.tools.plan.memory import planned_bytes
+from megatrain.tools.plan.search import Found, Run, best_layouts, evaluate
 from megatrain.tools.subcommands import run_action
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    return run_action({"pipeline": pipeline.run}, arguments)
+    return run_action({"layouts": _layouts, "pipeline": pipeline.run}, arguments)
+
+
+def _layouts(arguments: argparse.Namespace) -> int:
+    cluster = _cluster(arguments)
+    limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
+    one_run = Run.of(arguments.run_flags, cluster)
+    workload = one_run.workload()
+    found = best_layouts(one_run, workload, limit, arguments.top)
+    if not found:
+        raise ConfigError(
+            f"no layout of {cluster.num_gpus} x {cluster.gpu.name} fits into {limit / 1e9:.1f} GB a GPU",
+            fix="use more GPUs, a larger --memory-gb, or fewer layout flags; --global-batch-size must be a multiple of the"
+            " data-parallel size",
+        )
+    given = given_layout(one_run, workload)
+    if arguments.json:
+        print(json.dumps(_to_dict(found, given, limit)))
+    else:
+        print("\n".join(_text(one_run, workload, found, given, limit)))
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    for name in ("world_size", "gpus_per_node", "top"):
+        if getattr(arguments, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {getattr(arguments, name)} is below 1", fix=f"give {flag} a positive number"
+            )
+    gpu, gbits = GPUS[arguments.gpu], arguments.network_gbits
+    return Cluster(
+        gpu=gpu,
+        num_gpus=arguments.world_size,
+        gpus_per_node=arguments.gpus_per_node,
+        network_rate=gpu.network_rate if gbits is None else gbits * 1e9 / 8,
+    )
+
+
+def given_layout(one_run: Run, workload: Workload) -> Found | None:
+    """Return the layout of the flags and the YAML file; None if the run would not start with it on these GPUs."""
+    try:
+        plan = one_run.plan()
+    except ConfigError:
+        return None
+    layout = Layout.of(plan)
+    return evaluate(one_run, workload, layout, planned_bytes(workload, layout, plan))
+
+
+def _to_dict(found: Sequence[Found], given: Found | None, limit: float) -> dict[str, Any]:
+    def one(entry: Found) -> dict[str, Any]:
+        seconds = dataclasses.asdict(entry.time) | {"total": entry.time.total}
+        return dataclasses.asdict(entry) | {"time": seconds}
+
+    return {
+        "limit_bytes": limit,
+        "layouts": [one(entry) for entry in found],
+        "given": None if given is None else one(given),
+    }
+
+
+_TITLES = ("step", "MFU", "memory", "layout", "bubble", "data par.", "flags")
+
+
+def _text(
+    one_run: Run, workload: Workload, found: Sequence[Found], given: Found | None, limit: float
+) -> Iterator[str]:
+    cluster = one_run.cluster
+    yield (
+        f"{cluster.num_gpus:,} x {cluster.gpu.name}, {cluster.gpus_per_node} a node, {cluster.network_rate * 8 / 1e9:.0f} Gbit/s"
+        f" a GPU; {limit / 1e9:.1f} GB for tensors"
+    )
+    yield f"global batch {workload.global_batch:,} x {workload.seq_length:,} tokens"
+    rows = [_TITLES, *(_row(one) for one in found)]
+    if given is not None:
+        rows.append(
+            (*_row(given)[:-1], "as given" + (" (does not fit)" if given.memory_bytes > limit else ""))
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield f"  {'  '.join([*cells, row[-1]])}"
+    if given is None:
+        yield "  the flags' own layout does not start on these GPUs"
+    yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
+
+
+def _row(one: Found) -> tuple[str, ...]:
+    layout, time = one.layout, one.time
+    sizes = [
+        f"{name} {getattr(layout, name)}"
+        for name in ("tp", "cp", "pp", "ep", "dp")
+        if getattr(layout, name) > 1
+    ]
+    return (
+        f"{time.total * 1e3:,.0f} ms",
+        f"{one.mfu:.1%}",
+        f"{one.memory_bytes / 1e9:.1f} GB",
+        ", ".join(sizes) or "one GPU",
+        f"{time.bubble / time.total:.1%}",
+        f"{time.data_parallel / time.total:.1%}",
+        one.flags,
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import RUN_FLAGS, add_command
+
+GPU_NAMES: Final = ("A100", "H100", "H200", "B200")
 
 
 def add_flags(commands: Any) -> None:
@@ -13,10 +15,11 @@ def add_flags(commands: Any) -> None:
     plan = add_command(
         commands,
         "plan",
-        help="find the best pipeline schedule and split for given times",
-        description="Simulate every pipeline schedule and split of the layers; print a table, the fastest first.",
+        help="find the best layout of a run, or the best pipeline schedule for given times",
+        description="Without WHAT: layouts.",
     )
     actions = plan.add_subparsers(dest="action", required=True, metavar="WHAT")
+    _add_layouts(actions)
     _add_pipeline(actions)
 
 
@@ -28,6 +31,39 @@ def with_action(words: Sequence[str]) -> list[str]:
     if list(words[:1]) == ["plan"] and len(words) > 1 and words[1].startswith("--") and words[1] != "--help":
         return ["plan", "layouts", *words[1:]]
     return list(words)
+
+
+def _add_layouts(actions: Any) -> None:
+    """Add `megatrain plan layouts`."""
+    layouts = add_command(
+        actions,
+        "layouts",
+        takes_run_flags=True,
+        help="find the layouts of a run that fit, with predicted time and memory",
+        usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
+        " [--top N] [--json]",
+        description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
+        f" flags. Layout flags on the command line are kept, those of a --config file are not. {RUN_FLAGS}",
+    )
+    layouts.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs of the run")
+    layouts.add_argument("--gpu", choices=GPU_NAMES, default="H100", help="GPU, SXM (default: %(default)s)")
+    layouts.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="GB",
+        help="memory of a GPU for tensors, in 10^9 bytes (default: the GPU's, less 4 for CUDA, NCCL and fragmentation)",
+    )
+    layouts.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs that NVLink connects (default: 8)"
+    )
+    layouts.add_argument(
+        "--network-gbits",
+        type=float,
+        metavar="G",
+        help="Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
+    )
+    layouts.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default: 5)")
+    layouts.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_pipeline(actions: Any) -> None:

@@ -24,6 +24,7 @@ from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
+from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
@@ -151,15 +152,24 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
     data = DataConfig(**{name: value for name, value in values.items() if value is not None})
     # NullTokenizer reads token ids, which any tokenizer may have written.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
+    datasets: list[DatasetFacts] = []
+    problems: list[Problem] = []
     try:
-        return inspect_datasets(
-            blends_from_config(data),
+        blends = blends_from_config(data)
+        schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
+    except ConfigError as error:
+        return [], list(error.problems)
+    split = "all" if "all" in blends else "train"
+    for start, phase in {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}.items():
+        found, of_phase = inspect_datasets(
+            phase,
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
         )
-    except ConfigError as error:
-        return [], list(error.problems)
+        datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
+        problems += [problem for problem in of_phase if problem not in problems]
+    return datasets, problems
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:

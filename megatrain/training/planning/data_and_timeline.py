@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
-from megatrain.config.derive.data_plans import evaluations
+from megatrain.config.derive.data_plans import evaluations, samples_of_phases
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
 from megatrain.data.samples.blend import blend_counts, normalized
@@ -41,28 +41,43 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
     """Yield every dataset in every split that uses it."""
     for number, split in enumerate(SPLIT_NAMES):
         requested = getattr(plan.derived, f"requested_{split}_samples")
-        plans = getattr(plan.derived, f"{split}_plan")
         if requested == 0 or (split == "train" and plan.config.training.only_evaluates):
             continue
         if not facts.datasets:
             if split_fractions(MOCK_SPLIT)[number]:
+                plans = getattr(plan.derived, f"{split}_plan")
                 yield DatasetUse(
                     split=split, dataset="mock data", samples=requested, plans=plans, tokens=None, epochs=None
                 )
             continue
-        read = [dataset for dataset in facts.datasets if dataset.split in (split, "all")]
-        fractions = [
-            split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read
-        ]
-        tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
-        if not any(fractions):
-            continue
-        samples = _samples(read, tokens, requested, plan.config.data.seq_length)
-        for dataset, size, count in zip(read, tokens, samples, strict=True):
-            epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
-            yield DatasetUse(
-                split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
-            )
+        phases = [(0, requested, getattr(plan.derived, f"{split}_plan"))]
+        for start, samples, plans in samples_of_phases(plan) if split == "train" else phases:
+            read = [
+                one for one in facts.datasets if one.split in (split, "all") and one.from_iteration == start
+            ]
+            fractions = [
+                split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read
+            ]
+            if any(fractions):
+                yield from _uses(plan, split, read, fractions, samples, plans)
+
+
+def _uses(
+    plan: Plan,
+    split: str,
+    read: Sequence[DatasetFacts],
+    fractions: Sequence[float],
+    requested: int | None,
+    plans: tuple[int | None, ...],
+) -> Iterator[DatasetUse]:
+    """Yield the datasets that one split reads in one phase, each with its fraction."""
+    tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
+    samples = _samples(read, tokens, requested, plan.config.data.seq_length)
+    for dataset, size, count in zip(read, tokens, samples, strict=True):
+        epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
+        yield DatasetUse(
+            split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
+        )
 
 
 def _samples(

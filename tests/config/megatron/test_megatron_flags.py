@@ -20,7 +20,7 @@ from megatrain.config.schema.tree import settings
         ("--empty-unused-memory-level 2", "--empty-unused-memory-level 2 is ignored: "),
         ("--no-ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save is ignored: "),
         ("--async-strategy nvrx", "--async-strategy nvrx is ignored: --async-save"),
-        ("--cuda-graph-modules attn mlp", "has no effect so far: CUDA graphs"),
+        ("--cuda-graph-modules attn mlp", "has no effect so far: CUDA graphs of parts of a model"),
         ("--tp-comm-overlap-cfg a.yaml", "has no effect so far: a choice of the layers whose"),
         ("--moe-flex-dispatcher-backend deepep", "--moe-flex-dispatcher-backend deepep is ignored: DeepEP"),
         ("--moe-grouped-gemm=false", "--moe-grouped-gemm false has no effect"),
@@ -82,7 +82,7 @@ REMOVED = {
     "--DDP-impl torch": "use --DDP-impl local",
     "--data-impl lazy": "use --data-impl mmap",
     "--use-legacy-models": "remove the flag",
-    "--fp8-hybrid": "use --bf16",
+    "--fp8-hybrid": "use --fp8-format hybrid",
     "--tiktoken-special-tokens <s> </s>": "use --tokenizer-special-tokens",
     "--deepspeed_config ds.json": "--data-parallel-sharding-strategy",
 }

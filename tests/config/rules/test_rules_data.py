@@ -7,6 +7,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.rules.data import DATA_RULES
 
 NULL = "--tokenizer-type NullTokenizer"
+SCHEDULE = "schedule.yaml"
 
 
 def dataset(prefix, num_sequences, *, split="all", weight=None):
@@ -44,6 +45,11 @@ CASES = {
          ("--split", "train 291", "valid 9", "test 0"), ("--split 290,9,1", "--eval-iters")),
         (f"{NULL} --data-path 1 d 1 e --split 0,1,1", "--mock-data", Facts(datasets=(dataset("d", 300), dataset("e", 400))),
          ("--split", "train 0", "1 other"), ("--split 1,149,150", "--eval-iters")),
+    ],
+    "data_schedule_has_an_order": [
+        (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),
+        (f"{NULL} --data-path d --data-schedule {SCHEDULE} --dataloader-type cyclic", "--mock-data", None,
+         ("--data-schedule", "--dataloader-type cyclic"), ("remove --dataloader-type cyclic",)),
     ],
     "full_validation_excludes_weights": [
         (f"{NULL} --data-path 1 d --full-validation", "--mock-data", Facts(datasets=(dataset("d", 9999, weight=1.0),)),

@@ -26,6 +26,19 @@ CASES = {
     "kernels_can_be_compiled": [
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
     ],
+    "fp8_recipe_is_supported": [
+        ("--fp8-format hybrid --fp8-recipe mxfp8", "", None,
+         ("--fp8-recipe mxfp8", "Blackwell"), ("--fp8-recipe tensorwise",)),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "", None,
+         ("--fp8-recipe blockwise",), ("--fp8-recipe tensorwise",)),
+        ("--fp8-format e4m3 --fp16", "--bf16", None, ("--fp8-format", "--fp16"), ("--bf16",)),
+    ],
+    "fp8_products_can_run": [
+        ("--fp8-format hybrid --bf16", "", Facts(device="cuda", device_name="A100", device_capability=(8, 0)),
+         ("--fp8-format hybrid", "A100"), ("remove --fp8-format", "Hopper")),
+        ("--fp8-format hybrid --bf16 --ffn-hidden-size 1000", "", CUDA,
+         ("--fp8-format hybrid", "1000", "16"), ("--ffn-hidden-size",)),
+    ],
     "cublas_is_deterministic": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
          ("--deterministic-mode", ":0:0"), ("unset CUBLAS_WORKSPACE_CONFIG", ":4096:8")),

@@ -53,6 +53,10 @@ CASES = {
         ("--num-experts 8 --moe-router-num-groups 4", "", None,
          ("--moe-router-num-groups", "--moe-router-group-topk"),
          ("--moe-router-num-groups 2", "--moe-router-group-topk 1")),
+        ("--num-experts 8 --moe-router-group-score-topk 1", "", None,
+         ("--moe-router-group-score-topk 1 requires",), ("--moe-router-num-groups 2",)),
+        ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 3", "", None,
+         ("--moe-router-group-score-topk 3", "2 experts of a group"), ("--moe-router-group-score-topk 2 or less",)),
     ],
     "load_balancing_is_valid": [
         ("--num-experts 4 --moe-router-load-balancing-type even", "", None,

@@ -107,9 +107,15 @@ def test_quantile_balancing_cannot_start_or_end_on_resume(plan_of, assert_refuse
 NULL = "--tokenizer-type NullTokenizer --split 9,1,1"
 
 
-def dataset(prefix, digest, *, weight=None, split="all"):
+def dataset(prefix, digest, *, weight=None, split="all", from_iteration=0):
     return DatasetFacts(
-        split=split, prefix=prefix, weight=weight, num_sequences=900, num_tokens=9000, digest=digest
+        split=split,
+        prefix=prefix,
+        weight=weight,
+        num_sequences=900,
+        num_tokens=9000,
+        digest=digest,
+        from_iteration=from_iteration,
     )
 
 
@@ -120,7 +126,7 @@ def data_problems(plan_of, problems_of):
     def collect(before, now):
         flags = f"{NULL} --data-path a"
         config = plan_of(flags, without="--mock-data", facts=Facts(datasets=before)).config.to_dict()
-        stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, datasets=before)
+        stored = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=config, datasets=before)
         return problems_of(flags, without="--mock-data", facts=Facts(checkpoint=stored, datasets=now))
 
     return collect
@@ -139,6 +145,19 @@ def test_data_may_move_but_not_change(data_problems):
     assert all(words in problem for words in ("weight of b", "has 2.0, this run 3.0", "--finetune"))
     (problem,) = data_problems((a, b), (a,))
     assert all(words in problem for words in ("2 datasets (2 for all)", "1 (1 for all)", "--finetune"))
+
+
+def test_data_of_a_past_phase_is_kept_and_that_of_a_future_one_may_change(data_problems):
+    """The checkpoint is at iteration 5."""
+    a, b, c = (dataset(name, name, from_iteration=start) for name, start in (("a", 0), ("b", 4), ("c", 5)))
+    assert data_problems((a, b, c), (a, b)) == []
+    assert data_problems((a, b, c), (a, b, dataset("d", "d", from_iteration=5))) == []
+    for now, at in (((a, c), "none"), ((a, dataset("b", "b", from_iteration=3), c), "3")):
+        (problem,) = data_problems((a, b, c), now)
+        assert f"its data changed at iterations 4, that of this run at {at}" in problem
+        assert "keep the entries before iteration 5" in problem
+    (problem,) = data_problems((a, b, c), (a, dataset("d", "d", from_iteration=4), c))
+    assert problem.startswith("d is not the dataset that the checkpoint read (b)")
 
 
 def with_plans(stored, **plans):
@@ -485,6 +504,7 @@ def test_every_rule_has_a_case():
         "quantile_balancing_matches_checkpoint",
         "upcycling_fits_the_dense_model",
         "data_matches_checkpoint",
+        "data_schedule_matches_checkpoint",
         "cyclic_pass_size_matches_checkpoint",
         "tokenizer_matches_checkpoint",
         "schedules_match_checkpoint",

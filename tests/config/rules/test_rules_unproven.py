@@ -27,10 +27,20 @@ CASES = {
         Facts(device="cuda", world_size=2),
         "--tp-comm-overlap",
     ),
+    "graphs_of_passes": (
+        "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0",
+        Facts(device="cuda"),
+        "--cuda-graph-impl",
+    ),
     "means_of_context_ranks": (
         "--context-parallel-chunk-means --context-parallel-size 2",
         Facts(world_size=2),
         "--context-parallel-chunk-means",
+    ),
+    "fp8_codes_of_partial_sums": (
+        "--fp8-format hybrid --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+        Facts(world_size=4),
+        "fewer query groups than --tensor-model-parallel-size",
     ),
 }
 ELSEWHERE = {

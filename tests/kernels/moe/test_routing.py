@@ -57,7 +57,7 @@ def _expected(row: np.ndarray, rule: TopKRule, bias: np.ndarray | None) -> tuple
     values = row if is_after else scores if bias is None else scores + bias
     allowed = list(range(len(row)))
     if rule.num_groups is not None and rule.group_top_k is not None:
-        size, most = len(row) // rule.num_groups, rule.top_k // rule.group_top_k
+        size, most = len(row) // rule.num_groups, rule.group_score_top_k or rule.top_k // rule.group_top_k
         group_scores = np.array(
             [sum(sorted(values[g * size : (g + 1) * size])[-most:]) for g in range(rule.num_groups)]
         )
@@ -82,18 +82,20 @@ def _expected(row: np.ndarray, rule: TopKRule, bias: np.ndarray | None) -> tuple
         (None, 4, False, 1.0),
         ((4, 2), 2, True, 2.5),
         ((4, 2), 4, False, 1.0),
+        ((4, 2, 1), 4, True, 1.0),
     ],
 )
 def test_experts_and_probabilities_are_those_of_a_loop(
-    function: ScoreFunction, groups: tuple[int, int] | None, top_k: int, is_pre_softmax: bool, scale: float
+    function: ScoreFunction, groups: tuple[int, ...] | None, top_k: int, is_pre_softmax: bool, scale: float
 ) -> None:
-    num_groups, group_top_k = groups or (None, None)
+    num_groups, group_top_k, group_score_top_k = (*(groups or ()), None, None, None)[:3]
     rule = TopKRule(
         top_k=top_k,
         score_function=function,
         is_pre_softmax=is_pre_softmax,
         num_groups=num_groups,
         group_top_k=group_top_k,
+        group_score_top_k=group_score_top_k,
         scaling_factor=scale,
     )
     logits = _logits()

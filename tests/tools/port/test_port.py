@@ -93,11 +93,11 @@ def test_a_script_of_strings_names_what_is_open_and_refused(port):
     assert "--moe-layer-freq '([0]*1+[1]*3)' \\\n" in command
     assert "--micro-batch-size 2" in command
     assert "--position-embedding-type rope" in command
-    assert "--fp8-format hybrid" in command
+    assert "--fp4-format e2m1" in command
     problems = "\n".join(sections["It does not start on 8 ranks:"])
     assert "--num-layers $LAYERS is not a whole number" in problems
     assert "one_string.sh LAYERS=VALUE" in problems
-    assert "--fp8-format hybrid" in problems
+    assert "--fp4-format e2m1" in problems
 
 
 def test_the_fix_of_an_open_value_resolves(port):
@@ -106,7 +106,7 @@ def test_the_fix_of_an_open_value_resolves(port):
     assert code == 1
     assert "--num-layers 4 " in command
     assert [line for line in problems if line[0].isdigit()] == [
-        line for line in problems if "--fp8-format" in line
+        line for line in problems if "--fp4-format" in line
     ]
 
 

@@ -89,25 +89,35 @@ class _SharedExperts:
 
 
 class _Groups:
-    """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores there, of k / groups here."""
+    """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores."""
 
-    def __init__(self, best: int, groups: int | None, used: int | None) -> None:
+    def __init__(
+        self, best: int, groups: int | None, used: int | None, *, methods: tuple[str, ...] = ()
+    ) -> None:
         self.best, self.groups, self.used = best, groups, used
+        self.methods = methods
+        """Values of `topk_method` without and with groups; empty: there is no choice."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
+        method = source.get("topk_method", default="greedy") if self.methods else None
+        if method is not None and method not in self.methods:
+            raise source.refusal("topk_method", method, f"known are {' and '.join(self.methods)}")
         groups = source.checked("n_group", check=COUNT, default=self.groups, is_optional=True)
         used = source.checked("topk_group", check=COUNT, default=self.used, is_optional=True)
         top_k = source.checked("num_experts_per_tok", check=COUNT, default=8)
-        if groups in (None, 1) or source.get("topk_method") == "greedy":
+        if groups in (None, 1) or (self.methods and method == self.methods[0]):
             return {}
-        if used is None or top_k // used != self.best:
-            wanted = f"scores of groups here are sums of {top_k}/{used} largest scores, there of {self.best}"
-            raise source.refusal("topk_group", used, wanted)
-        return {"experts.moe_router_num_groups": groups, "experts.moe_router_group_topk": used}
+        if used is None:
+            raise source.refusal("topk_group", used, "groups need the number that a token uses")
+        found = {"experts.moe_router_num_groups": groups, "experts.moe_router_group_topk": used}
+        return found | (
+            {} if top_k // used == self.best else {"experts.moe_router_group_score_topk": self.best}
+        )
 
     def write(self, config: Config) -> dict[str, Any]:
         groups, used = config.experts.moe_router_num_groups, config.experts.moe_router_group_topk
-        return {"n_group": groups or (self.groups and 1), "topk_group": used or (self.used and 1)}
+        sizes = {"n_group": groups or (self.groups and 1), "topk_group": used or (self.used and 1)}
+        return sizes | ({"topk_method": self.methods[groups is not None]} if self.methods else {})
 
 
 def _config(
@@ -177,10 +187,9 @@ DEEPSEEK_V2: Final = Family(
         *_config(first_dense=0, shared=2, scaling=1.0, experts=64, heads=None),
         Value("num_experts_per_tok", "experts.moe_router_topk"),
         Choice("scoring_func", {"softmax": {}}),
-        Choice("topk_method", {"greedy": {}, "group_limited_greedy": {}}),
         Choice("norm_topk_prob", {False: {}}, reason="transformers does not normalize its probabilities"),
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
-        _Groups(best=1, groups=None, used=None),
+        _Groups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
         Fixed({"experts.moe_router_pre_softmax": True}),
     ),
     modules={**OUTER, **in_layers("model.layers", _LAYER)},

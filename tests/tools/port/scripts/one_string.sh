@@ -11,7 +11,7 @@ ARGS="--num-layers $LAYERS \
   --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 \
   --batch-size 2 --global-batch-size 64 --train-samples 6400 --lr 1e-4 \
   --disable-bias-linear --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
-  --use-rotary-position-embeddings --fp8-format hybrid"
+  --use-rotary-position-embeddings --fp4-format e2m1"
 ARGS="$ARGS $EXPERTS"
 ARGS+=" --log-throughput"
 CMD="python -m torch.distributed.launch $DIST ./Megatron-LM/pretrain_gpt.py $ARGS"

@@ -1,0 +1,88 @@
+"""FP8: the layers that it covers, and the sizes of their products."""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.plan import DerivedValue, Draft
+
+PRODUCT_MULTIPLE: Final = 16
+"""Sizes of FP8 products on GPUs are multiples of this number."""
+MIN_CAPABILITY: Final = (8, 9)
+"""Compute capability of the first GPUs with FP8 tensor cores: Ada, Hopper."""
+
+
+class ProductSize(NamedTuple):
+    """A size of a product on one rank."""
+
+    what: str
+    flags: str
+    """The settings that decide it."""
+    size: float
+
+
+def fp8_layers(draft: Draft) -> DerivedValue:
+    """Derive the layers in FP8, as Megatron-LM does: layers of multi-token prediction always are."""
+    precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
+    if precision.fp8_format is None:
+        return DerivedValue((), "no --fp8-format")
+    first, last = 0, count
+    if precision.first_last_layers_bf16:
+        first, last = precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16
+    numbers = (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
+    return DerivedValue(numbers, f"--fp8-format {precision.fp8_format}: {len(numbers)} layers")
+
+
+def product_sizes(draft: Draft) -> Iterator[ProductSize]:
+    """Yield the sizes of all products in FP8 layers."""
+    parallel, model = draft.config.parallel, draft.config.model
+    tp = parallel.tensor_model_parallel_size
+    ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
+    yield ProductSize(
+        "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks
+    )
+    yield ProductSize("channels of hidden states", "--hidden-size", model.hidden_size)
+    for number in draft.derived.fp8_layers:
+        table = draft.derived.layer_table
+        yield from _sizes_of((*table.layers, *table.mtp_layers)[number], tp)
+
+
+def _sizes_of(layer: LayerSizes, tp: int) -> Iterator[ProductSize]:
+    heads = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-model-parallel-size"
+    width = "--tensor-model-parallel-size and the width of the MLP"
+    if layer.linear is not None:
+        sizes = layer.linear
+        outputs = 2 * (sizes.key_channels + sizes.value_channels + sizes.num_value_heads)
+        yield ProductSize(
+            "outputs of linear attention's projection", "--linear-num-value-heads", outputs / tp
+        )
+        yield ProductSize(
+            "channels of linear attention", "--linear-value-head-dim", sizes.value_channels / tp
+        )
+    elif layer.latent is not None:
+        latent = layer.latent
+        up = latent.plain_channels + latent.value_channels
+        for what, size in (
+            ("latents", (latent.query_rank or 0) + latent.kv_rank + latent.rotary_channels),
+            ("the latent of queries", latent.query_rank or 0),
+            ("the latent of keys and values", latent.kv_rank),
+            ("queries", layer.num_heads * latent.head_channels / tp),
+            ("keys and values", layer.num_heads * up / tp),
+            ("the heads", layer.num_heads * latent.value_channels / tp),
+        ):
+            yield ProductSize(f"channels of {what}", f"--q-lora-rank, --kv-lora-rank, {heads}", size)
+    elif layer.num_heads:
+        channels = layer.num_heads * layer.value_channels / tp
+        groups = max(1, layer.num_query_groups / tp) * layer.value_channels
+        yield ProductSize("channels of the heads", heads, channels)
+        yield ProductSize("channels of queries, keys and values", heads, channels + 2 * groups)
+    yield ProductSize("channels of an MLP", f"--ffn-hidden-size, {width}", layer.ffn_hidden_size / tp)
+    if layer.experts is not None:
+        experts = layer.experts
+        yield ProductSize(
+            "channels of the shared expert",
+            f"--moe-shared-expert-intermediate-size, {width}",
+            experts.shared_ffn_hidden_size / tp,
+        )
+        yield ProductSize("channels of experts", "--moe-latent-size", experts.latent_size)

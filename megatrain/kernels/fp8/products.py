@@ -1,0 +1,59 @@
+"""Products of FP8 matrices: torch's kernel on GPUs with FP8 tensor cores, an emulation elsewhere.
+
+The emulation multiplies the same codes, so that results differ by the rounding of sums alone; in fp64 it sums in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.dtypes import accumulation_dtype
+
+MULTIPLE: Final = 16
+"""Torch's kernel multiplies matrices whose sizes are multiples of this number."""
+
+
+class Operand(NamedTuple):
+    """A matrix in FP8, contiguous along the inner dimension of a product."""
+
+    codes: Tensor
+    """[n, k]."""
+    scale: Tensor
+    """Their scale and its inverse, fp32 [2]."""
+
+
+def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:
+    """Return a b^T + bias: [m, k], [n, k] -> [m, n].
+
+    Args:
+        dtype: dtype of the result, and of the bias.
+        fast: the tensor cores keep fewer bits of partial sums: twice as fast, for forward passes.
+    """
+    if not a.codes.is_cuda or dtype is torch.float64:
+        return product_reference(a, b, dtype, bias)
+    is_fused = bias is not None and dtype is not torch.float32  # torch adds biases to results in 16 bits only
+    out = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
+        a.codes,
+        b.codes.t(),
+        scale_a=a.scale[1],
+        scale_b=b.scale[1],
+        bias=bias if is_fused else None,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return out if bias is None or is_fused else out + bias
+
+
+def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Compute the product with torch operators, in the accumulation dtype of the result."""
+    wide = accumulation_dtype(dtype)
+    out = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[1] * b.scale[1])
+    return (out if bias is None else out + bias).to(dtype)
+
+
+def accumulate_product(total: Tensor, a: Operand, b: Operand) -> None:
+    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64."""
+    total += product(a, b, total.dtype, fast=False)

@@ -1,0 +1,127 @@
+"""`kernels.fp8.quantize` in Triton: the largest absolute value in one read, and a cast that writes both orders in one read.
+
+Absolute values are compared as integers: the bits of fp32 numbers without sign have their order, and NaN is the largest.
+NaN has the bits 0x7F in both FP8 formats.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+
+_BLOCK = 4096
+_PROGRAMS = 132 * 8
+"""Number of programs that saturates an H200's memory bandwidth."""
+_PROGRAMS_BLOCK = 2048
+"""Power of two that is not less."""
+_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_ROWS, _COLUMNS = 64, 128
+"""Tile of the cast: 256 contiguous bytes of bf16 are read, 128 and 64 bytes written."""
+
+
+def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Implement `kernels.fp8.quantize.current_scale`."""
+    bits = _largest_bits(x)
+    scale = torch.empty(2, dtype=torch.float32, device=x.device)
+    launch(_scale, (1,), bits, scale, bits.numel(), torch.finfo(dtype).max, BLOCK=_PROGRAMS_BLOCK)
+    return scale
+
+
+def amax(x: Tensor) -> Tensor:
+    """Implement `kernels.fp8.quantize.amax`."""
+    return _largest_bits(x).amax().view(torch.float32)
+
+
+def _largest_bits(x: Tensor) -> Tensor:
+    """Return the bits of the largest absolute values of parts of `x`, int32 [programs]."""
+    x = x.contiguous()
+    num_programs = min(cdiv(x.numel(), _BLOCK), _PROGRAMS)
+    bits = torch.empty(num_programs, dtype=torch.int32, device=x.device)
+    launch(_amax, (num_programs,), x, bits, x.numel(), num_programs, BLOCK=_BLOCK)
+    return bits
+
+
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, seen: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Implement `kernels.fp8.quantize.quantize`."""
+    x = x.contiguous()
+    r, c = x.shape
+    codes = torch.empty(r, c, dtype=dtype, device=x.device) if rows else None
+    transposed = torch.empty(c, r, dtype=dtype, device=x.device) if columns else None
+    any_codes = codes if codes is not None else transposed
+    assert any_codes is not None, "nothing to write"
+    launch(
+        _cast, (cdiv(r, _ROWS), cdiv(c, _COLUMNS)), x, scale,
+        (any_codes if codes is None else codes).view(torch.uint8),
+        (any_codes if transposed is None else transposed).view(torch.uint8),
+        scale if seen is None else seen.view(torch.int32), r, c, torch.finfo(dtype).max,
+        FORMAT=_FORMATS.get(dtype), WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return codes, transposed
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """Implement `kernels.fp8.quantize.transposed`."""
+    r, c = codes.shape
+    out = torch.empty(c, r, dtype=codes.dtype, device=codes.device)
+    launch(
+        _transpose, (cdiv(r, _ROWS), cdiv(c, _COLUMNS)),
+        codes.contiguous().view(torch.uint8), out.view(torch.uint8), r, c, ROWS=_ROWS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _amax(X, BITS, size, num_programs, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    largest = tl.zeros((BLOCK,), dtype=tl.int32)
+    for block in range(program, tl.cdiv(size, BLOCK), num_programs):
+        place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + place, mask=place < size, other=0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(BITS + program, tl.max(largest, axis=0))
+
+
+@jit
+def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    bits = tl.max(tl.load(BITS + place, mask=place < size, other=0), axis=0)
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax)))
+    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
+    tl.store(SCALE, scale)
+    tl.store(SCALE + 1, tl.fdiv(1.0, scale))
+
+
+@jit
+def _cast(
+    X, SCALE, CODES, TRANSPOSED, SEEN, r, c, largest, WRITES_ROWS: tl.constexpr, WRITES_COLUMNS: tl.constexpr,
+    SEES: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.cast(tl.program_id(1), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < r)[:, None] & (column < c)[None, :]
+    x = tl.load(X + row[:, None] * c + column[None, :], mask=inside, other=0).to(tl.float32)
+    if SEES:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(SEEN, tl.max(tl.max(bits, axis=1), axis=0))
+    scaled = x * tl.load(SCALE)
+    clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
+    is_finite = (scaled.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    codes = tl.where(is_finite, clamped.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+    if WRITES_ROWS:
+        tl.store(CODES + row[:, None] * c + column[None, :], codes, mask=inside)
+    if WRITES_COLUMNS:
+        tl.store(TRANSPOSED + column[:, None] * r + row[None, :], tl.trans(codes), mask=tl.trans(inside))
+
+
+@jit
+def _transpose(X, OUT, r, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.cast(tl.program_id(1), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < r)[:, None] & (column < c)[None, :]
+    x = tl.load(X + row[:, None] * c + column[None, :], mask=inside, other=0)
+    tl.store(OUT + column[:, None] * r + row[None, :], tl.trans(x), mask=tl.trans(inside))

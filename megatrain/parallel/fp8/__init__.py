@@ -1,0 +1,1 @@
+"""FP8 in tensor-parallel linear layers: scales, their history, products."""

@@ -1,0 +1,121 @@
+"""CUDA graphs: the host launches all kernels of a micro-batch at once, instead of one after the other.
+
+    warm-up     the executor runs the schedule as always: kernels are compiled, libraries choose algorithms
+    capture     the passes of one micro-batch are recorded, with fixed memory for its batch, activations and sums
+    replay      batch -> fixed memory -> graph -> sums -> info, for each micro-batch
+
+Weights and gradients have fixed memory anyway. Their communication is not part of the graph: weights are complete before
+the first replay of a step, and gradients are reduced after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.pipeline.actions import Action, ActionKind
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.segments import SegmentPass
+
+Work = Callable[[], None]
+
+
+class NoHooks:
+    """Hooks of an executor that does nothing around passes. Implements `SegmentHooks`."""
+
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
+        """See `SegmentHooks`."""
+
+    def before(self, segment_pass: SegmentPass) -> None:
+        """See `SegmentHooks`."""
+
+    def after(self, segment_pass: SegmentPass) -> None:
+        """See `SegmentHooks`."""
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        """See `SegmentHooks`."""
+
+
+def capture(work: Work) -> Work:
+    """Record the kernels that `work` launches; return a function that launches them again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(
+        graph, capture_error_mode="thread_local"
+    ):  # the loader's thread may allocate meanwhile
+        work()
+    return graph.replay
+
+
+class GraphedPasses:
+    """Runs the training schedule of one stage: by `executor` in the first steps, then by replays of a graph.
+
+    Args:
+        executor: runs the warm-up steps.
+        bare: the same executor with `NoHooks`.
+        data_parallel: communicates weights and gradients.
+        num_warmup_steps: steps before the capture.
+        record: `capture`, or a stand-in for tests without a GPU.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        bare: Executor,
+        data_parallel: DataParallel,
+        num_warmup_steps: int,
+        record: Callable[[Work], Work] = capture,
+    ) -> None:
+        self._executor, self._bare, self._data_parallel = executor, bare, data_parallel
+        self._steps_left = num_warmup_steps
+        self._record = record
+        self._graph: _Graph | None = None
+
+    def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
+        """Run a step's micro-batches, like `Executor.run`."""
+        if self._steps_left:
+            self._steps_left -= 1
+            self._executor.run(actions, batches, infos)
+            return
+        self._data_parallel.wait_for_weights()
+        for batch, info in zip(batches, infos, strict=True):
+            if self._graph is None:
+                self._graph = _Graph(self._bare, batch, info, self._record)
+            self._graph.run(batch, info)
+        self._data_parallel.reduce_all_gradients()
+
+
+class _Graph:
+    """The graph of a micro-batch's passes. Capturing it computes nothing."""
+
+    def __init__(
+        self, executor: Executor, batch: Batch, info: PassInfo, record: Callable[[Work], Work]
+    ) -> None:
+        self._batch = Batch(
+            tokens=batch.tokens.clone(),
+            labels=batch.labels.clone(),
+            loss_mask=batch.loss_mask.clone(),
+            position_ids=batch.position_ids.clone(),
+            denominator=batch.loss_denominator.clone(),
+        )
+        scale = info.loss_scale
+        dtype = scale.dtype if isinstance(scale, Tensor) else torch.float32
+        self._scale = torch.zeros((), dtype=dtype, device=batch.tokens.device)
+        self._info = PassInfo(loss_scale=self._scale)
+        passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
+        self._replay = record(lambda: executor.run(passes, [self._batch], [self._info]))
+
+    def run(self, batch: Batch, info: PassInfo) -> None:
+        """Run the passes of a micro-batch; sums for the log remain in `info`."""
+        for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            mine.copy_(given)
+        self._scale.fill_(info.loss_scale)
+        self._replay()
+        info.sums |= {name: value.clone() for name, value in self._info.sums.items()}
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.loss_denominator]

@@ -1,0 +1,39 @@
+"""Planted faults of FP8 that parity must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from megatrain.kernels.fp8.quantize import Codes
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.fp8 import amax_history, scaling
+from megatrain.parallel.fp8.scaling import Fp8Linear
+
+
+def _scales_of_a_part() -> AbstractContextManager[Any]:
+    return mock.patch.object(scaling, "all_reduce", lambda x, _group, _op: x)
+
+
+def _history_of_a_replica() -> AbstractContextManager[Any]:
+    return mock.patch.object(amax_history, "all_reduce", lambda x, _group, _op: x)
+
+
+def _stale_weight_cast() -> AbstractContextManager[Any]:
+    cast_weight = Fp8Linear.cast_weight
+
+    def once(self: Fp8Linear, weight: Tensor, info: PassInfo) -> tuple[Codes, Tensor]:
+        return cast_weight(self, weight, PassInfo(microbatch=1, is_training=info.is_training))
+
+    return mock.patch.object(Fp8Linear, "cast_weight", once)
+
+
+FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
+    "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
+    "FP8 cast of the last step's weight": (_stale_weight_cast, "tp2 sp fp8tensorwise"),
+}

@@ -1,0 +1,160 @@
+"""Hardware of a plan: GPUs by name, the rates that kernels and collectives reach on them, and where these were measured.
+
+    data sheet of the GPU x fractions measured on H200 ─> times of kernels
+    links in a node, network between nodes ─> times of collectives
+
+Only an H200 was measured; the other GPUs are assumed to reach the same fractions of their data sheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from megatrain.training.logging.metrics import PEAK_TFLOPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU, from NVIDIA's data sheets (SXM)."""
+
+    name: str
+    memory_bytes: float
+    """Memory that torch reports."""
+    memory_rate: float
+    """Bytes per second of the GPU's memory."""
+    link_rate: float
+    """Bytes per second of NVLink in one direction."""
+    network_rate: float
+    """Bytes per second of the network adapter that usually comes with a GPU, in one direction."""
+
+    capability: tuple[int, int]
+    """Compute capability."""
+
+    @property
+    def peak(self) -> float:
+        """Dense bf16 FLOPs per second."""
+        return PEAK_TFLOPS[self.name] * 1e12
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory for a run's tensors: without CUDA context, NCCL's buffers and fragmentation."""
+        return self.memory_bytes - RESERVED_BYTES
+
+
+RESERVED_BYTES: Final = 4e9
+"""CUDA context (0.5 GB), NCCL and fragmentation: docs/planning.md asks for a few GB."""
+GPUS: Final = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="A100",
+            memory_bytes=85.0e9,
+            memory_rate=2.04e12,
+            link_rate=300e9,
+            network_rate=25e9,
+            capability=(8, 0),
+        ),
+        Gpu(
+            name="H100",
+            memory_bytes=85.0e9,
+            memory_rate=3.35e12,
+            link_rate=450e9,
+            network_rate=50e9,
+            capability=(9, 0),
+        ),
+        Gpu(
+            name="H200",
+            memory_bytes=150.1e9,
+            memory_rate=4.8e12,
+            link_rate=450e9,
+            network_rate=50e9,
+            capability=(9, 0),
+        ),
+        Gpu(
+            name="B200",
+            memory_bytes=191.5e9,
+            memory_rate=8.0e12,
+            link_rate=900e9,
+            network_rate=50e9,
+            capability=(10, 0),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Calibrated constants. Fractions are of the GPU's data sheet, times in seconds.
+
+    Sources: [A1], [S1], [B3], [B6], [B7] cases of docs/benchmarks.md and docs/internals/performance.md on H200;
+    [limits] the limits measured kernel by kernel on the same machines.
+    """
+
+    products: float = 0.68
+    """Matrix products, of the peak: 673 TFLOP/s within steps of [A1], 700 of [S1], with gradient sums."""
+    product_seconds: float = 10e-6
+    """Fixed time of a product: a product of 5e10 FLOPs reaches three quarters of the rate of large ones [limits]."""
+    grouped_rows: float = 350.0
+    """Rows per expert at which grouped products reach half of their rate: 517 TFLOP/s at 1,024 rows, 488 at 768."""
+    attention: float = 0.67
+    """Causal attention forward at long sequences, of the peak: 634 TFLOP/s at 8,192, 656 at 32,768 [limits]."""
+    attention_length: float = 400.0
+    """Sequence length at which it reaches half of that."""
+    attention_backward: float = 0.63
+    """Backward: 498 TFLOP/s at 8,192, 608 at 32,768 [limits]."""
+    attention_backward_length: float = 2000.0
+    full_head: int = 128
+    """Channels of a head at which the forward pass is bound by products; narrower heads by exponentials [S1]."""
+    dropout_attention: float = 0.53
+    """Forward with dropout, of the speed without: 341 of 634 TFLOP/s."""
+    dropout_attention_backward: float = 0.40
+    """Backward with dropout: 196 of 498 TFLOP/s."""
+    memory: float = 0.83
+    """Memory-bound kernels, of the memory's rate: 4.0 of 4.8 TB/s [A1]."""
+    links: float = 0.55
+    """Collectives within a node, of NVLink's rate in one direction: 250 GB/s of 450 [B3]."""
+    messages: float = 0.71
+    """A message between two GPUs of a node: 67 MB in 0.21 ms, 319 GB/s (pipeline cases)."""
+    network: float = 0.80
+    """Collectives between nodes, of the adapters' rate. Assumed, not measured."""
+    link_seconds: float = 25e-6
+    """Latency of a collective within a node, with its launch: 0.16 to 0.18 ms for 33 MB [limits]."""
+    network_seconds: float = 40e-6
+    """Latency of a collective between nodes; further nodes add `hop_seconds` each. Assumed, not measured."""
+    hop_seconds: float = 3e-6
+    """Latency of one more step of a ring, or of a level of a tree. Assumed, not measured."""
+    tensor_exposed: float = 0.5
+    """Fraction of overlapped collectives of tensor parallelism that still costs time: NCCL shares the SMs [B3]."""
+    tensor_overlap: float = 0.48
+    """Time that remains of collectives with --tp-comm-overlap: 0.33 of 0.69 ms a layer [limits]."""
+    all_to_all: float = 0.44
+    """All-to-all, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
+    reduce_exposed: float = 0.3
+    """Fraction of overlapped gradient reductions that costs time all the same, as they share SMs and memory [B1]."""
+    step_seconds: float = 6e-3
+    """Rest of a step: batches, report, launches [A1]."""
+    optimizer_bytes: float = 34.0
+    """Bytes per weight of a shard: 30 of AdamW, 4 of the gradient norm [A1]."""
+    gradient_bytes: float = 4.0
+    """Bytes per weight of a rank: gradients are cleared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one kind in nodes of equal size."""
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_node: int
+    network_rate: float
+    """Bytes per second and GPU between nodes, in one direction."""
+    rates: Rates = Rates()
+
+    def compute_rate(self, fraction: float) -> float:
+        """Return FLOPs per second."""
+        return self.gpu.peak * fraction
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Return the time of memory-bound kernels that read and write `num_bytes`."""
+        return num_bytes / (self.gpu.memory_rate * self.rates.memory)

@@ -1,0 +1,283 @@
+"""Times of a layer, of the head and of the embedding on one rank, for one micro-batch.
+
+    sizes of a layer, layout ─> matrix products ─┐
+                                attention        ├─> forward, gradients of inputs, weight gradients
+                                memory-bound     │
+                                collectives    ──┘
+
+A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the residual stream have t / tp of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
+from megatrain.config.derive.model import attention_weights, pair_channels
+from megatrain.tools.plan.hardware import Cluster
+from megatrain.tools.plan.layouts import Layout, Workload
+from megatrain.tools.plan.network import Group
+
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the passes of one micro-batch through a part of the model."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Gradients of the inputs, with what is recomputed for them."""
+    weight: float = 0.0
+    """Weight gradients."""
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
+
+    def __mul__(self, count: float) -> Times:
+        return Times(self.forward * count, self.backward * count, self.weight * count)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer on one rank: rows [t, inputs] -> [t, outputs], or one for each of several experts."""
+
+    rows: float
+    """Rows of all experts."""
+    outputs: float
+    inputs: float
+    num_experts: int = 0
+    """Experts of a grouped product; 0: a plain one."""
+
+    @property
+    def weights(self) -> float:
+        return self.outputs * self.inputs * max(self.num_experts, 1)
+
+    def times(self, cluster: Cluster) -> Times:
+        """Return the times; a weight gradient is also added to its fp32 sum, which half hides in the product."""
+        rates = cluster.rates
+        rate = cluster.compute_rate(rates.products)
+        if self.num_experts:
+            per_expert = self.rows / self.num_experts
+            rate *= per_expert / (per_expert + rates.grouped_rows)
+        one = 2 * self.rows * self.outputs * self.inputs / rate + rates.product_seconds
+        return Times(one, one, one + cluster.memory_seconds(4 * self.weights))
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times of the parts of a model in a layout. The fields are the arguments of the calculation."""
+
+    workload: Workload
+    layout: Layout
+    cluster: Cluster
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on this rank."""
+        return self.workload.seq_length / self.layout.cp * self.layout.micro_batch
+
+    def layer(self, sizes: LayerSizes) -> Times:
+        """Return the times of a layer."""
+        mixer, mlp = self._mixer(sizes), self._mlp(sizes)
+        dropout = 20 if self.workload.plan.config.model.hidden_dropout else 0
+        norms = self._memory((22 + dropout) * self.workload.hidden * self._rows_of_norms)
+        times = mixer + mlp + norms + self._tensor_parallel(sizes)
+        return times + Times(backward=self._recomputed(times, mixer, mlp, norms))
+
+    def head(self) -> Times:
+        """Return the times of the output layer with its loss."""
+        rows = self.workload.vocabulary / self.layout.tp
+        product = Product(self.tokens, rows, self.workload.hidden).times(self.cluster)
+        logits = Times(self.cluster.memory_seconds(6 * rows * self.tokens))
+        return product + logits + self._gathered(1)
+
+    def embedding(self) -> Times:
+        """Return the times of the embedding: a lookup, and a sum over tensor ranks."""
+        rows = 4 * self.workload.hidden * self.tokens
+        return self._memory(2 * rows) + self._gathered(1)
+
+    def multi_token_prediction(self) -> Times:
+        """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
+        table = self.workload.plan.derived.layer_table
+        h = self.workload.hidden
+        projection = Product(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster)
+        depths = [self.layer(sizes) + projection + self.head() for sizes in table.mtp_layers]
+        return sum(depths, Times())
+
+    def _linear(self, product: Product) -> Times:
+        """Return the times of a dense linear layer, with the gradient of its bias."""
+        bias = (
+            0 if self.workload.plan.config.model.disable_bias_linear else 2 * product.rows * product.outputs
+        )
+        return product.times(self.cluster) + Times(weight=self.cluster.memory_seconds(bias))
+
+    @property
+    def tensor_group(self) -> Group:
+        return Group(self.cluster, self.layout.tp)
+
+    @property
+    def _rows_of_norms(self) -> float:
+        return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
+
+    def _memory(self, num_bytes: float) -> Times:
+        """Return the times of memory-bound kernels: a third of their bytes forward, the rest backward."""
+        seconds = self.cluster.memory_seconds(num_bytes)
+        return Times(seconds / 3, seconds * 2 / 3)
+
+    # ---- attention
+
+    def _mixer(self, sizes: LayerSizes) -> Times:
+        if not sizes.has_mixer:
+            return Times()
+        products = sum((self._linear(one) for one in self._mixer_products(sizes)), Times())
+        channels = sizes.num_heads * sizes.head_channels + sizes.num_query_groups * sizes.head_channels
+        copies = (
+            60 if sizes.latent is not None else 12
+        )  # heads of latents are put together by plain operators
+        rope = self._memory(copies * channels / self.layout.tp * self.tokens)
+        return products + rope + self._attention(sizes)
+
+    def _mixer_products(self, sizes: LayerSizes) -> Iterator[Product]:
+        """Yield the products of a mixer; down projections of latents are not split over tensor ranks."""
+        h, tp, heads, t = self.workload.hidden, self.layout.tp, sizes.num_heads, self.tokens
+        if sizes.linear is not None:
+            yield Product(t, sizes.linear.active_weights(h) / h / tp, h)
+            return
+        latent = sizes.latent
+        if latent is None:
+            gate = heads if sizes.has_output_gate else 0
+            groups = max(sizes.num_query_groups, tp)
+            yield Product(t, (heads + gate + 2 * groups) * sizes.head_channels / tp, h)
+        else:
+            queries = heads * latent.head_channels / tp
+            yield Product(t, latent.query_rank or queries, h)
+            if latent.query_rank is not None:
+                yield Product(t, queries, latent.query_rank)
+            yield Product(t, latent.kv_rank + latent.rotary_channels, h)
+            yield Product(t, heads * (latent.plain_channels + latent.value_channels) / tp, latent.kv_rank)
+        yield Product(t, h, heads * sizes.value_channels / tp)
+
+    def _attention(self, sizes: LayerSizes) -> Times:
+        """Return the times of causal attention; a ring of context ranks overlaps its messages with it."""
+        if not sizes.num_heads:
+            return Times()
+        rates, length, cp = self.cluster.rates, self.workload.seq_length, self.layout.cp
+        flops = self.tokens * length * pair_channels(sizes) / self.layout.tp
+        part = length / (2 * cp) if cp > 1 else length  # a rank has two parts of a sequence, for equal work
+        forward = rates.attention * part / (part + rates.attention_length)
+        forward *= min(1.0, sizes.head_channels / rates.full_head)
+        backward = rates.attention_backward * part / (part + rates.attention_backward_length)
+        if self.workload.plan.config.model.attention_dropout:
+            forward, backward = (
+                forward * rates.dropout_attention,
+                backward * rates.dropout_attention_backward,
+            )
+        times = Times(
+            flops / self.cluster.compute_rate(forward), 2.5 * flops / self.cluster.compute_rate(backward)
+        )
+        if cp == 1:
+            return times
+        keys = max(sizes.num_query_groups / self.layout.tp, 1) * (sizes.head_channels + sizes.value_channels)
+        message = Group(self.cluster, cp, self.layout.tp).message(_BF16 * keys * self.tokens)
+        steps, queries = cp - 1, sizes.num_heads * sizes.head_channels / self.layout.tp
+        merges = self._memory(24 * cp * queries * self.tokens)
+        return merges + Times(max(times.forward, steps * message), max(times.backward, 3 * steps * message))
+
+    # ---- MLP and experts
+
+    def _mlp(self, sizes: LayerSizes) -> Times:
+        if sizes.experts is not None:
+            return self._experts(sizes, sizes.experts)
+        return self._dense(sizes.ffn_hidden_size, is_gated=sizes.is_gated)
+
+    def _dense(self, width: float, *, is_gated: bool) -> Times:
+        if not width:
+            return Times()
+        h, f, t = self.workload.hidden, width / self.layout.tp, self.tokens
+        products = Product(t, (2 if is_gated else 1) * f, h), Product(t, h, f)
+        times = sum((self._linear(one) for one in products), Times())
+        return times + self._memory((16 if is_gated else 10) * f * t)
+
+    def _experts(self, sizes: LayerSizes, experts: ExpertSizes) -> Times:
+        """Return the times of routed and shared experts with their dispatch; loads are equal."""
+        layout, h = self.layout, experts.latent_size or self.workload.hidden
+        local = experts.num_experts // layout.ep
+        rows = self.tokens / layout.tp * experts.top_k * layout.etp
+        width = experts.ffn_hidden_size / layout.etp
+        gate = 2 if sizes.is_gated else 1
+        products = Product(rows, gate * width, h, local), Product(rows, h, width, local)
+        times = sum((one.times(self.cluster) for one in products), Times())
+        times += self._memory((16 if sizes.is_gated else 10) * width * rows)
+        times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
+        times += self._dense(experts.shared_ffn_hidden_size, is_gated=sizes.is_gated)
+        sent = self._dispatch(experts, h)
+        return times + Times(2 * sent, 2 * sent)
+
+    def _dispatch(self, experts: ExpertSizes, hidden: int) -> float:
+        """Return the seconds of one all-to-all: a token is sent once to each rank that has experts of it."""
+        ep, layout = self.layout.ep, self.layout
+        if ep == 1:
+            return 0.0
+        chosen = 1 - (1 - 1 / ep) ** experts.top_k
+        peer = self.tokens / layout.tp * chosen * hidden * _BF16 * layout.etp
+        return Group(self.cluster, ep, layout.etp).all_to_all(peer)
+
+    # ---- communication of tensor parallelism, recomputation
+
+    def _tensor_parallel(self, sizes: LayerSizes) -> Times:
+        """Return the exposed time of the collectives around column- and row-parallel layers."""
+        pairs = sizes.has_mixer + (sizes.experts is None and sizes.has_mlp)
+        return self._gathered(pairs)
+
+    def _gathered(self, pairs: int) -> Times:
+        """Return the exposed time of collectives of `pairs` of a column- and a row-parallel layer.
+
+        With sequence parallelism: forward an all-gather and a reduce-scatter; backward the all-gather of the output's
+        gradient, and an all-gather and a reduce-scatter that products overlap. Without: an all-reduce each way, the latter
+        overlapped.
+        """
+        if self.layout.tp == 1 or not pairs:
+            return Times()
+        rates, group = self.cluster.rates, self.tensor_group
+        num_bytes = _BF16 * self.workload.hidden * self.tokens
+        if not self.layout.sequence_parallel:
+            one = group.all_reduce(num_bytes)
+            return Times(pairs * one, pairs * one * rates.tensor_exposed)
+        one = group.all_gather(num_bytes)
+        shown = rates.tensor_overlap if self.workload.plan.config.parallel.tp_comm_overlap else 1.0
+        return Times(2 * pairs * one * shown, pairs * one * (1 + 2 * rates.tensor_exposed))
+
+    def _recomputed(self, whole: Times, mixer: Times, mlp: Times, norms: Times) -> float:
+        """Return the seconds that recomputation adds to the backward pass."""
+        if self.layout.recompute == "full":
+            return whole.forward
+        seconds, modules = 0.0, self.layout.modules
+        for name, part in (("layernorm", norms), ("mlp", mlp), ("moe", mlp), ("core_attn", mixer)):
+            if name in modules:
+                seconds += part.forward * (0.5 if name == "core_attn" else 1.0)
+        if "mla_up_proj" in modules:
+            seconds += 0.3 * mixer.forward
+        if "moe_act" in modules and "moe" not in modules:
+            seconds += 0.1 * mlp.forward
+        return seconds
+
+
+@functools.lru_cache(maxsize=65536)
+def layer_weights(workload: Workload, sizes: LayerSizes, tp: int, ep: int, etp: int) -> tuple[float, float]:
+    """Return the weights of a layer on one rank: dense ones, and those of experts."""
+    h, matrices = workload.hidden, 3 if sizes.is_gated else 2
+    linear = 0 if sizes.linear is None else sizes.linear.active_weights(h)
+    dense = (attention_weights(h, sizes) + linear + matrices * h * sizes.ffn_hidden_size) / tp + 2 * h
+    experts = sizes.experts
+    if experts is None:
+        return dense, 0.0
+    dense += matrices * h * experts.shared_ffn_hidden_size / tp + h * experts.num_experts
+    one = matrices * (experts.latent_size or h) * experts.ffn_hidden_size / etp
+    return dense, one * experts.num_experts / ep

@@ -1,0 +1,284 @@
+"""Layouts of a run: how a model and its batch are distributed, the flags that say so, and all that are worth a look.
+
+resolved plan ─> `Workload` (what is trained) and `Layout` (how); world size ─> `layouts`, every other way
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from megatrain.config import Plan, Request
+from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.derive.model import flops_per_token, training_flops
+from megatrain.config.derive.pipeline import balanced_split
+from megatrain.config.schema.tree import Setting, settings
+from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
+
+Recomputation = Literal["none", "selective", "full"]
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+_CHUNKS: Final = (2, 3, 4, 5, 6, 8, 10)
+_MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
+_OFTEN_DEFAULT: Final = {"parallel.data_parallel_sharding_strategy": "optim"}
+"""Values that open settings usually get."""
+_MOST_STAGES: Final = 32
+_SHORTEST_PART: Final = 4096
+"""Fewest tokens of a sequence on a context-parallel rank that are worth a look."""
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model with its batch, apart from any layout."""
+
+    plan: Plan
+    """A resolved plan of the run; only what no layout changes is read from it."""
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSizes, ...]:
+        return self.plan.derived.layer_table.layers
+
+    @property
+    def hidden(self) -> int:
+        return self.plan.config.model.hidden_size
+
+    @property
+    def vocabulary(self) -> int:
+        return self.plan.config.model.padded_vocab_size
+
+    @property
+    def seq_length(self) -> int:
+        return self.plan.config.data.seq_length
+
+    @property
+    def global_batch(self) -> int:
+        return self.plan.config.training.global_batch_size
+
+    @property
+    def num_experts(self) -> int:
+        return self.plan.config.experts.num_experts or 1
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """FLOPs of an iteration by Megatron-LM's formula."""
+        tokens = self.global_batch * self.seq_length
+        return training_flops(
+            self.plan.config.model,
+            self.plan.derived.layer_table,
+            num_tokens=tokens,
+            sum_of_squared_lengths=tokens * self.seq_length,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run is distributed over its ranks."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    micro_batch: int = 1
+    schedule: ScheduleKind = "1f1b"
+    chunks: int = 1
+    """Model chunks of a pipeline rank."""
+    sharding: Sharding = "optim"
+    recompute: Recomputation = "none"
+    modules: tuple[str, ...] = ()
+    """Modules that selective recomputation covers."""
+    sequence_parallel: bool = False
+    split: tuple[int, ...] = ()
+    """Layers of each virtual stage."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Layout:
+        """Return the layout of a resolved plan."""
+        parallel, derived, training = plan.config.parallel, plan.derived, plan.config.training
+        has_experts = plan.config.experts.num_experts is not None
+        return cls(
+            tp=parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            dp=derived.data_parallel_size,
+            ep=parallel.expert_model_parallel_size,
+            etp=derived.expert_tensor_parallel_size if has_experts else 1,
+            micro_batch=training.micro_batch_size,
+            schedule=parallel.pipeline_schedule,
+            chunks=derived.pipeline_chunks,
+            sharding=parallel.data_parallel_sharding_strategy,
+            recompute=training.recompute_granularity or "none",
+            modules=training.recompute_modules if training.recompute_granularity == "selective" else (),
+            sequence_parallel=parallel.sequence_parallel,
+            split=derived.pipeline_layers,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pp, self.chunks, is_v=self.schedule in V_SHAPED)
+
+    @property
+    def pipeline(self) -> PipelineSchedule:
+        return PipelineSchedule(self.schedule, self.placement)
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def num_microbatches(self, global_batch: int) -> int:
+        return global_batch // (self.dp * self.micro_batch)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the layout, by path: also those that must be off for it."""
+        is_split = self.pp > 1
+        is_full = self.recompute == "full"
+        return {
+            "parallel.tensor_model_parallel_size": self.tp,
+            "parallel.sequence_parallel": self.sequence_parallel,
+            "parallel.context_parallel_size": self.cp,
+            "parallel.pipeline_model_parallel_size": self.pp,
+            "parallel.pipeline_schedule": self.schedule if is_split else None,
+            "parallel.num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
+            "parallel.num_layers_per_virtual_pipeline_stage": None,
+            "parallel.decoder_first_pipeline_num_layers": None,
+            "parallel.decoder_last_pipeline_num_layers": None,
+            "parallel.account_for_embedding_in_pipeline_split": False,
+            "parallel.account_for_loss_in_pipeline_split": False,
+            "parallel.pipeline_model_parallel_layout": "auto" if is_split else None,
+            "parallel.expert_model_parallel_size": self.ep,
+            "parallel.expert_tensor_parallel_size": self.etp if self.tp > 1 else None,
+            "parallel.data_parallel_sharding_strategy": self.sharding,
+            "training.micro_batch_size": self.micro_batch,
+            "training.recompute_granularity": None if self.recompute == "none" else self.recompute,
+            "training.recompute_modules": self.modules or None,
+            "training.recompute_method": "uniform" if is_full else None,
+            "training.recompute_num_layers": 1 if is_full else None,
+        }
+
+    def flags(self, request: Request) -> list[str]:
+        """Return the words that give a run this layout, after the words of the request."""
+        has_experts = request.known("experts.num_experts") is not None
+        known = {setting.path: setting for setting in settings()}
+        words = []
+        for path, value in self.settings().items():
+            is_given = request.origins[path].kind != "default"
+            is_default = value in (None, known[path].default, _OFTEN_DEFAULT.get(path))
+            is_missing = path.startswith("parallel.expert") and not has_experts
+            if not is_missing and (is_given or not is_default):
+                words += _words(known[path], value)
+        return words
+
+
+def _words(setting: Setting, value: Any) -> list[str]:
+    """Return the words that give a setting a value; None turns it off."""
+    if isinstance(value, bool):
+        return [setting.flag if value else setting.opposite_flag]
+    if setting.name == "pipeline_schedule" and value is None:
+        value = "1f1b"
+    values = value if isinstance(value, tuple) else (value,)
+    return [setting.flag, *("none" if one is None else str(one) for one in values)]
+
+
+def layouts(workload: Workload, num_gpus: int, gpus_per_node: int) -> Iterator[Layout]:
+    """Yield the layouts that use all GPUs, apart from those that the rules of this function call senseless.
+
+    Tensor ranks share a node. Sequences are split only if each part keeps `_SHORTEST_PART` tokens. Gradients and weights
+    are sharded (ZeRO-2 and 3) only without a pipeline, where micro-batches do not multiply their communication.
+    """
+    for tp, cp in itertools.product(_tensor_sizes(workload, gpus_per_node), _context_sizes(workload)):
+        for pp in _pipeline_sizes(workload, num_gpus):
+            if num_gpus % (tp * cp * pp):
+                continue
+            dp = num_gpus // (tp * cp * pp)
+            base = Layout(tp=tp, cp=cp, pp=pp, dp=dp, sequence_parallel=tp > 1)
+            for one in _with_experts(base, workload):
+                for two in _with_batch(one, workload):
+                    yield from _with_pipeline(two, workload)
+
+
+def _tensor_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
+    heads = min(layer.num_heads for layer in workload.layers if layer.num_heads)
+    return [size for size in (1, 2, 4, 8, 16) if size <= gpus_per_node and heads % size == 0]
+
+
+def _context_sizes(workload: Workload) -> list[int]:
+    length = workload.seq_length
+    sizes = (2**power for power in range(8))
+    return [size for size in sizes if size == 1 or length >= size * _SHORTEST_PART]
+
+
+def _pipeline_sizes(workload: Workload, num_gpus: int) -> list[int]:
+    most = min(_MOST_STAGES, len(workload.layers))
+    return [
+        size
+        for size in range(1, most + 1)
+        if num_gpus % size == 0 and (size & (size - 1) == 0 or size % 2 == 0)
+    ]
+
+
+def _with_experts(layout: Layout, workload: Workload) -> Iterator[Layout]:
+    if workload.num_experts == 1:
+        yield layout
+        return
+    ranks = layout.tp * layout.cp * layout.dp
+    for power in range(9):
+        ep = 2**power
+        if workload.num_experts % ep == 0 and ranks % ep == 0:
+            yield replace(layout, ep=ep)
+
+
+def _with_batch(layout: Layout, workload: Workload) -> Iterator[Layout]:
+    """Yield micro-batches, recomputation and sharding."""
+    for micro_batch in _MICRO_BATCHES:
+        if workload.global_batch % (layout.dp * micro_batch):
+            continue
+        for recompute, modules in _recomputations(workload):
+            shardings: tuple[Sharding, ...] = ("optim",)
+            if layout.pp == 1 and layout.dp > 1:
+                shardings = ("optim", "optim_grads", "optim_grads_params")
+            for sharding in shardings:
+                yield replace(
+                    layout,
+                    micro_batch=micro_batch,
+                    recompute=recompute,
+                    modules=modules,
+                    sharding=sharding,
+                )
+
+
+def _recomputations(workload: Workload) -> list[tuple[Recomputation, tuple[str, ...]]]:
+    """Return none, what is cheap to run again, the whole MLP or all experts, and whole layers."""
+    latent = ("mla_up_proj",) if workload.plan.config.model.multi_latent_attention else ()
+    if workload.num_experts > 1:
+        parts = [("layernorm", *latent, "moe_act"), ("layernorm", *latent, "moe")]
+    else:
+        parts = [("layernorm", *latent, "mlp")]
+    return [("none", ()), *(("selective", modules) for modules in parts), ("full", ())]
+
+
+def _with_pipeline(layout: Layout, workload: Workload) -> Iterator[Layout]:
+    if layout.pp == 1:
+        yield replace(layout, split=(len(workload.layers),))
+        return
+    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
+    kinds += [("interleaved", chunks) for chunks in _CHUNKS]
+    if layout.num_microbatches(workload.global_batch) < layout.pp:
+        return
+    for schedule, chunks in kinds:
+        if layout.pp * chunks > len(workload.layers) + 1:
+            continue
+        split = _split(workload, layout.pp * chunks)
+        yield replace(layout, schedule=schedule, chunks=chunks, split=split)
+
+
+@functools.lru_cache(maxsize=256)
+def _split(workload: Workload, stages: int) -> tuple[int, ...]:
+    """Return the layers of each virtual stage, as --pipeline-model-parallel-layout auto splits them."""
+    costs, head = flops_per_token(workload.plan)
+    return balanced_split(costs, head, stages)

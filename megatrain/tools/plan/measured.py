@@ -1,0 +1,82 @@
+"""Measured steps on H200 that the cost model is compared with (docs/benchmarks.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.layouts import Layout
+from megatrain.tools.plan.memory import planned_bytes
+from megatrain.tools.plan.search import Found, Run, evaluate
+
+_CASES: Final = Path(__file__).parents[3] / "configs" / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured case."""
+
+    name: str
+    world_size: int
+    milliseconds: float
+    gigabytes: float
+    """Peak of the rank that needs most, in 10^9 bytes."""
+    flags: str
+    config: str | None = None
+    """File of configs/benchmarks/."""
+    note: str = ""
+    """Reason for which memory is not comparable."""
+
+    @property
+    def words(self) -> list[str]:
+        """The flags of pretrain.py."""
+        config = [] if self.config is None else ["--config", str(_CASES / f"{self.config}.yaml")]
+        return [*config, *self.flags.split()]
+
+
+_STAGES: Final = "--num-layers 16 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto"
+_7B: Final = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
+    " --untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 8 --seq-length 8192"
+    " --max-position-embeddings 8192 --train-iters 25 --tokenizer-type NullTokenizer --vocab-size 131073 --lr 1.5e-4"
+    " --bf16 --deterministic-mode --mock-data --tensor-model-parallel-size 2"
+)
+MEASURED: Final = (
+    Measured("A1", 1, 1520, 94.9, "", "a1"),
+    Measured("S1", 1, 907, 18.9, "", "s1"),
+    Measured("B1 dp2", 2, 2967, 121.9, "--global-batch-size 8", "b1"),
+    Measured("B1 dp4", 4, 2930, 97.8, "", "b1"),
+    Measured("B3 tp2", 2, 1668, 85.4, "--global-batch-size 4 --tensor-model-parallel-size 2", "b3"),
+    Measured("B3 tp4", 4, 1872, 43.1, "", "b3"),
+    Measured(
+        "B5 cp2", 2, 2316, 80.2, "--global-batch-size 2 --context-parallel-size 2 --num-layers 16", "b5"
+    ),
+    Measured("B5 cp4", 4, 4600, 97.8, "", "b5"),
+    Measured("B6 ep2", 2, 858, 114.8, "--global-batch-size 16 --expert-model-parallel-size 2", "b6"),
+    Measured("B7 ep2", 2, 947, 96.0, "--global-batch-size 16 --expert-model-parallel-size 2", "b7"),
+    Measured("7B tp2", 2, 3577, 106.2, _7B, note="ran with Transformer Engine, planned as local"),
+    Measured("1f1b", 2, 3462.7, 59.35, f"{_STAGES} --pipeline-schedule 1f1b", "b4"),
+    Measured(
+        "interleaved",
+        2,
+        3261.1,
+        62.84,
+        f"{_STAGES} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+        "b4",
+    ),
+    Measured("zb-h1", 2, 3246.5, 63.20, f"{_STAGES} --pipeline-schedule zb-h1", "b4"),
+    Measured("zb-v", 2, 3584.4, 62.29, f"{_STAGES} --pipeline-schedule zb-v", "b4"),
+    Measured("dualpipe-v", 2, 3661.4, 59.23, f"{_STAGES} --pipeline-schedule dualpipe-v", "b4"),
+)
+
+
+def predicted(case: Measured) -> Found:
+    """Return what the cost model and the memory plan say of a case."""
+    gpu = GPUS["H200"]
+    cluster = Cluster(gpu=gpu, num_gpus=case.world_size, gpus_per_node=8, network_rate=gpu.network_rate)
+    run = Run.of(case.words, cluster)
+    plan, workload = run.plan(), run.workload()
+    layout = Layout.of(plan)
+    return evaluate(run, workload, layout, planned_bytes(workload, layout, plan))

@@ -1,0 +1,155 @@
+"""Memory of a layout: an estimate that takes no time, and the plan of --dry-run for the ranks that need most.
+
+weights of a rank, sizes of layers ─> `estimated_bytes`, to sort out what cannot fit
+resolved plan ─> the engine's step on the meta device (training/planning/) ─> `planned_bytes`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatrain.config import Plan
+from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.parallel.build_grid import build_grid
+from megatrain.tools.plan.layouts import Layout, Workload
+from megatrain.tools.plan.step_time import RankWeights, rank_weights
+from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.planning.memory_plan import device_ledger, record_step
+from megatrain.training.planning.meta_step import meta_device_as
+
+_OTHER_BYTES = 0.7e9
+"""Temporary tensors, RoPE tables, batches and cuBLAS, of one H200 in case A1."""
+_CLOSE = 0.95
+"""Fraction of the largest estimate above which the memory of the first and the last rank is planned too."""
+
+
+def estimated_bytes(workload: Workload, layout: Layout) -> float:
+    """Return an estimate of the peak memory of the rank that needs most."""
+    return max(_rank_bytes(workload, layout))
+
+
+def planned_bytes(workload: Workload, layout: Layout, plan: Plan) -> int:
+    """Return the memory that --dry-run plans, of the ranks that may need most by the estimate.
+
+    A step runs two rounds of micro-batches through the ranks, after which every schedule has its peak.
+
+    Args:
+        plan: resolved with the layout's settings.
+    """
+    estimates = _rank_bytes(workload, layout)
+    largest = max(estimates)
+    ranks = {estimates.index(largest)}
+    ranks |= {rank for rank in (0, layout.pp - 1) if estimates[rank] > _CLOSE * largest}
+    shape, device = grid_shape(plan), torch.device("meta")
+    stages = shape.rank_lists("pp")[0]
+    count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)
+    found = []
+    with meta_device_as(as_cuda=True) as operations:
+        for rank in sorted(ranks):
+            ledger = device_ledger(as_cuda=True, run=operations.run)
+            grid = build_grid(shape, stages[rank])
+            step = record_step(plan, grid, device, num_microbatches=count, ledger=ledger)
+            found.append(step.memory().total)
+    return max(found)
+
+
+def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
+    """Return an estimate for each pipeline rank."""
+    weights, placement = rank_weights(workload, layout), layout.placement
+    starts = [sum(layout.split[:number]) for number in range(len(layout.split) + 1)]
+    found = []
+    for rank in range(layout.pp):
+        stages = [placement.stage(rank, chunk) for chunk in range(layout.chunks)]
+        layers = [sizes for stage in stages for sizes in workload.layers[starts[stage] : starts[stage + 1]]]
+        if stages[-1] == len(layout.split) - 1 or stages[0] == len(layout.split) - 1:
+            layers += workload.plan.derived.layer_table.mtp_layers
+        saved = [_layer_bytes(workload, layout, sizes) for sizes in layers]
+        again = 0.0
+        if layout.recompute != "none":
+            whole = replace(layout, recompute="none", modules=())
+            again = max((_layer_bytes(workload, whole, sizes) for sizes in layers), default=0.0)
+        found.append(
+            _held_bytes(layout, weights[rank])
+            + _unsharded_bytes(layout, weights[rank], max(len(layers), 1))
+            + sum(saved) * _in_flight(workload, layout, rank)
+            + again
+            + _OTHER_BYTES
+        )
+    return found
+
+
+def _held_bytes(layout: Layout, weights: RankWeights) -> float:
+    """Return bytes of weights (bf16), gradients, master weights and moments (fp32)."""
+    total = 0.0
+    for number, shards in ((weights.dense, layout.dp * layout.cp), (weights.experts, layout.expert_dp)):
+        match layout.sharding:
+            case "no_shard":
+                total += 18 * number
+            case "optim":
+                total += (6 + 12 / shards) * number
+            case "optim_grads":
+                total += (2 + 16 / shards) * number
+            case "optim_grads_params":
+                total += 18 / shards * number
+    return total
+
+
+def _unsharded_bytes(layout: Layout, weights: RankWeights, num_layers: int) -> float:
+    """Return bytes of the full gradients, and weights, of two layers under ZeRO-2 and 3."""
+    if layout.sharding not in ("optim_grads", "optim_grads_params"):
+        return 0.0
+    return 2 * 6 * (weights.dense + weights.experts) / num_layers
+
+
+def _in_flight(workload: Workload, layout: Layout, rank: int) -> float:
+    """Return the micro-batches of all of a rank's layers whose activations it holds at the peak."""
+    count, pp, chunks = layout.num_microbatches(workload.global_batch), layout.pp, layout.chunks
+    match layout.schedule:
+        case "1f1b":
+            peak = float(pp - rank)
+        case "interleaved":
+            peak = (2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks
+        case "zb-h1":
+            peak = pp - rank / 2
+        case _:  # and what deferred weight gradients need
+            peak = 1.35 * (pp + 0.5)
+    return min(count, peak)
+
+
+def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
+    """Return bytes that a layer saves for the backward pass of a micro-batch, all in bf16."""
+    h, tp = workload.hidden, layout.tp
+    tokens = workload.seq_length / layout.cp * layout.micro_batch
+    residual = 2 * h / (tp if layout.sequence_parallel else 1)
+    if layout.recompute == "full":
+        return residual * tokens
+    norms = (
+        0 if workload.plan.config.training.recompute_norms or "layernorm" in layout.modules else 2 * residual
+    )
+    total = 2 * residual + norms
+    queries = sizes.num_heads * sizes.head_channels
+    values = sizes.num_heads * sizes.value_channels
+    keys = max(sizes.num_query_groups, tp) * sizes.head_channels
+    if sizes.latent is not None:
+        latents = sizes.latent.kv_rank + sizes.latent.rotary_channels + (sizes.latent.query_rank or 0)
+        heads = 0 if "mla_up_proj" in layout.modules else 2 * queries + values
+        total += 2 * (2 * latents + (heads + values) / tp)
+    else:
+        twice = 2 if workload.plan.config.model.qk_layernorm else 1
+        total += 2 * (twice * (queries + keys) + keys + queries) / tp
+    return (total + _mlp_bytes(workload, layout, sizes)) * tokens
+
+
+def _mlp_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
+    """Return bytes that an MLP or experts save for a token."""
+    tp, gate, experts = layout.tp, 2 if sizes.is_gated else 1, sizes.experts
+    if experts is None:
+        return 0.0 if "mlp" in layout.modules else 2 * gate * sizes.ffn_hidden_size / tp
+    if "moe" in layout.modules:
+        return 2.0 * workload.hidden
+    width = experts.latent_size or workload.hidden
+    one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
+    routed = experts.top_k * layout.etp / tp * one
+    return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / tp

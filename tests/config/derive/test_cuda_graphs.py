@@ -1,0 +1,44 @@
+"""CUDA graphs are used where every kernel of a micro-batch has fixed sizes; elsewhere a note has the reason."""
+
+import pytest
+
+from megatrain.config import Facts
+
+DENSE = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --bf16"
+
+
+@pytest.mark.parametrize("flags", ["--cuda-graph-impl local", "--enable-cuda-graph"])
+def test_a_dense_model_on_data_parallel_ranks_has_graphs(plan_of, flags):
+    plan = plan_of(
+        f"{flags} --hidden-dropout 0 --attention-dropout 0", facts=Facts(device="cuda", world_size=4)
+    )
+    assert plan.derived.cuda_graphs
+    assert not any("has no effect" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "reason"),
+    [
+        ("", Facts(), "a CPU has none"),
+        ("--transformer-impl transformer_engine", Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
+         "modules of Transformer Engine"),
+        ("--tensor-model-parallel-size 2", Facts(device="cuda", world_size=2), "tensor, context and pipeline"),
+        ("--context-parallel-size 2", Facts(device="cuda", world_size=2), "tensor, context and pipeline"),
+        ("--data-parallel-sharding-strategy optim_grads", Facts(device="cuda", world_size=2), "ZeRO-2"),
+        ("--num-experts 4", Facts(device="cuda"), "experts"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", Facts(device="cuda", device_capability=(9, 0)), "FP8"),
+        ("--mtp-num-layers 1", Facts(device="cuda"), "multi-token prediction"),
+        ("--hidden-dropout 0.1", Facts(device="cuda"), "dropout"),
+        ("--reset-attention-mask --no-create-attention-mask-in-dataloader", Facts(device="cuda"), "documents"),
+    ],
+)  # fmt: skip
+def test_elsewhere_a_note_has_the_reason(plan_of, flags, facts, reason):
+    plan = plan_of(f"{DENSE} {flags}", facts=facts)
+    assert not plan.derived.cuda_graphs
+    (note,) = [note for note in plan.notes if note.startswith("--cuda-graph-impl local has no effect: ")]
+    assert reason in note
+
+
+def test_graphs_of_modules_are_a_note(plan_of):
+    notes = plan_of("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2").notes
+    assert any(note.startswith("--cuda-graph-impl transformer_engine has no effect: ") for note in notes)

@@ -1,0 +1,55 @@
+"""Fused casts to FP8 against their references, bit for bit."""
+
+import pytest
+import torch
+from fused_helpers import DEVICE, DTYPES, drawn
+
+from megatrain.kernels.fp8 import quantize as references
+from megatrain.kernels.fused import fp8 as fused
+
+pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+SIZES = [(1, 16), (33, 48), (64, 128), (130, 260)] + ([(4096, 14336)] if DEVICE == "cuda" else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_scale_of_a_tensor(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x = drawn(*size, dtype=dtype)
+    for x_ in (x, torch.zeros_like(x)):
+        assert fused.amax(x_).item() == references.amax_reference(x_).item()
+        for fp8 in FORMATS:
+            expected = references.scale_of(references.amax_reference(x_), torch.finfo(fp8).max)
+            assert torch.equal(fused.current_scale(x_, fp8), expected)
+    x[-1, -1] = float("nan")
+    assert fused.amax(x).isnan()
+    assert fused.current_scale(x, FORMATS[0]).isnan().all()
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_cast_in_both_orders(fp8: torch.dtype, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x = drawn(*size, dtype=dtype) * 1e-2
+    scale = references.scale_of(
+        references.amax_reference(x) / 4, torch.finfo(fp8).max
+    )  # large values saturate
+    if DEVICE == "cpu":  # the interpreter's rounding loses the carry to the exponent: test with FP8 numbers
+        scale = torch.tensor([64.0, 1 / 64])
+        x = ((x * 64).to(fp8).float() / 64).to(dtype)
+    x[0, 3], x[0, 5], x[0, 7] = float("nan"), float("inf"), -torch.finfo(dtype).max
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found = references.Codes(*fused.quantize(x, scale, fp8, rows, columns, None))
+        expected = references.quantize_reference(x, scale, fp8, rows=rows, columns=columns)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one.float().nan_to_num(-1), other.float().nan_to_num(-1))
+    codes = references.quantize_reference(x, scale, fp8, rows=True, columns=False).rows
+    assert torch.equal(fused.transposed(codes).view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_the_largest_value_seen() -> None:
+    x, seen, scale = drawn(130, 48), torch.zeros(3, device=DEVICE), torch.ones(2, device=DEVICE)
+    for factor, largest in ((2.0, 2.0), (1.0, 2.0), (3.0, 3.0)):
+        fused.quantize(x * factor, scale, FORMATS[0], True, True, seen[1])
+        assert seen.tolist() == pytest.approx([0, largest * x.abs().max().item(), 0])

@@ -1,0 +1,84 @@
+"""`megatrain plan`: what it prints fits, starts with its flags, and is sorted by time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from megatrain.config import Facts, Request, parse
+from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.tools.main import main
+from megatrain.training.launch.facts import gather_facts
+from megatrain.training.planning import dry_run
+
+MODEL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --swiglu"
+    " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
+    " --mock-data --tokenizer-type NullTokenizer --vocab-size 8000 --global-batch-size 64 --train-iters 10 --bf16"
+    " --hidden-dropout 0 --attention-dropout 0"
+)
+EXPERTS = (
+    " --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
+)
+
+
+def planned(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["plan", *text.split(), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param("", marks=pytest.mark.nightly), EXPERTS], ids=["dense", "experts"]
+)
+def test_the_layouts_start_with_their_flags_and_have_the_memory_of_a_dry_run(
+    more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def facts_of_a_cluster(request: Request, environment: LaunchEnvironment) -> Facts:
+        return dataclasses.replace(gather_facts(request, environment), has_triton=True)
+
+    monkeypatch.setattr(dry_run, "gather_facts", facts_of_a_cluster)
+    limit = 1.2
+    found = planned(f"{MODEL}{more} --world-size 16 --gpu H100 --memory-gb {limit} --top 3", capsys)
+    times = [one["time"]["total"] for one in found["layouts"]]
+    assert times == sorted(times)
+    assert len(times) == 3
+    for one in found["layouts"]:
+        assert one["memory_bytes"] <= limit * 1e9
+        flags = f"{MODEL}{more} --micro-batch-size 1 --lr 1e-4 --world-size 16 --dry-run"
+        run = dry_run.examine(parse([*flags.split(), *shlex.split(one["flags"])]), read_environment())
+        assert max(stage.total for stage in run.memory) == pytest.approx(one["memory_bytes"], rel=0.02)
+        assert run.ranks.axes["dp"].size == one["layout"]["dp"]
+
+
+def test_flags_of_the_command_line_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(f"{MODEL} --world-size 8 --tensor-model-parallel-size 4 --top 2", capsys)
+    assert {one["layout"]["tp"] for one in found["layouts"]} == {4}
+    assert found["given"]["layout"]["tp"] == 4
+
+
+def test_the_table_names_gpus_and_the_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            ["plan", *MODEL.split(), *"--micro-batch-size 1 --lr 1 --world-size 8 --gpu B200 --top 1".split()]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "8 x B200, 8 a node, 400 Gbit/s" in out
+    assert "as given" in out
+
+
+def test_a_model_that_fits_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL.split(), *"--world-size 1 --memory-gb 0.1".split()]) == 2
+    assert "use more GPUs" in capsys.readouterr().err
+
+
+def test_a_missing_batch_size_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    words = MODEL.replace("--global-batch-size 64", "")
+    assert main(["plan", *words.split(), *"--world-size 1".split()]) == 2
+    assert "--global-batch-size" in capsys.readouterr().err

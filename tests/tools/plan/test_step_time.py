@@ -1,0 +1,99 @@
+"""The cost model of `megatrain plan` against measured steps, and against what must hold for any constants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.layer_times import Product
+from megatrain.tools.plan.layouts import Layout, Workload, layouts
+from megatrain.tools.plan.measured import MEASURED, Measured, predicted
+from megatrain.tools.plan.memory import estimated_bytes
+from megatrain.tools.plan.network import Group
+from megatrain.tools.plan.step_time import rank_weights, step_time
+from tests.everyday import one_in
+
+TOLERANCE = 0.10
+GPU = GPUS["H200"]
+CLUSTER = Cluster(gpu=GPU, num_gpus=64, gpus_per_node=8, network_rate=GPU.network_rate)
+
+
+def planned(case: Measured) -> tuple[Workload, Layout]:
+    facts = Facts(
+        world_size=case.world_size, device="cuda", device_name="NVIDIA H200", device_capability=(9, 0)
+    )
+    plan = resolve(parse(case.words), facts)
+    return Workload(plan), Layout.of(plan)
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
+def test_a_predicted_step_is_within_ten_percent_of_the_measured_one(case: Measured) -> None:
+    workload, layout = planned(case)
+    cluster = dataclasses.replace(CLUSTER, num_gpus=case.world_size)
+    for is_simulated in (True, False):
+        time = step_time(workload, layout, cluster, is_simulated=is_simulated)
+        assert time.total * 1e3 == pytest.approx(case.milliseconds, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case", one_in(20, [case for case in MEASURED if not case.note]), ids=lambda case: case.name
+)
+def test_planned_memory_is_within_two_percent_of_the_measured_one(case: Measured) -> None:
+    found = predicted(case)
+    assert found.memory_bytes / 1e9 == pytest.approx(case.gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize("case", [case for case in MEASURED if not case.note], ids=lambda case: case.name)
+def test_the_estimate_of_memory_is_near_the_measured_peak(case: Measured) -> None:
+    workload, layout = planned(case)
+    assert estimated_bytes(workload, layout) / 1e9 == pytest.approx(case.gigabytes, rel=0.2)
+
+
+def test_the_schedules_rank_as_measured() -> None:
+    times = {}
+    for case in MEASURED:
+        if case.name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
+            times[case.name] = step_time(*planned(case), CLUSTER, is_simulated=True).total
+    assert max(times["interleaved"], times["zb-h1"]) < times["1f1b"] < min(times["zb-v"], times["dualpipe-v"])
+
+
+def test_weights_of_the_ranks_are_those_of_the_model() -> None:
+    """Llama-3-8B: 8.03 billion parameters, in four stages and two tensor ranks each."""
+    workload, layout = planned(next(case for case in MEASURED if case.name == "B1 dp2"))
+    whole = rank_weights(workload, layout)[0].dense
+    assert whole == pytest.approx(8.030e9, rel=1e-3)
+    split = dataclasses.replace(layout, tp=2, pp=4, split=(8, 8, 8, 8))
+    parts = [one.dense for one in rank_weights(workload, split)]
+    assert sum(parts) * 2 == pytest.approx(whole, rel=1e-3)
+
+
+def test_collectives_between_nodes_are_slower_and_share_the_adapters_of_a_node() -> None:
+    inside, across = Group(CLUSTER, 8), Group(CLUSTER, 8, stride=8)
+    assert inside.is_in_node
+    assert not across.is_in_node
+    assert across.all_gather(1e9) > 3 * inside.all_gather(1e9)
+    assert Group(CLUSTER, 64).all_gather(1e9) < across.all_gather(1e9)
+    assert inside.all_reduce(1e9) == pytest.approx(2 * inside.all_gather(1e9), rel=0.05)
+    assert Group(CLUSTER, 1).all_to_all(1e9) == 0
+
+
+def test_small_products_and_few_rows_per_expert_are_slow() -> None:
+    large, small = Product(8192, 4096, 4096), Product(64, 4096, 4096)
+    assert small.times(CLUSTER).forward > 2 * large.times(CLUSTER).forward * 64 / 8192
+    many, few = Product(65536, 1536, 2048, 16), Product(65536, 1536, 2048, 256)
+    assert few.times(CLUSTER).forward > 1.5 * many.times(CLUSTER).forward
+
+
+def test_layouts_use_all_gpus_and_divide_the_batch() -> None:
+    workload, _ = planned(next(case for case in MEASURED if case.name == "B6 ep2"))
+    found = list(layouts(workload, 16, 8))
+    assert len(found) == len(set(found))
+    assert {one.ep for one in found} == {1, 2, 4, 8, 16}
+    for one in found:
+        assert one.tp * one.cp * one.pp * one.dp == 16
+        assert workload.global_batch % (one.dp * one.micro_batch) == 0
+        assert sum(one.split) == 16
+        assert len(one.split) == one.pp * one.chunks
