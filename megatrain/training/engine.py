@@ -161,26 +161,11 @@ class Engine:
 
     def _report(self, scale: float, metrics: StepMetrics) -> StepReport:
         """Return the report of a step with this loss scale, and update the host's state: loss scale and step count."""
-        losses = metrics.losses
-        lm_loss, grad_norm = losses.lm_loss.item(), metrics.grad_norm.item()
-        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
-        is_updated = bool(metrics.is_updated)
-        if not is_updated:
-            self.optimizer.step_count -= 1
-        self.loss_scaler.update(is_finite=is_finite)
-        return StepReport(
-            lm_loss=lm_loss,
-            z_loss=None if losses.z_loss is None else losses.z_loss.item(),
-            grad_norm=grad_norm,
-            loss_scale=scale,
-            is_finite=is_finite,
-            is_updated=is_updated,
-            mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
-            params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
-            num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
-            routers=None if metrics.routers is None else self.routers.report(metrics.routers),
-            flags=() if metrics.flags is None else tuple(map(int, metrics.flags)),
-        )
+        routers = None if metrics.routers is None else self.routers.report(metrics.routers)
+        report = StepReport.of(metrics, loss_scale=scale, routers=routers)
+        self.optimizer.step_count -= not report.is_updated
+        self.loss_scaler.update(is_finite=report.is_finite)
+        return report
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
         """Run forward and backward of all micro-batches and reduce gradients over ranks; return the global batch's losses."""
