@@ -49,6 +49,13 @@ def _loss_scale(value: Any, name: str) -> None:
         _LOSS_SCALE(value, name)
 
 
+def _amax(value: Any, name: str) -> None:
+    """Check an entry of a history: steps since the last one, and the largest value of that step."""
+    list_of(number(Range(at_least=0.0)))(value, name)
+    if len(value) != 2:
+        raise InvalidError(f"{name} has {len(value)} numbers instead of 2")
+
+
 _STATE: Final = record(
     {
         "consumed_valid_samples": _COUNT,
@@ -66,7 +73,8 @@ _STATE: Final = record(
         "datasets": list_of(
             record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=("from_iteration",))
         ),
-    }
+    },
+    {"amax_history": map_of(list_of(_amax))},
 )
 _CONFIG: Final = record(
     {}, {name: record_of(section, is_complete=False) for name, section in section_types().items()}

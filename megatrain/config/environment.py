@@ -41,6 +41,8 @@ class LaunchEnvironment:
     """Init method for torch.distributed."""
     host: str = "127.0.0.1"
     """Host of rank 0."""
+    port: int = DEFAULT_PORT
+    """Port of the rendezvous."""
     error_file: str | None = None
     """File in which torchrun expects the reason of a failure."""
     restart: int = 0
@@ -167,7 +169,7 @@ def _from_launcher(source: _Source, variables: _Variables) -> LaunchEnvironment:
         f"{source.rank} {rank}, {source.world_size} {world_size}; rendezvous at {host}:{port} ({reason})"
     )
     rendezvous = "env://" if source.launcher == "torchrun" else f"tcp://{host}:{port}"
-    return replace(found, host=host, rendezvous=rendezvous, description=description)
+    return replace(found, host=host, port=port, rendezvous=rendezvous, description=description)
 
 
 def _single_process(variables: _Variables) -> LaunchEnvironment:

@@ -18,6 +18,7 @@ from megatrain.config.schema.tree import closest_name
 from megatrain.tools import convert_flags, report, trace, watch
 from megatrain.tools.checkpoint import flags as checkpoint_flags
 from megatrain.tools.data import flags as data_flags
+from megatrain.tools.doctor import flags as doctor_flags
 from megatrain.tools.generation import flags as generation_flags
 from megatrain.tools.parity import flags as parity_flags
 from megatrain.tools.plan import flags as plan_flags
@@ -41,6 +42,7 @@ _MODULES = {
     "checkpoint": "megatrain.tools.checkpoint.cli",
     "convert": "megatrain.tools.convert",
     "data": "megatrain.tools.data.cli",
+    "doctor": "megatrain.tools.doctor.cli",
     "generate": "megatrain.tools.generation.generate",
     "parity": "megatrain.tools.parity.cli",
     "port": "megatrain.tools.port.cli",
@@ -78,6 +80,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     parity_flags.add_flags(commands)
     port.add_flags(commands)
     plan_flags.add_flags(commands)
+    doctor_flags.add_flags(commands)
     report.add_flags(commands)
     watch.add_flags(commands)
     generation_flags.add_flags(commands)

@@ -112,7 +112,12 @@ def _wrong_values(path: Path, value: Any) -> Iterator[tuple[str, Any, bool]]:
     is_count = isinstance(value, int) and is_number and not (is_of_config or "schedule" in path)
     is_other_kind = path[-2:-1] == ("kinds",) and path[-1] != "weight"  # another optimizer may lack it
     may_lack = is_of_config and len(path) > 1
-    is_entry = path[:-1] in (("state", "expert_biases"), ("files",), ("tensors",)) or path[-1:] == (0,)
+    is_entry = path[:-1] in (
+        ("state", "expert_biases"),
+        ("state", "amax_history"),
+        ("files",),
+        ("tensors",),
+    ) or path[-1:] == (0,)
     yield "missing", MISSING, not (may_lack or is_entry or is_other_kind)
     yield "null", None, not (value is None or (is_of_config and len(path) == 3) or path in NULLABLE)
     others = {"object": {"a": 1}, "list": [{}], "text": "7", "number": 0.5, "flag": True}

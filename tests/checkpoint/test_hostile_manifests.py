@@ -32,6 +32,7 @@ DATASET = {"split": "all", "prefix": "a", "weight": None, "num_sequences": 3, "n
 STATE = {
     "loss_scale": {"scale": 65536.0, "finite_steps": 3, "patience": -1},
     "expert_biases": {"decoder.layers.0.mlp.router": [0.1, -0.1]},
+    "amax_history": {"decoder.layers.0.mlp.down.weight": [[0, 0.5]]},
     "datasets": [DATASET],
 }
 

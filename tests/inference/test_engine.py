@@ -91,6 +91,18 @@ def test_the_end_of_a_document_ends_a_completion() -> None:
     assert one.finish_reason == "stop"
 
 
+def test_texts_that_end_during_passes_of_others_have_no_token_too_many() -> None:
+    """Every token is the end of documents once: texts end at any pass, while the next one already runs."""
+    wanted = [(prompt, Sampling(max_new_tokens=12, temperature=0)) for prompt in PROMPTS]
+    whole = [one.tokens for one in run(Engine(cached("llama", per_pass=40), None), wanted)]
+    for end in {token for tokens in whole for token in tokens}:
+        found = run(Engine(cached("llama", per_pass=40), end), wanted)
+        for one, tokens in zip(found, whole, strict=True):
+            expected = tokens[: tokens.index(end) + 1] if end in tokens else tokens
+            assert one.tokens == expected
+            assert one.finish_reason == ("stop" if end in tokens else "length")
+
+
 def test_completions_that_are_removed_return_their_memory() -> None:
     engine = Engine(cached("gemma2", sequences=2, per_pass=4), None)
     found = [engine.submit(*one) for one in zip(PROMPTS, SAMPLINGS, strict=True)]

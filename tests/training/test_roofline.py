@@ -25,6 +25,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("case", "tokens_per_second"),
     [
         ("A1", 23_500),
+        ("A2", 32_000),
         ("B1", 12_700),
         ("B3", 12_500),
         ("B4", 12_700),

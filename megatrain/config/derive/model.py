@@ -360,6 +360,8 @@ def recompute_norms(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "no norm precedes a linear layer")
     if training.recompute_granularity is not None or training.recompute_activations:
         return DerivedValue(False, "something else is recomputed")
+    if draft.derived.fp8_layers:
+        return DerivedValue(False, "FP8 layers save one byte per element of the outputs of norms")
     percent = percent_of_norms(model.hidden_size)
     cost = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
     if percent > _MAX_NORMS_PERCENT:

@@ -30,6 +30,7 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
                 rows={
                     "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
                     "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
+                    "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
                     "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
                 },
             ),

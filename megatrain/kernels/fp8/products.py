@@ -25,17 +25,27 @@ class Operand(NamedTuple):
     """Their scale and its inverse, fp32 [2]."""
 
 
-def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:
+def product(
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return a b^T + bias: [m, k], [n, k] -> [m, n].
 
     Args:
         dtype: dtype of the result, and of the bias.
         fast: the tensor cores keep fewer bits of partial sums: twice as fast, for forward passes.
+        out: memory of the result, [m, n].
     """
     if not a.codes.is_cuda or dtype is torch.float64:
-        return product_reference(a, b, dtype, bias)
+        result = product_reference(a, b, dtype, bias)
+        return result if out is None else out.copy_(result)
     is_fused = bias is not None and dtype is not torch.float32  # torch adds biases to results in 16 bits only
-    out = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
+    result = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
         a.codes,
         b.codes.t(),
         scale_a=a.scale[1],
@@ -43,8 +53,9 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = No
         bias=bias if is_fused else None,
         out_dtype=dtype,
         use_fast_accum=fast,
+        out=out,
     )
-    return out if bias is None or is_fused else out + bias
+    return result if bias is None or is_fused else result + bias
 
 
 def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -54,6 +65,13 @@ def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor |
     return (out if bias is None else out + bias).to(dtype)
 
 
-def accumulate_product(total: Tensor, a: Operand, b: Operand) -> None:
-    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64."""
-    total += product(a, b, total.dtype, fast=False)
+def accumulate_product(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = False) -> None:
+    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64.
+
+    Args:
+        is_zero: `total` is known to be zero, and may be overwritten.
+    """
+    if is_zero:
+        product(a, b, total.dtype, fast=False, out=total)
+    else:
+        total += product(a, b, total.dtype, fast=False)

@@ -36,6 +36,11 @@ def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+def scale_of_one(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of one tensor, whose largest absolute value is `amax`, fp32 []: see `scale_of`."""
+    return fused.scale_of_one(amax, dtype) if is_fused(amax) else scale_of(amax, torch.finfo(dtype).max)
+
+
 def amax(x: Tensor) -> Tensor:
     """Return the largest absolute value, fp32 []; NaN if there is one."""
     return fused.amax(x) if is_fused(x) else amax_reference(x)

@@ -17,21 +17,30 @@ _PROGRAMS = 132 * 8
 _PROGRAMS_BLOCK = 2048
 """Power of two that is not less."""
 _FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-_ROWS, _COLUMNS = 64, 128
-"""Tile of the cast: 256 contiguous bytes of bf16 are read, 128 and 64 bytes written."""
+_ROWS, _COLUMNS, _WARPS = 128, 128, 8
+"""Tile of the cast: 256 contiguous bytes of bf16 are read, 128 written in each order."""
 
 
 def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Implement `kernels.fp8.quantize.current_scale`."""
-    bits = _largest_bits(x)
-    scale = torch.empty(2, dtype=torch.float32, device=x.device)
-    launch(_scale, (1,), bits, scale, bits.numel(), torch.finfo(dtype).max, BLOCK=_PROGRAMS_BLOCK)
-    return scale
+    return _scale_of_bits(_largest_bits(x), dtype)
+
+
+def scale_of_one(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Implement `kernels.fp8.quantize.scale_of_one`."""
+    return _scale_of_bits(amax.view(torch.int32), dtype)
 
 
 def amax(x: Tensor) -> Tensor:
     """Implement `kernels.fp8.quantize.amax`."""
     return _largest_bits(x).amax().view(torch.float32)
+
+
+def _scale_of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale for the largest of the values with these bits."""
+    scale = torch.empty(2, dtype=torch.float32, device=bits.device)
+    launch(_scale, (1,), bits, scale, bits.numel(), torch.finfo(dtype).max, BLOCK=_PROGRAMS_BLOCK)
+    return scale
 
 
 def _largest_bits(x: Tensor) -> Tensor:
@@ -59,6 +68,7 @@ def quantize(
         (any_codes if transposed is None else transposed).view(torch.uint8),
         scale if seen is None else seen.view(torch.int32), r, c, torch.finfo(dtype).max,
         FORMAT=_FORMATS.get(dtype), WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
     )  # fmt: skip
     return codes, transposed
 
@@ -70,6 +80,7 @@ def transposed(codes: Tensor) -> Tensor:
     launch(
         _transpose, (cdiv(r, _ROWS), cdiv(c, _COLUMNS)),
         codes.contiguous().view(torch.uint8), out.view(torch.uint8), r, c, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
     )  # fmt: skip
     return out
 
@@ -90,10 +101,10 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     bits = tl.max(tl.load(BITS + place, mask=place < size, other=0), axis=0)
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax)))
+    scale = tl.where(bits == 0, 1.0, tl.fdiv(largest, tl.where(bits == 0, 1.0, amax), ieee_rounding=True))
     scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
     tl.store(SCALE, scale)
-    tl.store(SCALE + 1, tl.fdiv(1.0, scale))
+    tl.store(SCALE + 1, tl.fdiv(1.0, scale, ieee_rounding=True))
 
 
 @jit

@@ -209,7 +209,10 @@ def _accumulate(ctx: Any, dy: tuple[Tensor | None, Tensor], x: Operand) -> None:
     codes, scale = dy
     assert codes is not None
     grad, operand = ctx.weight_grad, Operand(codes, scale)
-    ctx.info.compute_weight_gradient(lambda: accumulate_product(grad, operand, x))
+    is_zero = (
+        ctx.info.microbatch == 0
+    )  # gradients are zeroed at the end of a step, and the first micro-batch comes first
+    ctx.info.compute_weight_gradient(lambda: accumulate_product(grad, operand, x, is_zero=is_zero))
 
 
 def _accumulate_unquantized(ctx: Any, dy: Tensor, x: Tensor) -> None:

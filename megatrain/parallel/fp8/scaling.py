@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of
+from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.fp8.amax_history import AmaxHistory
@@ -52,8 +52,7 @@ class CurrentScaling:
         """See `Scaling`."""
         if self.group.size == 1:
             return current_scale(x, self.dtype)
-        largest = torch.finfo(self.dtype).max
-        return scale_of(all_reduce(amax(x), self.group, "max"), largest)
+        return scale_of_one(all_reduce(amax(x), self.group, "max"), self.dtype)
 
     def cast(
         self,

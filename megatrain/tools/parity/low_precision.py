@@ -69,6 +69,9 @@ _ROWS_OF_FP8: Final = (
     "cp2 allgather recomputenorms muon fp8delayed",
     "tp2 sp qwen3-next fp8e4m3",
     "tp2 sp pp2 zbh1 gemma2 fp8e4m3",
+    "pp2 dualpipev fp8delayed",
+    "tp2 sp dp2 recomputenorms fp8bf16wgrad",
+    "tp2 zero3 dp2 selective gpt2 fp8bf16wgrad",
 )
 """FP8 rows are in fp64, where a split gives the codes of one process: rounding decides few of them differently in bf16."""
 _ROWS_OF_FP16: Final = (

@@ -129,7 +129,7 @@ class Rates:
     tensor_overlap: float = 0.48
     """Time that remains of collectives with --tp-comm-overlap: 0.33 of 0.69 ms a layer [limits]."""
     all_to_all: float = 0.44
-    """All-to-all, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
+    """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
     reduce_exposed: float = 0.3
     """Fraction of overlapped gradient reductions that costs time all the same, as they share SMs and memory [B1]."""
     step_seconds: float = 6e-3

@@ -66,9 +66,11 @@ class Group:
         if self.size == 1:
             return 0.0
         rates, cluster = self.cluster.rates, self.cluster
-        inside = (self.per_node - 1) * bytes_per_peer / (cluster.gpu.link_rate * rates.links)
+        inside = (
+            (self.per_node - 1) * bytes_per_peer / (cluster.gpu.link_rate * rates.links * rates.all_to_all)
+        )
         outside = (self.size - self.per_node) * bytes_per_peer / (cluster.network_rate * rates.network)
-        return self.latency + max(inside, outside) / rates.all_to_all
+        return self.latency + max(inside, outside)
 
     def message(self, num_bytes: float) -> float:
         """Return the seconds of a message to the next member."""

@@ -18,7 +18,7 @@ from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.network import Group
 
 _BUBBLE: Final = {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6, "dualpipe-v": 1 / 3}
-"""Bubble of a schedule, in passes of a micro-batch through a rank for each other rank (docs/pipeline.md)."""
+"""Bubble of a schedule, in passes of a micro-batch through a rank for each other rank (docs/parallelism.md)."""
 _SIMULATED_ROUNDS: Final = 3
 """Micro-batches that are simulated, in multiples of the ranks (and 2 in V): later ones repeat the same pattern."""
 

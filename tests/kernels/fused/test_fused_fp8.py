@@ -21,6 +21,7 @@ def test_the_scale_of_a_tensor(dtype: torch.dtype, size: tuple[int, int]) -> Non
         for fp8 in FORMATS:
             expected = references.scale_of(references.amax_reference(x_), torch.finfo(fp8).max)
             assert torch.equal(fused.current_scale(x_, fp8), expected)
+            assert torch.equal(fused.scale_of_one(references.amax_reference(x_), fp8), expected)
     x[-1, -1] = float("nan")
     assert fused.amax(x).isnan()
     assert fused.current_scale(x, FORMATS[0]).isnan().all()

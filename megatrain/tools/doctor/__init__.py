@@ -1,0 +1,1 @@
+"""`megatrain doctor`: checks of a machine before a run."""

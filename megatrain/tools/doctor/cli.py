@@ -1,0 +1,112 @@
+"""`megatrain doctor`: run all checks, print the findings with their remedies, and the line that launches the run.
+
+this host: versions, GPUs, limits, /dev/shm, disk ─┐
+launcher: rendezvous, speed of ranks and links    ─┴─> findings ─> text or JSON, exit code
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megatrain.config import ConfigError, Request, parse
+from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.tools.doctor.finding import Finding
+from megatrain.tools.doctor.gpus import check_gpus
+from megatrain.tools.doctor.host import (
+    check_disk,
+    check_limits,
+    check_rendezvous,
+    check_shared_memory,
+    check_versions,
+)
+from megatrain.tools.doctor.ranks import check_ranks, measure_ranks
+from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.layouts import Layout
+from megatrain.tools.plan.search import Run
+from megatrain.tools.plan.step_time import rank_weights
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit code."""
+    environment = read_environment()
+    findings = list(all_findings(arguments.run_flags, environment))
+    is_wrong = any(one.level == "error" for one in findings)
+    if environment.rank and not is_wrong:
+        return 0
+    line = launch_line(arguments.run_flags, arguments.nodes)
+    if arguments.json:
+        print(json.dumps({"findings": [dataclasses.asdict(one) for one in findings], "launch": line}))
+    else:
+        prefix = f"rank {environment.rank}: " if environment.rank else ""
+        for one in findings:
+            if not environment.rank or one.level == "error":
+                print(f"{prefix}{one}")
+        if not environment.rank:
+            print(f"launch   {line}")
+    return int(is_wrong)
+
+
+def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterator[Finding]:
+    """Run all checks. `words`: the flags of a run, or none."""
+    request = parse(words, program="megatrain doctor") if words else None
+    save = None if request is None else request.known("checkpoint.save")
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_versions,
+        check_gpus,
+        check_shared_memory,
+        check_limits,
+        lambda: check_disk(save, None if request is None else num_parameters(words, request)),
+        lambda: check_rendezvous(environment),
+    ]
+    if environment.world_size > 1 and not environment.problems:
+        checks.append(lambda: _ranks(environment))
+    for check in checks:
+        yield from check()
+
+
+def num_parameters(words: Sequence[str], request: Request) -> float | None:
+    """Return the number of the model's parameters; None if the flags describe no model that could train."""
+    if request.known("model.num_layers") is None:
+        return None
+    gpu = GPUS["H100"]
+    cluster = Cluster(gpu=gpu, num_gpus=1, gpus_per_node=8, network_rate=gpu.network_rate)
+    try:
+        workload = Run.of(words, cluster).workload()
+    except ConfigError:
+        return None  # a real start reports the problems of the flags
+    layout = Layout(split=(len(workload.layers),))
+    return sum(one.dense + one.experts for one in rank_weights(workload, layout))
+
+
+def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
+    try:
+        speeds = measure_ranks(environment, socket.gethostname())
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        yield Finding(
+            "error",
+            "ranks",
+            f"they cannot be joined: {first}",
+            "check that each host reaches the others: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface",
+        )
+        return
+    if environment.rank == 0:
+        yield from check_ranks(speeds)
+
+
+def launch_line(words: Sequence[str], nodes: int) -> str:
+    """Return the command that starts the run, on all GPUs of each host."""
+    count = max(torch.cuda.device_count(), 1)
+    flags = shlex.join(words) or "FLAGS"
+    if nodes == 1:
+        launcher = "python" if count == 1 else f"torchrun --standalone --nproc-per-node {count}"
+    else:
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {count} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"{launcher} pretrain.py {flags}"

@@ -1,0 +1,90 @@
+"""Time the casts and products of FP8 linear layers on one GPU, by default with the sizes of case A2.
+
+    PYTHONPATH=. python scripts/benchmarks/fp8.py
+    PYTHONPATH=. python scripts/benchmarks/fp8.py --tile 64 128 4
+
+A cast reads 2 bytes per element and writes 1 in each order. --tile: rows, columns and warps of the casts' tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from timing import milliseconds
+
+from megatrain.kernels.fp8.products import Operand, accumulate_product, product
+from megatrain.kernels.fp8.quantize import current_scale, quantize, transposed
+from megatrain.kernels.fused import fp8 as fused
+
+LAYERS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}
+"""Outputs and inputs."""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tile", type=int, nargs=3, default=None)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: FP8 is timed on a GPU, and torch finds none\n  fix: check `nvidia-smi`")
+    if arguments.tile is not None:
+        fused._ROWS, fused._COLUMNS, fused._WARPS = arguments.tile  # noqa: SLF001
+    casts(arguments.tokens)
+    products(arguments.tokens)
+
+
+def casts(tokens: int) -> None:
+    """Print times, and rates of memory traffic, of scales and casts."""
+    print(
+        f"{'matrix':>14} {'scale':>14} {'rows':>14} {'columns':>14} {'both':>14} {'transposed':>14}   ms (GB/s)"
+    )
+    for rows, columns in dict.fromkeys(
+        [(tokens, n) for sizes in LAYERS.values() for n in sizes] + [(28672, 4096)]
+    ):
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        scale = current_scale(x, E4M3)
+        codes = quantize(x, scale, E4M3, columns=False).rows
+        assert codes is not None
+        times = (
+            (milliseconds(lambda x=x: current_scale(x, E4M3)), 2),
+            (milliseconds(lambda x=x, s=scale: quantize(x, s, E4M3, columns=False)), 3),
+            (milliseconds(lambda x=x, s=scale: quantize(x, s, E4M3, rows=False)), 3),
+            (milliseconds(lambda x=x, s=scale: quantize(x, s, E4M3)), 4),
+            (milliseconds(lambda c=codes: transposed(c)), 2),
+        )
+        cells = (f"{ms:.3f} ({size * x.numel() / ms / 1e6:5.0f})" for ms, size in times)
+        print(f"{f'{rows} x {columns}':>14} " + " ".join(f"{cell:>14}" for cell in cells))
+
+
+def products(tokens: int) -> None:
+    """Print the rates of the products of a layer in TFLOP/s, those of weight gradients with their addition in fp32."""
+    print(f"{'layer':>14} {'forward':>10} {'dx':>10} {'dW, first':>10} {'dW, added':>10}   TFLOP/s")
+    for name, (outputs, inputs) in LAYERS.items():
+        x, w, dy = (_codes(*sizes) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+        xt, wt, dyt = (Operand(transposed(one.codes), one.scale) for one in (x, w, dy))
+        total = torch.zeros(outputs, inputs, device="cuda")
+        flops = 2 * tokens * outputs * inputs
+        times = (
+            milliseconds(lambda x=x, w=w: product(x, w, torch.bfloat16, fast=True)),
+            milliseconds(lambda dy=dy, wt=wt: product(dy, wt, torch.bfloat16, fast=False)),
+            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_product(t, dyt, xt, is_zero=True)),
+            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_product(t, dyt, xt)),
+        )
+        print(f"{name:>14} " + " ".join(f"{flops / ms / 1e9:10.0f}" for ms in times))
+
+
+def _codes(rows: int, columns: int) -> Operand:
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    scale = current_scale(x, E4M3)
+    codes = quantize(x, scale, E4M3, columns=False).rows
+    assert codes is not None
+    return Operand(codes, scale)
+
+
+if __name__ == "__main__":
+    main()
