@@ -45,6 +45,8 @@ class LaunchEnvironment:
     """Port of the rendezvous."""
     error_file: str | None = None
     """File in which torchrun expects the reason of a failure."""
+    restart: int = 0
+    """Number of times that torchrun has started the ranks again (--max-restarts); its store keeps the keys of earlier starts."""
     binds_gpus: bool = False
     """True if each process sees only its own GPU."""
     cublas_workspace: str | None = None
@@ -158,6 +160,7 @@ def _from_launcher(source: _Source, variables: _Variables) -> LaunchEnvironment:
         local_world_size=variables.count(source.local_world_size, node_size),
         launcher=source.launcher,
         error_file=variables.values.get("TORCHELASTIC_ERROR_FILE"),
+        restart=variables.count("TORCHELASTIC_RESTART_COUNT") if source.launcher == "torchrun" else 0,
         binds_gpus=variables.has("SLURM_GPUS_PER_TASK")
         or "gpu" in variables.values.get("SLURM_TRES_PER_TASK", ""),
     )

@@ -8,6 +8,7 @@ Every layout runs this step; parity checks it, the training loop repeats it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from megatrain.training.build import (
     build_pipeline,
     build_training_passes,
 )
+from megatrain.training.faults.stragglers import ComputeTimes
 from megatrain.training.losses import Losses, loss_names, losses_of
 from megatrain.training.routers import Routers
 from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
@@ -50,6 +52,8 @@ class Engine:
 
     def __init__(self, plan: Plan, grid: RankGrid, device: torch.device) -> None:
         self.plan, self.grid, self.device = plan, grid, device
+        is_timed = plan.config.logging.log_straggler
+        self.compute_times = ComputeTimes(device) if is_timed else None
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
@@ -156,26 +160,11 @@ class Engine:
 
     def _report(self, scale: float, metrics: StepMetrics) -> StepReport:
         """Return the report of a step with this loss scale, and update the host's state: loss scale and step count."""
-        losses = metrics.losses
-        lm_loss, grad_norm = losses.lm_loss.item(), metrics.grad_norm.item()
-        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
-        is_updated = bool(metrics.is_updated)
-        if not is_updated:
-            self.optimizer.step_count -= 1
-        self.loss_scaler.update(is_finite=is_finite)
-        return StepReport(
-            lm_loss=lm_loss,
-            z_loss=None if losses.z_loss is None else losses.z_loss.item(),
-            grad_norm=grad_norm,
-            loss_scale=scale,
-            is_finite=is_finite,
-            is_updated=is_updated,
-            mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
-            params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
-            num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
-            routers=None if metrics.routers is None else self.routers.report(metrics.routers),
-            flags=() if metrics.flags is None else tuple(map(int, metrics.flags)),
-        )
+        routers = None if metrics.routers is None else self.routers.report(metrics.routers)
+        report = StepReport.of(metrics, loss_scale=scale, routers=routers)
+        self.optimizer.step_count -= not report.is_updated
+        self.loss_scaler.update(is_finite=report.is_finite)
+        return report
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
         """Run forward and backward of all micro-batches and reduce gradients over ranks; return the global batch's losses."""
@@ -183,7 +172,8 @@ class Engine:
             batches = [with_batches_ahead(batch, self.num_depths) for batch in batches]
         batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
-        self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
+        with self.compute_times or contextlib.nullcontext():
+            self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))

@@ -198,6 +198,7 @@ class Iterations:
             consumed_samples=progress.consumed_train_samples,
             batch=iteration.batch,
             lr=iteration.lr,
+            compute_seconds=None if self.engine.compute_times is None else self.engine.compute_times.take(),
             is_line_due=is_first or iteration.number >= self.plan.derived.train_iters,
         )
         *stop_flags, is_any_rank_writing = report.flags

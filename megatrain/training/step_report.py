@@ -8,6 +8,7 @@ The next step may begin before `read`, so that the device always has work.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,6 +64,24 @@ class StepReport:
     """None for a model without experts."""
     flags: tuple[int, ...] = ()
     """Maximum over all ranks of each flag that was passed to the step."""
+
+    @classmethod
+    def of(cls, metrics: StepMetrics, *, loss_scale: float, routers: RouterReport | None) -> StepReport:
+        """Return the report of metrics on the host."""
+        losses, lm_loss, grad_norm = metrics.losses, metrics.losses.lm_loss.item(), metrics.grad_norm.item()
+        return cls(
+            lm_loss=lm_loss,
+            z_loss=None if losses.z_loss is None else losses.z_loss.item(),
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            is_finite=math.isfinite(grad_norm) and math.isfinite(lm_loss),
+            is_updated=bool(metrics.is_updated),
+            mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
+            params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
+            num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
+            routers=routers,
+            flags=() if metrics.flags is None else tuple(map(int, metrics.flags)),
+        )
 
 
 class DeviceTime:

@@ -1,6 +1,7 @@
 """The fault bench of checkpoints; `scripts/fault_bench.py` runs it.
 
 case.py                    a case, its verdict, and the checks that all classes share
+run_time.py                R: faults in a step, an evaluation or a save; late ranks, bad values, signals
 kills.py, killed_runs.py   K: processes of a run are killed during saves, and the run resumes
 crash_states.py, power.py  E: every state of the disk after a power failure during a save
 corruptions.py             C: files of a checkpoint are changed

@@ -10,26 +10,29 @@ from faults.crash_states import crash_states
 from faults.hostile import hostile_files
 from faults.kills import kills
 from faults.layouts import layout_pairs
+from faults.run_time import run_time_faults
 from faults.storage import storage_faults
 
 ALL = 1 << 30
 CLASSES: dict[str, Callable[..., Cases]] = {
     "T": layout_pairs,
     "K": kills,
+    "R": run_time_faults,
     "X": hostile_files,
     "C": corruptions,
     "E": crash_states,
     "S": storage_faults,
 }
 """In the order in which they start: those that take longest come first."""
-FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL}
+FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL, "R": ALL}
 TITLES = {
     "K": "kills",
     "E": "crash states",
     "C": "corruptions",
     "S": "storage faults",
+    "R": "run-time faults",
     "T": "pairs of layouts",
     "X": "hostile files",
 }
-RANDOM, LISTED = "KEC", "SX"
+RANDOM, LISTED = "KEC", "SXR"
 """Classes whose cases are drawn at random, and listed: several processes share them, by seeds and by parts."""

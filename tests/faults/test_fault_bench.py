@@ -34,6 +34,11 @@ def test_a_part_of_each_class_has_no_failure(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.nightly
+def test_run_time_faults_have_no_failure(folder: Path) -> None:
+    assert [case for case in CLASSES["R"](1 << 30, folder) if case.problem] == []
+
+
+@pytest.mark.nightly
 def test_pairs_of_layouts_have_no_failure(folder: Path) -> None:
     assert [case for case in CLASSES["T"](14, folder, 1000) if case.problem] == []
 
@@ -67,7 +72,7 @@ def test_each_mutant_fits_the_code() -> None:
     """A mutant whose text is gone would test nothing."""
     assert len(MUTANTS) >= 20
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert {mutant.kind for mutant in MUTANTS} == set(CLASSES) - {"T"}
+    assert {mutant.kind for mutant in MUTANTS} == set(CLASSES) - {"T", "R"}
     for mutant in MUTANTS:
         for file, old, new in mutant.edits:
             assert old in (ROOT / "megatrain" / file).read_text(), (mutant.name, old)

@@ -306,6 +306,10 @@ ACCEPTED_FLAGS: Final = (
         "--exit-signal-handler-for-dataloader",
     ),
     accepted(
+        "--log-straggler reports slow ranks during the whole run, and no port is opened to switch it",
+        "--disable-straggler-on-startup --straggler-ctrlr-port=*",
+    ),
+    accepted(
         "no barrier is used for timing",
         "--no-barrier-with-level-1-timing",
     ),

@@ -64,10 +64,9 @@ PENDING_FLAGS: Final = (
         "--use-transformer-engine-op-fuser",
     ),
     pending(
-        "detection of faulty or slow hardware",
+        "detection of faulty hardware",
         "a step that is not finite is computed again, and other faults are not looked for",
-        "--gpu-sniff-test-interval=* --log-straggler"
-        " --disable-straggler-on-startup --straggler-ctrlr-port=* --straggler-minmax-count=*"
+        "--gpu-sniff-test-interval=*"
         " --rerun-mode=disabled|validate_results|report_stats --result-rejected-tracker-filename=*"
         " --train-sync-interval=*",
         instead="use --rerun-mode validate_results",

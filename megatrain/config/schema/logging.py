@@ -28,6 +28,10 @@ class LoggingConfig(CheckedSection):
     """Timed parts of an iteration. 0: none; 1: passes and optimizer; 2: also batches and gradient norm. Above 0, each part ends with a GPU synchronization, which costs speed."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Times over ranks: the maximum, minimum and maximum, or all."""
+    log_straggler: bool = False
+    """After each log line, print the slowest and the fastest ranks by the time of their forward and backward passes."""
+    straggler_minmax_count: int = field(default=1, metadata=in_range(at_least=1))
+    """Number of slowest and of fastest ranks that --log-straggler prints."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
     moe_per_layer_logging: bool = False

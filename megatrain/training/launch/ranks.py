@@ -240,7 +240,7 @@ def join_store(environment: LaunchEnvironment) -> dist.Store:
             f"rank {rank} of {world_size} cannot reach the rendezvous ({environment.description}): {error}",
             fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port of that host, on all ranks",
         ) from error
-    prefixed: dist.Store = dist.PrefixStore("megatrain", store)
+    prefixed: dist.Store = dist.PrefixStore(f"megatrain {environment.restart}", store)
     return prefixed
 
 

@@ -11,6 +11,7 @@ All ranks call a `RunLog` in the same way; only rank 0 writes and prints.
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
+from megatrain.training.faults.stragglers import straggler_line
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
@@ -126,6 +128,7 @@ class RunLog:
         consumed_samples: int,
         batch: int,
         lr: float,
+        compute_seconds: float | None = None,
         is_line_due: bool,
     ) -> None:
         """Log a completed iteration.
@@ -133,6 +136,7 @@ class RunLog:
         Args:
             end: when the device completed the iteration.
             batch: samples of the iteration.
+            compute_seconds: time of this rank's forward and backward passes, with --log-straggler.
             is_line_due: print a log line also between log intervals, as for the first and the last iteration.
         """
         # Device time: on a GPU the host may arrive here well after the end of the iteration.
@@ -147,6 +151,7 @@ class RunLog:
             batch=batch,
             lr=lr,
         )
+        values["compute_ms"] = None if compute_seconds is None else 1000 * compute_seconds
         self._save = None
         self._interval.append(values)
         logging = self._config.logging
@@ -288,7 +293,18 @@ class RunLog:
             times = self._ranks.grid.messages.gather(mean_times(self._interval))
             if times:
                 console.print(across_ranks(times, logging.timing_log_option))
+        if logging.log_straggler:
+            self._print_stragglers()
         self._interval = []
+
+    def _print_stragglers(self) -> None:
+        """Print the slowest and the fastest ranks of the interval."""
+        milliseconds = sum(values["compute_ms"] for values in self._interval) / len(self._interval)
+        times = self._ranks.grid.messages.gather([socket.gethostname(), milliseconds])
+        if times:
+            flops = self._derived.flops_per_iteration / self._derived.world_size if self.is_on_gpu else 0.0
+            count = self._config.logging.straggler_minmax_count
+            self._ranks.console.print(straggler_line(times, flops=flops, count=count))
 
     def _show_bar(self, values: dict[str, Any]) -> None:
         done, total = values["iteration"], self._derived.train_iters

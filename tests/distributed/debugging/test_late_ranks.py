@@ -55,28 +55,28 @@ def waits_for_its_loader():
             (
                 hangs_in_step,
                 1,
-                r"iteration 3, step\n      tests/distributed/test_late_ranks.py:\d+ in <lambda>\n",
+                r"iteration 3, step\n      tests/distributed/debugging/test_late_ranks.py:\d+ in <lambda>\n",
             ),
             (
                 is_stopped,
                 1,
-                r"iteration 3, step, stopped by a signal\n      tests/distributed/test_late_ranks.py",
+                r"iteration 3, step, stopped by a signal\n      tests/distributed/debugging/test_late_ranks.py",
             ),
             (
                 holds_the_lock,
                 1,
-                r"iteration 3, step, does not answer\n      tests/distributed/test_late_ranks.py",
+                r"iteration 3, step, does not answer\n      tests/distributed/debugging/test_late_ranks.py",
             ),
             (
                 holds_the_lock,
                 0,
-                r"iteration 3, step, does not answer\n      tests/distributed/test_late_ranks.py",
+                r"iteration 3, step, does not answer\n      tests/distributed/debugging/test_late_ranks.py",
             ),
             (waits_for_its_loader, 1, r"iteration \d, data\n"),
             (
                 hangs_in_step,
                 0,
-                r"iteration 3, step\n      tests/distributed/test_late_ranks.py:\d+ in <lambda>\n",
+                r"iteration 3, step\n      tests/distributed/debugging/test_late_ranks.py:\d+ in <lambda>\n",
             ),
         ],
     ),
