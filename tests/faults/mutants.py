@@ -349,8 +349,8 @@ MUTANTS = [
         "a short write counts as whole",
         "S",
         _DISK,
-        "            rest = rest[file.write(rest) or 0 :]\n",
-        "            file.write(rest)\n            break\n",
+        "            rest = rest[count:]\n",
+        "            rest = rest[_PIECE:]\n",
     ),
     _one(
         "--verify-saves compares nothing",
