@@ -71,9 +71,4 @@ PENDING_FLAGS: Final = (
         " --train-sync-interval=*",
         instead="use --rerun-mode validate_results",
     ),
-    pending(
-        "measurement of energy",
-        "power is not read",
-        "--log-energy",
-    ),
 )

@@ -15,6 +15,11 @@ def optional_packages_are_installed(draft: Draft) -> Iterator[Problem]:
 def missing_packages(draft: Draft) -> Iterator[Problem]:
     """Yield a problem for each package that the logging flags require; a dry run only notes it."""
     logging, libraries = draft.config.logging, draft.facts.libraries
+    if logging.log_energy and draft.config.training.device == "cuda" and "nvidia-ml-py" not in libraries:
+        yield Problem(
+            "--log-energy requires the package nvidia-ml-py, which is not installed",
+            "run pip install nvidia-ml-py, or remove --log-energy",
+        )
     for flag, value, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--wandb-project", logging.wandb_project, "wandb"),

@@ -112,7 +112,7 @@ SAFE: Final = ResumeClass(
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"
     " non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir;"
     " logging: log_interval metrics_file on_log_failure print_config log_throughput log_params_norm log_num_zeros_in_grad"
-    " timing_log_level timing_log_option log_straggler straggler_minmax_count moe_per_layer_logging tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
+    " timing_log_level timing_log_option log_straggler straggler_minmax_count log_energy moe_per_layer_logging tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
     " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"

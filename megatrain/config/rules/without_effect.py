@@ -118,6 +118,11 @@ CONDITIONS: Final = (
         _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
+        "on a CPU, whose energy is not measured",
+        lambda d: d.config.training.device == "cuda",
+        _settings("logging", "log_energy"),
+    ),
+    Condition(
         "on an MLP without a gate",
         lambda d: d.config.model.swiglu or d.config.model.geglu or d.config.model.quick_geglu,
         _settings("model", "glu_linear_offset"),

@@ -32,6 +32,8 @@ class LoggingConfig(CheckedSection):
     """After each log line, print the slowest and the fastest ranks by the time of their forward and backward passes."""
     straggler_minmax_count: int = field(default=1, metadata=in_range(at_least=1))
     """Number of slowest and of fastest ranks that --log-straggler prints."""
+    log_energy: bool = False
+    """After each log line, print the energy and the power of the GPUs; `metrics.jsonl` has that of rank 0's GPU. Requires the package nvidia-ml-py. No effect on a CPU."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
     moe_per_layer_logging: bool = False

@@ -42,6 +42,7 @@ _LIBRARIES = (
     "flash-attn-4",
     "tensorboard",
     "wandb",
+    "nvidia-ml-py",
 )
 
 

@@ -31,6 +31,7 @@ from megatrain.training.logging.curves import (
     evaluation_scalars,
     iteration_scalars,
 )
+from megatrain.training.logging.energy import EnergyMeter, energy_line
 from megatrain.training.logging.metrics import (
     log_line,
     max_memory_bytes,
@@ -71,6 +72,8 @@ class RunLog:
         self._first_iteration = iteration
         self._seconds_of_iterations = 0.0
         self.is_on_gpu = ranks.device.type == "cuda"
+        has_energy = self._config.logging.log_energy and self.is_on_gpu
+        self._energy = EnergyMeter(ranks.device) if has_energy else None
         self.peak = peak_tflops(ranks.facts.device_name) if self.is_on_gpu else None
         if ranks.is_main:
             self._open(plan, iteration, consumed_samples)
@@ -246,6 +249,7 @@ class RunLog:
             "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,
             "reserved_memory_bytes": torch.cuda.memory_reserved(device) if self.is_on_gpu else None,
             "max_memory_bytes": max_memory_bytes(device),
+            "energy_joules": None if self._energy is None else self._energy.take(),
             "skipped": int(not report.is_updated),
             "nan": int(math.isnan(report.lm_loss)),
             "save": self._save,
@@ -295,6 +299,8 @@ class RunLog:
                 console.print(across_ranks(times, logging.timing_log_option))
         if logging.log_straggler:
             self._print_stragglers()
+        if self._energy is not None:
+            self._print_energy()
         self._interval = []
 
     def _print_stragglers(self) -> None:
@@ -305,6 +311,14 @@ class RunLog:
             flops = self._derived.flops_per_iteration / self._derived.world_size if self.is_on_gpu else 0.0
             count = self._config.logging.straggler_minmax_count
             self._ranks.console.print(straggler_line(times, flops=flops, count=count))
+
+    def _print_energy(self) -> None:
+        """Print the energy of all GPUs in the interval."""
+        joules = self._ranks.grid.messages.gather(sum(values["energy_joules"] for values in self._interval))
+        if joules:
+            seconds = sum(values["iteration_ms"] for values in self._interval) / 1000
+            line = energy_line(joules, seconds=seconds, num_iterations=len(self._interval))
+            self._ranks.console.print(line)
 
     def _show_bar(self, values: dict[str, Any]) -> None:
         done, total = values["iteration"], self._derived.train_iters

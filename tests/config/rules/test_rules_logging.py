@@ -9,6 +9,7 @@ CASES = {
     "optional_packages_are_installed": [
         ("--tensorboard-dir tb", "", None,
          ("--tensorboard-dir tb",), ("pip install tensorboard", "--tensorboard-dir")),
+        ("--log-energy", "", Facts(device="cuda"), ("--log-energy", "nvidia-ml-py"), ("pip install nvidia-ml-py",)),
         ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
          ("--wandb-project p",), ("pip install wandb", "--wandb-project")),
     ],
