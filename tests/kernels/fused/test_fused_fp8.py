@@ -35,7 +35,9 @@ def test_a_cast_in_both_orders(fp8: torch.dtype, dtype: torch.dtype, size: tuple
     scale = references.scale_of(
         references.amax_reference(x) / 4, torch.finfo(fp8).max
     )  # large values saturate
-    if DEVICE == "cpu":  # the interpreter neither saturates nor carries to the exponent: test with FP8 numbers
+    if (
+        DEVICE == "cpu"
+    ):  # the interpreter neither saturates nor carries to the exponent: test with FP8 numbers
         scale = torch.tensor([1 / 64, 64.0])
         x = ((x * 64).to(fp8).float() / 64).to(dtype)
     else:
