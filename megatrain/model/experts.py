@@ -24,7 +24,6 @@ from megatrain.model.router import Router
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import TokenDispatcher
 
-
 FinishExperts = Callable[[], Tensor]
 """Ends combine and returns the output, [s/tp, b, h]."""
 
