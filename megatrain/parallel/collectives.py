@@ -55,11 +55,17 @@ def begin_all_reduce(x: Tensor, group: RankGroup) -> Transfer:
 
 def all_gather(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' tensors along dimension 0: [n, ...] -> [n * size, ...]."""
-    if group.size == 1:
-        return x
-    out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    begin_all_gather_into(out, x.contiguous(), group).wait()
+    out, transfer = begin_all_gather(x, group)
+    transfer.wait()
     return out
+
+
+def begin_all_gather(x: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin an `all_gather`; its result must not be read before the wait."""
+    if group.size == 1:
+        return x, Transfer()
+    out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return out, begin_all_gather_into(out, x.contiguous(), group)
 
 
 def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
@@ -79,12 +85,18 @@ def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
 
 def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks, then keep this rank's part of dimension 0: [n * size, ...] -> [n, ...]."""
+    out, transfer = begin_reduce_scatter(x, group)
+    transfer.wait()
+    return out
+
+
+def begin_reduce_scatter(x: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin a `reduce_scatter`; its result must not be read before the wait."""
     if group.size == 1:
-        return x
+        return x, Transfer()
     assert x.shape[0] % group.size == 0, f"{x.shape[0]} rows do not split over {group.size} ranks"
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    begin_reduce_scatter_into(out, x.contiguous(), group).wait()
-    return out
+    return out, begin_reduce_scatter_into(out, x.contiguous(), group)
 
 
 def all_gather_product(x: Tensor, weight: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:

@@ -40,9 +40,9 @@ from megatrain.parallel.collectives import (
     all_gather,
     all_gather_product,
     all_reduce,
-    begin_all_gather_into,
+    begin_all_gather,
     begin_all_reduce,
-    begin_reduce_scatter_into,
+    begin_reduce_scatter,
     product_reduce_scatter,
     reduce_scatter,
 )
@@ -278,16 +278,14 @@ def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does forwards."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, Transfer()
-    out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    return out, begin_all_gather_into(out, x.contiguous(), tp.group)
+    return begin_all_gather(x, tp.group)
 
 
 def begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does backwards; overwrites `x`."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, begin_all_reduce(x, tp.group)
-    out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    return out, begin_reduce_scatter_into(out, x, tp.group)
+    return begin_reduce_scatter(x, tp.group)
 
 
 class _Linear(Function):

@@ -13,6 +13,8 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.model.build_experts import DispatcherType
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
@@ -65,8 +67,13 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipe(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
-        dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
+        dispatcher=_dispatcher(config.experts),
     )
+
+
+def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
+    is_alltoall = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+    return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
 
 
 def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:

@@ -27,11 +27,9 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "overlapped expert communication",
-        "layers wait for the all-to-all of their experts",
-        "--overlap-moe-expert-parallel-comm"
-        " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
-        " --high-priority-a2a-comm-stream",
+        "expert communication that overlaps the layers of another micro-batch",
+        "it overlaps the router, the shared expert and weight gradients of its own layer",
+        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
         "all-gathering weights in FP8",

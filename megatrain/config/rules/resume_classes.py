@@ -82,7 +82,7 @@ SAFE: Final = ResumeClass(
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff mtp_loss_scaling_factor hidden_dropout attention_dropout;"
     " experts: moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"
     " moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
-    " moe_token_drop_policy moe_token_dispatcher_type moe_shared_expert_overlap;"
+    " moe_token_drop_policy moe_token_dispatcher_type moe_alltoall_as_allgather moe_shared_expert_overlap;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size pipeline_schedule"
     " overlap_p2p_communication num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
     " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"

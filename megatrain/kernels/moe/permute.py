@@ -180,9 +180,9 @@ def sort_by_expert_reference(
 
 
 def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the token of each row, zeros for empty rows: [t, h] -> [r, h]."""
+    """Gather the token of each row, zeros for empty rows: [t, h] -> [r, h]. Rows after the last end have undefined values."""
     if is_fused(x):
-        return fused.gather_rows(x, permutation.assignments, permutation.rows.shape[1])
+        return fused.gather_rows(x, permutation.assignments, permutation.rows.shape[1], permutation.ends)
     return gather_rows_reference(x, permutation.tokens)
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from megatrain.kernels.activations import Activation
+from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
+from megatrain.kernels.moe.grouped_bias import (
+    accumulate_grouped_bias_gradient,
+    add_grouped_bias,
+    grouped_bias_weight_gradient,
+)
+from megatrain.kernels.moe.grouped_gemm import (
+    accumulate_grouped_weight_gradient,
+    grouped_gemm,
+    grouped_gemm_backward,
+)
 from megatrain.model.layouts import Weights
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import (
-    DispatchedTokens,
-    ExpertParallel,
-    GroupedWeight,
-    grouped_mlp,
-)
+from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import Bias
 
@@ -51,3 +59,86 @@ class LocalGroupedMlp(LaidOutModule):
         value, grad = getattr(self, name), self.weight_grads.get(name)
         shape = (self.num_local_experts, -1, *value.shape[1:])
         return value.view(shape), None if grad is None else grad.view(shape)
+
+
+class GroupedWeight(NamedTuple):
+    """The weights of this rank's experts and their gradient buffer (None where no gradients are kept)."""
+
+    value: Tensor
+    """[E/ep, o, i]."""
+    grad: Tensor | None
+    bias: Bias | None = None
+    """[E/ep, o]; None: none."""
+
+
+def grouped_mlp(
+    dispatched: DispatchedTokens,
+    fc1: GroupedWeight,
+    fc2: GroupedWeight,
+    activation: Activation,
+    info: PassInfo,
+) -> Tensor:
+    """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
+
+    Args:
+        fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
+        fc2: [E/ep, h, f/etp]; one rank of etp has its bias, since the outputs of these ranks are summed.
+    """
+    rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
+    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info, dispatched.transfer)
+    return out
+
+
+class _GroupedMlp(Function):
+    """Saves the rows and the output of fc1; recomputes the activation.
+
+    Weight gradients bypass autograd: they are accumulated while the gradient of the rows is sent, or when the schedule says so.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        probs: Tensor,
+        ends: Tensor,
+        fc1: GroupedWeight,
+        fc2: GroupedWeight,
+        activation: Activation,
+        info: PassInfo,
+        transfer: RowTransfer | None,
+    ) -> Tensor:
+        inner = grouped_gemm(rows, fc1.value, ends)
+        if fc1.bias is not None:
+            add_grouped_bias(inner, fc1.bias.value, ends)
+        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
+        ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
+        ctx.activation, ctx.info, ctx.transfer = activation, info, transfer
+        out = grouped_gemm(activate_weighted(inner, probs, activation, ends), fc2.value, ends)
+        return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None, None]:
+        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dweighted = grouped_gemm_backward(dy, fc2, ends)
+        dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation, ends)
+        weighted = dweighted  # overwritten with the recomputed input of fc2
+        drows = grouped_gemm_backward(dinner, fc1, ends)
+        fc1_grad, fc2_grad = ctx.grads
+        fc1_bias, fc2_bias = ctx.biases
+        if fc2_bias is not None:
+            dprobs += grouped_bias_weight_gradient(dy, fc2_bias.value, ends).to(dprobs.dtype)
+
+        def compute() -> None:
+            accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
+            accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
+            if fc2_bias is not None:
+                accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
+            if fc1_bias is not None:
+                accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
+
+        if ctx.transfer is not None and ctx.info.deferred is None and ctx.needs_input_grad[0]:
+            ctx.transfer.defer(compute)
+        else:
+            ctx.info.compute_weight_gradient(compute)
+        return drows, dprobs, None, None, None, None, None, None
