@@ -214,10 +214,17 @@ def main():
     case("  copies", lambda: layers(overlapped()))
     case("  copies again", lambda: layers(overlapped()))
     case("  torch's operators", lambda: patched(torch_operators(group)))
-    stream = torch.cuda.Stream
+    allocate = peer_memory._SharedSlots._allocate
+
+    def with_plain_stream(slots, num_bytes):
+        memory = allocate(slots, num_bytes)
+        slots.stream = torch.cuda.Stream(slots.device)
+        slots.driver = peer_memory._Driver(slots.stream)
+        return memory
+
     case(
         "  copies, priority 0",
-        lambda: patched([mock.patch.object(torch.cuda, "Stream", lambda device, priority: stream(device))]),
+        lambda: patched([mock.patch.object(peer_memory._SharedSlots, "_allocate", with_plain_stream)]),
     )
     case("  products write into the peer", lambda: patched([direct(group)]))
     case("epilogue", lambda: epilogue(group))
