@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.environment import set_unless_given
-from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
+from megatrain.parallel.collectives import Transfer, all_reduce, begin_receive, begin_send
 from megatrain.parallel.grid import RankGroup
 
 _NUM_SLOTS = 3
@@ -120,12 +120,12 @@ class _SharedSlots(_Slots):
         set_unless_given("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch.distributed import _symmetric_memory  # noqa: PLC0415 (slow to import)
 
+        torch.cuda.synchronize(self.device)  # sends to smaller slots have ended
         memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
         memory[: self._first_slot].zero_()
-        torch.cuda.synchronize(
-            self.device
-        )  # before a peer writes here, and after all sends to the memory before
-        handle = _symmetric_memory.rendezvous(memory, self.group.handle.group_name)
+        self.handle = handle = _symmetric_memory.rendezvous(memory, self.group.handle.group_name)
+        all_reduce(torch.zeros(1, device=self.device), self.group)
+        torch.cuda.synchronize(self.device)  # no rank sends before all flags are zero
         self.addresses = [
             handle.get_buffer(rank, (num_bytes,), torch.uint8).data_ptr() for rank in range(self.group.size)
         ]
