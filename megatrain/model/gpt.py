@@ -39,6 +39,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -115,8 +116,8 @@ def build_model(
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    overlaps_tp = overlaps_tp and sequence_parallel and grid.tp.size > 1
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, overlaps_tp), ContextParallel(grid.cp)
+    peers = PeerMemory(grid.tp) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
