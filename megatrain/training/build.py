@@ -96,6 +96,7 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         has_fp8_wgrad=precision.fp8_wgrad,
         keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
         history=history if precision.fp8_recipe == "delayed" else None,
+        block=precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None,
     )
 
 

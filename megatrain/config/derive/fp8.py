@@ -10,6 +10,10 @@ PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
 MIN_CAPABILITY: Final = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores: Ada, Hopper."""
+BLOCKWISE_CAPABILITY: Final = 9
+"""Major compute capability of the GPUs on which cuBLAS multiplies blocks with fp32 scales: Hopper."""
+GPU_BLOCK_SIZE: Final = 128
+"""Elements per block of these products."""
 
 
 class ProductSize(NamedTuple):
@@ -46,6 +50,24 @@ def product_sizes(draft: Draft) -> Iterator[ProductSize]:
     for number in draft.derived.fp8_layers:
         table = draft.derived.layer_table
         yield from _sizes_of((*table.layers, *table.mtp_layers)[number], tp)
+
+
+def split_sizes(draft: Draft) -> Iterator[ProductSize]:
+    """Yield the sizes of the parts into which ranks split the matrices of FP8 layers: where blocks of scales begin."""
+    parallel, data = draft.config.parallel, draft.config.data
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp > 1:  # a rank holds two chunks of each sample
+        tokens = draft.config.training.micro_batch_size * data.seq_length / (2 * cp)
+        yield ProductSize(
+            "tokens of a chunk of a micro-batch", "--seq-length, --context-parallel-size", tokens
+        )
+    for number in draft.derived.fp8_layers if tp > 1 else ():
+        table = draft.derived.layer_table
+        layer = (*table.layers, *table.mtp_layers)[number]
+        if layer.num_heads and layer.linear is None and layer.latent is None:
+            keys = max(1, layer.num_query_groups / tp) * layer.value_channels
+            yield ProductSize("channels of keys", "--num-query-groups, --kv-channels", keys)
+        yield from _sizes_of(layer, tp)
 
 
 def _sizes_of(layer: LayerSizes, tp: int) -> Iterator[ProductSize]:

@@ -11,7 +11,7 @@ def _moments(plan: PlanOrDraft) -> set[str]:
     return {plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype}
 
 
-FP8_RECIPES_WITH_ROWS: Final = ("tensorwise", "delayed")
+FP8_RECIPES_WITH_ROWS: Final = ("tensorwise", "delayed", "blockwise")
 """Recipes whose scales are the same under every layout. Their rows are in fp64, in which a split equals one process."""
 
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
@@ -31,6 +31,7 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
                     "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
                     "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
                     "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
+                    "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
                     "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
                 },
             ),

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.fp8 import MIN_CAPABILITY, PRODUCT_MULTIPLE, product_sizes
+from megatrain.config.derive.fp8 import (
+    BLOCKWISE_CAPABILITY,
+    GPU_BLOCK_SIZE,
+    MIN_CAPABILITY,
+    PRODUCT_MULTIPLE,
+    product_sizes,
+)
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -80,8 +86,6 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
         yield Problem(
             "--fp8-recipe mxfp8 requires Blackwell GPUs and is not supported", "use --fp8-recipe tensorwise"
         )
-    elif precision.fp8_recipe == "blockwise":
-        yield Problem(f"--fp8-recipe {precision.fp8_recipe} is not supported", "use --fp8-recipe tensorwise")
     if precision.fp16:
         yield Problem(
             "--fp8-format is not supported together with --fp16: FP8 gradients have scales of their own",
@@ -99,12 +103,29 @@ def fp8_products_can_run(draft: Draft) -> Problems:
             f"{flag} requires a GPU with FP8 tensor cores, and {draft.facts.device_name} has none",
             "remove --fp8-format, or use an Ada, Hopper or later GPU",
         )
+    if draft.config.precision.fp8_recipe == "blockwise":
+        yield from _blocks_can_be_multiplied(draft)
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
         if size % PRODUCT_MULTIPLE:
             yield Problem(
                 f"{flag}: {size:g} {what} are not a multiple of {PRODUCT_MULTIPLE}, as FP8 products require",
                 f"change {flags}, or remove --fp8-format",
             )
+
+
+def _blocks_can_be_multiplied(draft: Draft) -> Problems:
+    """Return whether cuBLAS has products of these blocks on this GPU."""
+    capability, size = draft.facts.device_capability, draft.config.precision.fp8_block_size
+    if capability is not None and capability[0] != BLOCKWISE_CAPABILITY:
+        yield Problem(
+            f"--fp8-recipe blockwise requires a Hopper GPU, and this is {draft.facts.device_name}",
+            "use --fp8-recipe tensorwise",
+        )
+    if size != GPU_BLOCK_SIZE:
+        yield Problem(
+            f"--fp8-block-size {size}: GPUs multiply blocks of {GPU_BLOCK_SIZE}",
+            f"use --fp8-block-size {GPU_BLOCK_SIZE}",
+        )
 
 
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.fp8 import split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -85,6 +86,21 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
         yield f"{flag} with --cp-comm-type all_gather casts gradients of expanded latents that are partial sums"
 
 
+def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
+    """Ranks that hold parts of blocks have scales of their own for them."""
+    precision = draft.config.precision
+    if precision.fp8_format is None or precision.fp8_recipe != "blockwise":
+        return
+    block = precision.fp8_block_size
+    for what, flags, size in dict.fromkeys(split_sizes(draft)):
+        if size % block:
+            yield (
+                f"--fp8-recipe blockwise: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
+                f" layout (decided by {flags})"
+            )
+            return
+
+
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
@@ -95,6 +111,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     graphs_of_passes,
     means_of_context_ranks,
     fp8_codes_of_partial_sums,
+    fp8_blocks_across_ranks,
 )
 
 

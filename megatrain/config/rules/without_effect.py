@@ -231,6 +231,11 @@ CONDITIONS: Final = (
         _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
+        "without --fp8-recipe blockwise",
+        lambda d: d.config.precision.fp8_recipe == "blockwise",
+        _settings("precision", "fp8_block_size"),
+    ),
+    Condition(
         "without --fp8-recipe delayed",
         lambda d: d.config.precision.fp8_recipe == "delayed",
         _settings("precision", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),

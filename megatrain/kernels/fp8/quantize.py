@@ -97,10 +97,14 @@ def quantize_reference(
     """Cast with torch operators."""
     if seen is not None:
         seen.copy_(torch.maximum(seen, amax_reference(x)))
-    largest = torch.finfo(dtype).max
-    scaled = x.to(accumulation_dtype(x.dtype)) * scale[1]
-    codes = scaled.clamp(-largest, largest).masked_fill(~scaled.isfinite(), float("nan")).to(dtype)
+    codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[1], dtype)
     return Codes(codes if rows else None, transposed(codes) if columns else None)
+
+
+def encode(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes of scaled values with torch operators; values that are not finite become NaN."""
+    largest = torch.finfo(dtype).max
+    return scaled.clamp(-largest, largest).masked_fill(~scaled.isfinite(), float("nan")).to(dtype)
 
 
 def transposed(codes: Tensor) -> Tensor:

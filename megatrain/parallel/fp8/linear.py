@@ -6,7 +6,8 @@
 
 A column-parallel layer saves the codes of its input, one byte per element; a row-parallel one saves what other operations
 save too, the output of attention or the input of the activation, and casts again. Ranks gather codes, not values: with
-sequence parallelism the input of a column-parallel layer, and the gradient of a row-parallel one. Results have the dtype of the weight.
+sequence parallelism the input of a column-parallel layer, and the gradient of a row-parallel one. With scales of blocks they
+gather values, since row codes do not give the transposed codes, and save these. Results have the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
-from megatrain.kernels.fp8.products import Operand, accumulate_product, product
+from megatrain.kernels.fp8.products import Operand
 from megatrain.kernels.fp8.quantize import transposed
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
@@ -85,18 +86,26 @@ class _Fp8ColumnLinear(Function):
         recompute_fn: Callable[[], Tensor] | None,
     ) -> Tensor:
         is_split = tp.sequence_parallel and tp.size > 1
-        scale, is_kept = fp8.input.scale(x), recompute_fn is None
-        columns = is_kept and fp8.has_fp8_wgrad and not is_split
-        codes = fp8.input.cast(x.flatten(0, -2), scale, info, columns=columns)
-        w, w_scale = fp8.cast_weight(weight, info)
-        assert codes.rows is not None
-        assert w.rows is not None
-        kept = (codes.columns if columns else codes.rows) if fp8.has_fp8_wgrad else x
-        ctx.save_for_backward(kept if is_kept else None, scale, weight, w_scale)
+        gathers_codes, is_kept = is_split and fp8.gathers_codes, recompute_fn is None
+        saves_codes = fp8.has_fp8_wgrad and (gathers_codes or not is_split)
+        values = all_gather(x, tp.group) if is_split and not gathers_codes else x
+        scale = fp8.input.scale(x)
+        cast = fp8.input.cast(
+            values.flatten(0, -2), scale, info, columns=is_kept and saves_codes and not is_split
+        )
+        w = fp8.cast_weight(weight, info)
+        assert cast.rows is not None
+        kept = cast.columns or cast.rows
+        ctx.save_for_backward(
+            (kept.codes if saves_codes else x) if is_kept else None,
+            kept.scale if is_kept and saves_codes else scale,
+            weight,
+            w.scale,
+        )
         ctx.weight_grad, ctx.fp8, ctx.bias, ctx.tp, ctx.info = weight_grad, fp8, bias, tp, info
-        ctx.recompute_fn, ctx.is_split = recompute_fn, is_split
-        rows = _gathered(codes.rows, tp) if is_split else codes.rows
-        y = product(Operand(rows, scale), Operand(w.rows, w_scale), x.dtype, _value(bias), fast=True)
+        ctx.recompute_fn, ctx.is_split, ctx.saves_codes = recompute_fn, is_split, saves_codes
+        rows = cast.rows._replace(codes=_gathered(cast.rows.codes, tp)) if gathers_codes else cast.rows
+        y = fp8.product(rows, w, x.dtype, _value(bias), fast=True)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
@@ -106,22 +115,25 @@ class _Fp8ColumnLinear(Function):
         dy, tp = grads[0], ctx.tp
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
-            if fp8.has_fp8_wgrad:
-                codes = fp8.input.cast(
+            if ctx.saves_codes:
+                cast = fp8.input.cast(
                     x.flatten(0, -2), scale, ctx.info, rows=ctx.is_split, columns=not ctx.is_split
                 )
-                x = codes.rows if ctx.is_split else codes.columns
+                x, scale = _operand(cast.rows if ctx.is_split else cast.columns)
         full_x, gather = _begin_gather_of(x, tp) if ctx.is_split else (x, Transfer())
-        dy_scale = fp8.gradient.scale(dy)
-        dy_codes = fp8.gradient.cast(dy.flatten(0, -2), dy_scale, ctx.info, columns=fp8.has_fp8_wgrad)
-        assert dy_codes.rows is not None
+        cast = fp8.gradient.cast(
+            dy.flatten(0, -2), fp8.gradient.scale(dy), ctx.info, columns=fp8.has_fp8_wgrad
+        )
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
-        dx = product(Operand(dy_codes.rows, dy_scale), Operand(w_columns, w_scale), dy.dtype, fast=False)
+        dx = fp8.product(_operand(cast.rows), w_columns, dy.dtype, fast=False)
         dx, reduction = begin_reduction(dx.view(*dy.shape[:-1], -1), tp)
         gather.wait()
-        if fp8.has_fp8_wgrad:
+        if ctx.saves_codes:
             columns = transposed(full_x) if ctx.is_split else full_x
-            _accumulate(ctx, (dy_codes.columns, dy_scale), Operand(columns, scale))
+            _accumulate(ctx, _operand(cast.columns), Operand(columns, scale))
+        elif fp8.has_fp8_wgrad:
+            x_cast = fp8.input.cast(full_x.flatten(0, -2), None, ctx.info, rows=False)
+            _accumulate(ctx, _operand(cast.columns), _operand(x_cast.columns))
         else:
             _accumulate_unquantized(ctx, dy, full_x)
         accumulate_bias_gradient(ctx.bias, dy)
@@ -146,14 +158,12 @@ class _Fp8RowLinear(Function):
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         scale = fp8.input.scale(y)
-        codes = fp8.input.cast(y.flatten(0, -2), scale, info, columns=False)
-        w, w_scale = fp8.cast_weight(weight, info)
-        assert codes.rows is not None
-        assert w.rows is not None
-        ctx.save_for_backward(x, scale, weight, w_scale)
+        cast = fp8.input.cast(y.flatten(0, -2), scale, info, columns=False)
+        w = fp8.cast_weight(weight, info)
+        ctx.save_for_backward(x, scale, weight, w.scale)
         ctx.weight_grad, ctx.fp8, ctx.activation, ctx.bias = weight_grad, fp8, activation, bias
         ctx.tp, ctx.info = tp, info
-        out = product(Operand(codes.rows, scale), Operand(w.rows, w_scale), x.dtype, _value(bias), fast=True)
+        out = fp8.product(_operand(cast.rows), w, x.dtype, _value(bias), fast=True)
         out = out.view(*x.shape[:-1], -1)
         return reduce_scatter(out, tp.group) if tp.sequence_parallel else all_reduce(out, tp.group)
 
@@ -164,31 +174,29 @@ class _Fp8RowLinear(Function):
         dy, tp, activation = grads[0], ctx.tp, ctx.activation
         is_split = tp.sequence_parallel and tp.size > 1
         accumulate_bias_gradient(ctx.bias, dy)
-        if is_split and not fp8.has_fp8_wgrad:
+        if is_split and not (fp8.has_fp8_wgrad and fp8.gathers_codes):
             dy, is_split = all_gather(dy, tp.group), False
-        dy_scale = fp8.gradient.scale(dy)
-        codes = fp8.gradient.cast(
-            dy.flatten(0, -2), dy_scale, ctx.info, columns=fp8.has_fp8_wgrad and not is_split
+        cast = fp8.gradient.cast(
+            dy.flatten(0, -2),
+            fp8.gradient.scale(dy),
+            ctx.info,
+            columns=fp8.has_fp8_wgrad and not is_split,
         )
-        assert codes.rows is not None
-        rows = _gathered(codes.rows, tp) if is_split else codes.rows
-        dx = product(
-            Operand(rows, dy_scale),
-            Operand(fp8.weight_columns(weight, w_scale, ctx.info), w_scale),
-            dy.dtype,
-            fast=False,
-        ).view(-1, *dy.shape[1:-1], weight.shape[1])
-        y = x
+        rows = _operand(cast.rows)
+        rows = rows._replace(codes=_gathered(rows.codes, tp)) if is_split else rows
+        w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
+        dx = fp8.product(rows, w_columns, dy.dtype, fast=False)
+        dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
+        y, is_last = x, is_fused(x)
         if (
             activation is not None
-        ):  # on GPUs y takes the memory of dx, then dx that of x, which no other operation reads
-            y = dx if is_fused(x) else torch.empty_like(dx)
-            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_fused(x))
+        ):  # fused, y takes the memory of dx, and dx that of x, which no other operation reads
+            y = dx if is_last else torch.empty_like(dx)
+            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
         if fp8.has_fp8_wgrad:
-            columns = transposed(rows) if is_split else codes.columns
-            y_codes = fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False)
-            assert y_codes.columns is not None
-            _accumulate(ctx, (columns, dy_scale), Operand(y_codes.columns, scale))
+            columns = cast.columns or rows._replace(codes=transposed(rows.codes))
+            y_cast = fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False)
+            _accumulate(ctx, columns, _operand(y_cast.columns))
         else:
             _accumulate_unquantized(ctx, dy, y)
         return dx, *[None] * 7
@@ -196,6 +204,12 @@ class _Fp8RowLinear(Function):
 
 def _value(bias: Bias | None) -> Tensor | None:
     return None if bias is None else bias.value
+
+
+def _operand(part: Operand | None) -> Operand:
+    """Return a part of a cast that was asked for."""
+    assert part is not None
+    return part
 
 
 def _gathered(codes: Tensor, tp: TensorParallel) -> Tensor:
@@ -211,14 +225,12 @@ def _begin_gather_of(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     return out.view(x.dtype), transfer
 
 
-def _accumulate(ctx: Any, dy: tuple[Tensor | None, Tensor], x: Operand) -> None:
-    codes, scale = dy
-    assert codes is not None
-    grad, operand = ctx.weight_grad, Operand(codes, scale)
+def _accumulate(ctx: Any, dy: Operand, x: Operand) -> None:
+    fp8, grad = ctx.fp8, ctx.weight_grad
     is_zero = (
         ctx.info.microbatch == 0
     )  # gradients are zeroed at the end of a step, and the first micro-batch comes first
-    ctx.info.compute_weight_gradient(lambda: accumulate_product(grad, operand, x, is_zero=is_zero))
+    ctx.info.compute_weight_gradient(lambda: fp8.accumulate(grad, dy, x, is_zero=is_zero))
 
 
 def _accumulate_unquantized(ctx: Any, dy: Tensor, x: Tensor) -> None:

@@ -2,9 +2,11 @@
 
     tensorwise    scale from the largest value of this tensor
     delayed       scale from the largest values of earlier steps (amax_history.py): one pass over the tensor, not two
+    blockwise     scales from the largest values of blocks (kernels/fp8/blocks.py): one pass over the tensor
 
-A scale belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over the
-tensor and context ranks before the cast, so that a split computes the same codes as one process. Scales stay on the device.
+A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
+the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
+where their borders are those of the ranks. Scales stay on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.kernels.fp8.blocks import (
+    Cast,
+    accumulate_block_product,
+    block_product,
+    cast_blocks,
+    cast_square_blocks,
+)
+from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -24,15 +34,15 @@ from megatrain.parallel.grid import RankGroup
 
 
 class Scaling(Protocol):
-    """Rule for the scale of one tensor of a linear layer."""
+    """Rule for the scales of one tensor of a linear layer."""
 
-    def scale(self, x: Tensor) -> Tensor:
-        """Return the scale of a tensor from this rank's part of it, fp32 [2]."""
+    def scale(self, x: Tensor) -> Tensor | None:
+        """Return the scale of a tensor from this rank's part of it, fp32 [2]; None: the cast computes scales of blocks."""
         ...
 
     def cast(
-        self, x: Tensor, scale: Tensor, info: PassInfo, *, rows: bool = True, columns: bool = True
-    ) -> Codes:
+        self, x: Tensor, scale: Tensor | None, info: PassInfo, *, rows: bool = True, columns: bool = True
+    ) -> Cast:
         """Cast a matrix [r, c] with a scale that `scale` returned."""
         ...
 
@@ -57,14 +67,15 @@ class CurrentScaling:
     def cast(
         self,
         x: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         info: PassInfo,  # noqa: ARG002 (see `Scaling`)
         *,
         rows: bool = True,
         columns: bool = True,
-    ) -> Codes:
+    ) -> Cast:
         """See `Scaling`."""
-        return quantize(x, scale, self.dtype, rows=rows, columns=columns)
+        assert scale is not None
+        return _with_scale(quantize(x, scale, self.dtype, rows=rows, columns=columns), scale)
 
 
 @dataclass(frozen=True)
@@ -83,11 +94,49 @@ class DelayedScaling:
         return self.current.scale(x) if known is None else known
 
     def cast(
-        self, x: Tensor, scale: Tensor, info: PassInfo, *, rows: bool = True, columns: bool = True
-    ) -> Codes:
+        self, x: Tensor, scale: Tensor | None, info: PassInfo, *, rows: bool = True, columns: bool = True
+    ) -> Cast:
         """See `Scaling`."""
+        assert scale is not None
         seen = self.history.seen(self.number) if info.is_training else None
-        return quantize(x, scale, self.current.dtype, rows=rows, columns=columns, seen=seen)
+        codes = quantize(x, scale, self.current.dtype, rows=rows, columns=columns, seen=seen)
+        return _with_scale(codes, scale)
+
+
+def _with_scale(codes: Codes, scale: Tensor) -> Cast:
+    rows, columns = (None if each is None else Operand(each, scale) for each in codes)
+    return Cast(rows, columns)
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """Scales from the largest values of blocks.
+
+    Args:
+        block: elements per block.
+        is_square: blocks have that many rows too, as those of weights.
+    """
+
+    dtype: torch.dtype
+    block: int
+    is_square: bool
+
+    def scale(self, x: Tensor) -> None:  # noqa: ARG002 (see `Scaling`)
+        """See `Scaling`."""
+        return
+
+    def cast(
+        self,
+        x: Tensor,
+        scale: Tensor | None,  # noqa: ARG002 (see `Scaling`)
+        info: PassInfo,  # noqa: ARG002
+        *,
+        rows: bool = True,
+        columns: bool = True,
+    ) -> Cast:
+        """See `Scaling`."""
+        cast = cast_square_blocks if self.is_square else cast_blocks
+        return cast(x, self.dtype, self.block, rows=rows, columns=columns)
 
 
 @dataclass
@@ -96,8 +145,9 @@ class Fp8Linear:
 
     Args:
         has_fp8_wgrad: the weight gradient is a product of FP8 matrices too.
-        keeps_weight: the codes of the weight stay in memory until the next step, in one order, which backward passes
-            transpose; else each pass casts.
+        keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts. With one scale the
+            codes stay in one order, which backward passes transpose.
+        block: elements per block; None: a tensor has one scale.
     """
 
     input: Scaling
@@ -105,25 +155,46 @@ class Fp8Linear:
     gradient: Scaling
     has_fp8_wgrad: bool = True
     keeps_weight: bool = True
-    _kept: tuple[Codes, Tensor] | None = None
+    block: int | None = None
+    _kept: Cast | None = None
 
-    def cast_weight(self, weight: Tensor, info: PassInfo) -> tuple[Codes, Tensor]:
-        """Return codes and scale for a forward pass. The first micro-batch casts again: the weight has changed since."""
-        if self._kept is not None and info.microbatch > 0:
-            return self._kept
-        scale = self.weight.scale(weight)
-        codes = self.weight.cast(weight, scale, info, columns=False)
-        self._kept = (codes, scale) if self.keeps_weight else None
-        return codes, scale
+    @property
+    def gathers_codes(self) -> bool:
+        """True if ranks gather codes, not values: row codes of a tensor with one scale give its transposed codes."""
+        return self.block is None
 
-    def weight_columns(self, weight: Tensor, scale: Tensor, info: PassInfo) -> Tensor:
-        """Return the transposed codes, for the backward pass of the forward pass that returned `scale`."""
-        if self._kept is not None:
-            assert self._kept[0].rows is not None
-            return transposed(self._kept[0].rows)
-        columns = self.weight.cast(weight, scale, info, rows=False).columns
-        assert columns is not None
-        return columns
+    def cast_weight(self, weight: Tensor, info: PassInfo) -> Operand:
+        """Return the cast for a forward pass. The first micro-batch casts again: the weight has changed since."""
+        cast = self._kept
+        if cast is None or info.microbatch == 0:
+            columns = self.keeps_weight and info.is_training and self.block is not None
+            cast = self.weight.cast(weight, self.weight.scale(weight), info, columns=columns)
+            self._kept = cast if self.keeps_weight else None
+        assert cast.rows is not None
+        return cast.rows
+
+    def weight_columns(self, weight: Tensor, scale: Tensor, info: PassInfo) -> Operand:
+        """Return the transposed cast, for the backward pass of the forward pass whose cast has this scale."""
+        kept = self._kept or self.weight.cast(weight, scale, info, rows=False)
+        if kept.columns is not None:
+            return kept.columns
+        assert kept.rows is not None
+        return kept.rows._replace(codes=transposed(kept.rows.codes))
+
+    def product(
+        self, x: Operand, weight: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool
+    ) -> Tensor:
+        """Return x weight^T + bias; see `product`. Partial sums of blocks always keep all bits."""
+        if self.block is None:
+            return product(x, weight, dtype, bias, fast=fast)
+        return block_product(x, weight, dtype, bias, self.block)
+
+    def accumulate(self, total: Tensor, dy: Operand, x: Operand, *, is_zero: bool) -> None:
+        """Compute total += dy x^T; see `accumulate_product`."""
+        if self.block is None:
+            accumulate_product(total, dy, x, is_zero=is_zero)
+        else:
+            accumulate_block_product(total, dy, x, self.block, is_zero=is_zero)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +208,7 @@ class Fp8Recipe:
         tp: ranks over which weights are split.
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
         history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
+        block: elements per block, for blockwise scaling; None: a tensor has one scale.
     """
 
     format: Literal["e4m3", "hybrid"]
@@ -146,6 +218,7 @@ class Fp8Recipe:
     has_fp8_wgrad: bool
     keeps_weights: bool
     history: AmaxHistory | None = None
+    block: int | None = None
 
     def linear(self, name: str) -> Fp8Linear:
         """Build the tensors of the layer whose weight has this canonical name."""
@@ -153,10 +226,11 @@ class Fp8Recipe:
         gradients = e4m3 if self.format == "e4m3" else torch.float8_e5m2
         return Fp8Linear(
             self._scaling(f"{name}.input", e4m3, self.tokens),
-            self._scaling(name, e4m3, self.tp),
+            self._scaling(name, e4m3, self.tp, is_weight=True),
             self._scaling(f"{name}.output_gradient", gradients, self.tokens),
             self.has_fp8_wgrad,
             self.keeps_weights,
+            self.block,
         )
 
     def finish_step(self) -> None:
@@ -164,7 +238,11 @@ class Fp8Recipe:
         if self.history is not None:
             self.history.finish_step()
 
-    def _scaling(self, name: str, dtype: torch.dtype, group: RankGroup) -> Scaling:
+    def _scaling(
+        self, name: str, dtype: torch.dtype, group: RankGroup, *, is_weight: bool = False
+    ) -> Scaling:
+        if self.block is not None:
+            return BlockScaling(dtype, self.block, is_weight)
         current = CurrentScaling(dtype, group)
         if self.history is None:
             return current

@@ -9,7 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from megatrain.kernels.fp8.quantize import Codes
+from megatrain.kernels.fp8 import blocks
+from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8 import amax_history, scaling
 from megatrain.parallel.fp8.scaling import Fp8Linear
@@ -26,14 +27,28 @@ def _history_of_a_replica() -> AbstractContextManager[Any]:
 def _stale_weight_cast() -> AbstractContextManager[Any]:
     cast_weight = Fp8Linear.cast_weight
 
-    def once(self: Fp8Linear, weight: Tensor, info: PassInfo) -> tuple[Codes, Tensor]:
+    def once(self: Fp8Linear, weight: Tensor, info: PassInfo) -> Operand:
         return cast_weight(self, weight, PassInfo(microbatch=1, is_training=info.is_training))
 
     return mock.patch.object(Fp8Linear, "cast_weight", once)
+
+
+def _scales_of_other_tokens() -> AbstractContextManager[Any]:
+    """Scale transposed casts as if blocks began one token earlier, as in a part of the tokens without whole blocks."""
+    cast_blocks = blocks.cast_blocks
+
+    def shifted(x: Tensor, *args: Any, rows: bool = True, columns: bool = True) -> blocks.Cast:
+        cast = cast_blocks(x, *args, rows=rows, columns=columns)
+        other = cast_blocks(x.roll(1, 0), *args, rows=False).columns
+        assert other is not None
+        return cast._replace(columns=other._replace(codes=other.codes.roll(-1, 1)) if columns else None)
+
+    return mock.patch.object(scaling, "cast_blocks", shifted)
 
 
 FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
     "FP8 cast of the last step's weight": (_stale_weight_cast, "tp2 sp fp8tensorwise"),
+    "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
 }

@@ -72,6 +72,10 @@ _ROWS_OF_FP8: Final = (
     "pp2 dualpipev fp8delayed",
     "tp2 sp dp2 recomputenorms fp8bf16wgrad",
     "tp2 zero3 dp2 selective gpt2 fp8bf16wgrad",
+    "tp2 sp fp8blockwise",
+    "tp2 sp cp2 pp2 recomputenorms fp8blockwise",
+    "tp2 dp2 zero3 overlap gpt2 fp8blockwise",
+    "tp2 sp pp2 zbv mixtral fp8blockwise",
 )
 """FP8 rows are in fp64, where a split gives the codes of one process: rounding decides few of them differently in bf16."""
 _ROWS_OF_FP16: Final = (

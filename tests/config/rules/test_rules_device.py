@@ -29,8 +29,6 @@ CASES = {
     "fp8_recipe_is_supported": [
         ("--fp8-format hybrid --fp8-recipe mxfp8", "", None,
          ("--fp8-recipe mxfp8", "Blackwell"), ("--fp8-recipe tensorwise",)),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", "", None,
-         ("--fp8-recipe blockwise",), ("--fp8-recipe tensorwise",)),
         ("--fp8-format e4m3 --fp16", "--bf16", None, ("--fp8-format", "--fp16"), ("--bf16",)),
     ],
     "fp8_products_can_run": [
@@ -38,6 +36,11 @@ CASES = {
          ("--fp8-format hybrid", "A100"), ("remove --fp8-format", "Hopper")),
         ("--fp8-format hybrid --bf16 --ffn-hidden-size 1000", "", CUDA,
          ("--fp8-format hybrid", "1000", "16"), ("--ffn-hidden-size",)),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --bf16", "",
+         Facts(device="cuda", device_name="B200", device_capability=(10, 0)),
+         ("--fp8-recipe blockwise", "Hopper", "B200"), ("--fp8-recipe tensorwise",)),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 64 --bf16", "", CUDA,
+         ("--fp8-block-size 64", "128"), ("--fp8-block-size 128",)),
     ],
     "cublas_is_deterministic": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),

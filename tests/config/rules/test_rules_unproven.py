@@ -42,6 +42,11 @@ CASES = {
         Facts(world_size=4),
         "fewer query groups than --tensor-model-parallel-size",
     ),
+    "fp8_blocks_across_ranks": (
+        "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4 --ffn-hidden-size 256",
+        Facts(world_size=4),
+        "64 channels of an MLP",
+    ),
 }
 ELSEWHERE = {
     "custom_layers": "tests/model/test_custom_layers.py has files of layers",

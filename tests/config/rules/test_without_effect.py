@@ -54,6 +54,7 @@ CASES = [
     ("--fp8-recipe tensorwise", "", ("--fp8-recipe tensorwise", "without --fp8-format")),
     ("--fp8-format hybrid --tp-comm-overlap", "", ("--tp-comm-overlap", "--fp8-format")),
     ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "", ("--fp8-margin 1", "delayed")),
+    ("--fp8-format hybrid --fp8-block-size 64", "", ("--fp8-block-size 64", "blockwise")),
     ("--num-layers-at-end-in-bf16 2", "", ("--num-layers-at-end-in-bf16 2", "--first-last-layers-bf16")),
     ("--num-layers-per-virtual-pipeline-stage 2", "",
      ("--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size 1")),

@@ -1,0 +1,1 @@
+"""Casts to FP8 with more than one scale per tensor, in Triton."""

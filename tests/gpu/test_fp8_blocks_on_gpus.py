@@ -1,0 +1,149 @@
+"""FP8 with a scale per block on a GPU: cuBLAS products and fused casts against the references, and a linear layer in both.
+
+Needs a Hopper GPU, whose cuBLAS multiplies blocks with fp32 scales.
+"""
+
+import pytest
+import torch
+
+from megatrain.kernels.activations import SILU, Activation
+from megatrain.kernels.fp8.blocks import (
+    accumulate_block_product,
+    block_product,
+    block_product_reference,
+    cast_blocks,
+    cast_blocks_reference,
+    cast_square_blocks,
+    cast_square_blocks_reference,
+)
+from megatrain.kernels.fp8.products import Operand
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
+from megatrain.parallel.fp8.scaling import Fp8Recipe
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import Bias, TensorParallel
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+    pytest.mark.filterwarnings("default"),  # Triton's own
+]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALONE = RankGroup("alone", (0,), 0)
+TP = TensorParallel(ALONE, ALONE, sequence_parallel=False)
+SIZES = [(128, 128, 128), (256, 384, 640), (48, 80, 112), (1008, 6144, 4096), (8192, 4096, 14336)]
+
+
+def drawn(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
+    """Return values whose blocks differ in size by up to 2^12."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * std
+    places = torch.arange(shape[-1]) // 32 % 13
+    return (x * 2.0 ** -places.float()).to("cuda", torch.bfloat16)
+
+
+def decoded(operand: Operand) -> torch.Tensor:
+    """Return the values of a cast in row blocks, in fp32: torch multiplies them with TF32 off by default."""
+    scale = operand.scale.t().repeat_interleave(128, 1)[:, : operand.codes.shape[1]]
+    return operand.codes.float() * scale
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("size", [(1, 16), (130, 260), (8192, 14336), (28672, 4096)])
+@pytest.mark.parametrize("kind", ["row blocks", "square blocks"])
+def test_casts_are_those_of_the_references_bit_for_bit(
+    kind: str, size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    cast, reference = (
+        (cast_blocks, cast_blocks_reference)
+        if kind == "row blocks"
+        else (cast_square_blocks, cast_square_blocks_reference)
+    )
+    x = drawn(*size)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), -3e38])
+    for found, expected in zip(
+        cast(x, dtype), reference(x, dtype, 128, rows=True, columns=True), strict=True
+    ):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.codes.float().nan_to_num(0), expected.codes.float().nan_to_num(0))
+        assert torch.equal(found.codes.float().isnan(), expected.codes.float().isnan())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_product_with_a_weight_is_that_of_the_emulation(
+    size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, n, k = size
+    x, weight = cast_blocks(drawn(m, k), dtype).rows, cast_square_blocks(drawn(n, k, seed=1, std=0.02), E4M3)
+    assert x is not None
+    assert weight.rows is not None
+    bias = drawn(n, seed=2)
+    for out, own in ((torch.bfloat16, bias), (torch.bfloat16, None), (torch.float32, bias.float())):
+        found = block_product(x, weight.rows, out, own)
+        expected = block_product_reference(x, weight.rows, out, own, 128)
+        error = ((found - expected).abs().max() / expected.abs().max()).item()
+        assert error < (2**-7 if out is torch.bfloat16 else 1e-3), error
+    dy = cast_blocks(drawn(m, n, seed=3), dtype).rows
+    assert dy is not None
+    assert weight.columns is not None
+    found = block_product(dy, weight.columns, torch.bfloat16)
+    expected = block_product_reference(dy, weight.columns, torch.bfloat16, None, 128)
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < 2**-7
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_weight_gradient_is_that_of_the_emulation(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = size
+    dy, x = cast_blocks(drawn(m, n), dtype).columns, cast_blocks(drawn(m, k, seed=1), E4M3).columns
+    assert dy is not None
+    assert x is not None
+    total, first = torch.ones(n, k, device="cuda"), torch.zeros(n, k, device="cuda")
+    accumulate_block_product(total, dy, x)
+    accumulate_block_product(first, dy, x, is_zero=True)
+    expected = decoded(dy) @ decoded(x).t()
+    error = ((first - expected).abs().max() / expected.abs().max()).item()
+    assert error < 1e-3, error
+    assert torch.allclose(total, 1 + first, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("numbers", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("has_fp8_wgrad", [True, False])
+def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wgrad: bool) -> None:
+    """Codes of e4m3 have 3 bits of mantissa: errors of single factors are below 1/16, those of sums smaller."""
+    recipe = Fp8Recipe(
+        format="hybrid" if numbers == "hybrid" else "e4m3",
+        layers=(0,), tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True, block=128,
+    )  # fmt: skip
+    inputs, outputs = 1024, 512
+    weight, dy = drawn(outputs, inputs, std=0.02, seed=1), drawn(256, 2, outputs, std=1e-4, seed=2)
+    bias = drawn(outputs, seed=3)
+    activation = Activation(fn=SILU, is_gated=True) if kind == "row" else None
+    x = drawn(256, 2, inputs * (2 if activation else 1)).requires_grad_()
+    grad, info = torch.zeros(outputs, inputs, device="cuda"), PassInfo()
+    own_weight, own_bias = weight.clone().requires_grad_(), Bias(bias, bias.float() * 0)
+    fp8 = recipe.linear("weight")
+    y = (
+        fp8_column_linear(fp8, x, own_weight, grad, TP, info, own_bias)
+        if activation is None
+        else fp8_row_linear(fp8, x, own_weight, grad, TP, info, own_bias, activation=activation)
+    )
+    y.backward(dy)
+    value = x.detach().clone().requires_grad_()
+    gate, up = value.chunk(2, -1)
+    hidden = value if activation is None else torch.nn.functional.silu(gate) * up
+    expected = hidden @ weight.t() + bias
+    expected.backward(dy)
+    wgrad = dy.flatten(0, 1).float().t() @ hidden.detach().flatten(0, 1).float()
+    for found, wanted in ((y, expected), (x.grad, value.grad), (grad, wgrad)):
+        assert found is not None
+        assert wanted is not None
+        error = ((found - wanted).float().norm() / wanted.float().norm()).item()
+        assert error < (0.05 if numbers == "e4m3" else 0.08), error
+    assert not torch.equal(y, expected)
