@@ -10,6 +10,12 @@ PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
 MIN_CAPABILITY: Final = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores: Ada, Hopper."""
+MXFP8_MULTIPLE: Final = 32
+"""Values that share a scale of MXFP8."""
+MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
+"""Compute capability of Blackwell."""
+BLOCK_RECIPES: Final = ("blockwise", "mxfp8")
+"""Values of --fp8-recipe that only Transformer Engine has."""
 
 
 class ProductSize(NamedTuple):

@@ -41,8 +41,8 @@ def _why_not(draft: Draft) -> str:
     dtype = draft.config.precision.params_dtype
     if dtype not in ("bfloat16", "float16"):
         return f"is used in bf16 and fp16 only, and --params-dtype is {dtype}"
-    if draft.config.precision.fp8_format is not None:
-        return "is not used with --fp8-format, whose recipes and scales are those of local"
+    if draft.config.precision.fp8_format is not None and not draft.config.precision.fp8_wgrad:
+        return "has no FP8 with --no-fp8-wgrad"
     version = draft.facts.libraries.get(TRANSFORMER_ENGINE)
     if draft.config.training.dry_run:
         return ""
@@ -59,13 +59,23 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         return {}
     leaves = {
         "core attention": ", ".join(why_local_attention(draft)),
-        "activations": ", ".join(_missing_in_activations(draft)),
-        "norms": ", ".join(_missing_in_norms(draft)),
+        **local_linear_leaves(draft),
         "norms of queries and keys": _missing_in_head_norms(draft),
         "gated delta rule": "the library has none"
         if draft.config.model.experimental_attention_variant
         else "",
         "experts": "their GEMMs are grouped in one kernel" if _has_experts(draft) else "",
+    }
+    return {leaf: reason for leaf, reason in leaves.items() if reason}
+
+
+def local_linear_leaves(draft: Draft) -> dict[str, str]:
+    """Return the leaves among those of `local_leaves` that contain a linear layer, except for routed experts."""
+    if draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return {}
+    leaves = {
+        "activations": ", ".join(_missing_in_activations(draft)),
+        "norms": ", ".join(_missing_in_norms(draft)),
     }
     return {leaf: reason for leaf, reason in leaves.items() if reason}
 

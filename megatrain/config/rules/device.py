@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.fp8 import MIN_CAPABILITY, PRODUCT_MULTIPLE, product_sizes
+from megatrain.config.derive.fp8 import (
+    BLOCK_RECIPES,
+    MIN_CAPABILITY,
+    MIN_CAPABILITY_OF_MXFP8,
+    MXFP8_MULTIPLE,
+    PRODUCT_MULTIPLE,
+    product_sizes,
+)
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_linear_leaves
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -76,16 +84,34 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.fp8_format is None:
         return
-    if precision.fp8_recipe == "mxfp8":
-        yield Problem(
-            "--fp8-recipe mxfp8 requires Blackwell GPUs and is not supported", "use --fp8-recipe tensorwise"
-        )
-    elif precision.fp8_recipe == "blockwise":
-        yield Problem(f"--fp8-recipe {precision.fp8_recipe} is not supported", "use --fp8-recipe tensorwise")
+    if precision.fp8_recipe in BLOCK_RECIPES:
+        yield from _problems_of_blocks(draft)
     if precision.fp16:
         yield Problem(
             "--fp8-format is not supported together with --fp16: FP8 gradients have scales of their own",
             "use --bf16",
+        )
+
+
+def _problems_of_blocks(draft: Draft) -> Problems:
+    """Scales of blocks are those of Transformer Engine, for all linear layers."""
+    flag, capability = f"--fp8-recipe {draft.config.precision.fp8_recipe}", draft.facts.device_capability
+    is_old = capability is not None and capability < MIN_CAPABILITY_OF_MXFP8
+    leaves = [f"{leaf} ({reason})" for leaf, reason in local_linear_leaves(draft).items()]
+    if draft.config.precision.fp8_recipe == "mxfp8" and is_old:
+        yield Problem(
+            f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
+            "use --fp8-recipe tensorwise, or blockwise with --transformer-impl transformer_engine",
+        )
+    elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        yield Problem(
+            f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
+            "use --fp8-recipe tensorwise, or --transformer-impl transformer_engine on a GPU",
+        )
+    elif leaves:
+        yield Problem(
+            f"{flag} requires the linear layers of Transformer Engine, and local supplies those with {', '.join(leaves)}",
+            "use --fp8-recipe tensorwise, or change these settings",
         )
 
 
@@ -99,10 +125,11 @@ def fp8_products_can_run(draft: Draft) -> Problems:
             f"{flag} requires a GPU with FP8 tensor cores, and {draft.facts.device_name} has none",
             "remove --fp8-format, or use an Ada, Hopper or later GPU",
         )
+    multiple = MXFP8_MULTIPLE if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
-        if size % PRODUCT_MULTIPLE:
+        if size % multiple:
             yield Problem(
-                f"{flag}: {size:g} {what} are not a multiple of {PRODUCT_MULTIPLE}, as FP8 products require",
+                f"{flag}: {size:g} {what} are not a multiple of {multiple}, as FP8 products require",
                 f"change {flags}, or remove --fp8-format",
             )
 

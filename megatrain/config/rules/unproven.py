@@ -85,6 +85,17 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
         yield f"{flag} with --cp-comm-type all_gather casts gradients of expanded latents that are partial sums"
 
 
+def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
+    precision = draft.config.precision
+    if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return
+    flags = f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}"
+    if precision.fp8_recipe == "delayed":
+        yield f"{flags} with Transformer Engine has the same scales under every layout, and no row in `{_COMMAND}`"
+    else:
+        yield f"{flags} with Transformer Engine: scales of weights and of context ranks are those of a rank's part"
+
+
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
@@ -95,6 +106,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     graphs_of_passes,
     means_of_context_ranks,
     fp8_codes_of_partial_sums,
+    fp8_of_transformer_engine,
 )
 
 

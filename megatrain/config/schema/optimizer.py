@@ -118,7 +118,7 @@ class PrecisionConfig(CheckedSection):
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the linear layers of attention and MLPs in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
-    """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations."""
+    """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations. With --transformer-impl transformer_engine also blockwise: a scale per 128 values, or 128 x 128 of a weight; mxfp8, on Blackwell: per 32 values."""
     fp8_margin: int = field(default=0, metadata=in_range(at_least=0))
     """With --fp8-recipe delayed: powers of two that scales leave free above the largest value."""
     fp8_amax_history_len: int = field(default=1, metadata=in_range(at_least=1))
