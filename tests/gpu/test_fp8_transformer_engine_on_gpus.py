@@ -55,11 +55,12 @@ PLANTED = "import sys, test_fp8_transformer_engine_on_gpus as here; sys.exit(her
 def run(folder: Path, flags: str, *program: str, ranks: int = 1) -> list[float]:
     """Train in another process; return all losses of the folder."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    folders = [str(ROOT), str(ROOT / "tests" / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, *(launch if ranks > 1 else ()), *(program or ("pretrain.py",))]
     done = subprocess.run(
         [*command, *FLAGS.split(), *flags.split(), "--save", str(folder), "--load", str(folder)],
         cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'gpu'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode in (0, 75), done.stdout[-4000:] + done.stderr[-4000:]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
