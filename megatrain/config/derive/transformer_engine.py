@@ -59,7 +59,8 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         return {}
     leaves = {
         "core attention": ", ".join(why_local_attention(draft)),
-        **local_linear_leaves(draft),
+        "activations": ", ".join(_missing_in_activations(draft)),
+        "norms": ", ".join(_missing_in_norms(draft)),
         "norms of queries and keys": _missing_in_head_norms(draft),
         "gated delta rule": "the library has none"
         if draft.config.model.experimental_attention_variant
@@ -69,15 +70,11 @@ def local_leaves(draft: Draft) -> dict[str, str]:
     return {leaf: reason for leaf, reason in leaves.items() if reason}
 
 
-def local_linear_leaves(draft: Draft) -> dict[str, str]:
-    """Return the leaves among those of `local_leaves` that contain a linear layer, except for routed experts."""
+def local_fp8_layers(draft: Draft) -> str:
+    """Return why linear layers of FP8 layers are those of `local`, except for routed experts; empty: they are not."""
     if draft.derived.transformer_impl != TRANSFORMER_ENGINE:
-        return {}
-    leaves = {
-        "activations": ", ".join(_missing_in_activations(draft)),
-        "norms": ", ".join(_missing_in_norms(draft)),
-    }
-    return {leaf: reason for leaf, reason in leaves.items() if reason}
+        return ""
+    return ", ".join(_missing_in_norms(draft))
 
 
 def why_local_attention(draft: Draft) -> Iterator[str]:

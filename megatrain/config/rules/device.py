@@ -11,7 +11,7 @@ from megatrain.config.derive.fp8 import (
     PRODUCT_MULTIPLE,
     product_sizes,
 )
-from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_linear_leaves
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -97,7 +97,7 @@ def _problems_of_blocks(draft: Draft) -> Problems:
     """Scales of blocks are those of Transformer Engine, for all linear layers."""
     flag, capability = f"--fp8-recipe {draft.config.precision.fp8_recipe}", draft.facts.device_capability
     is_old = capability is not None and capability < MIN_CAPABILITY_OF_MXFP8
-    leaves = [f"{leaf} ({reason})" for leaf, reason in local_linear_leaves(draft).items()]
+    reason = local_fp8_layers(draft)
     if draft.config.precision.fp8_recipe == "mxfp8" and is_old:
         yield Problem(
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
@@ -108,10 +108,10 @@ def _problems_of_blocks(draft: Draft) -> Problems:
             f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
             "use --fp8-recipe tensorwise, or --transformer-impl transformer_engine on a GPU",
         )
-    elif leaves:
+    elif reason:
         yield Problem(
-            f"{flag} requires the linear layers of Transformer Engine, and local supplies those with {', '.join(leaves)}",
-            "use --fp8-recipe tensorwise, or change these settings",
+            f"{flag} requires the linear layers of Transformer Engine, and local supplies those after norms ({reason})",
+            f"use --fp8-recipe tensorwise, or remove {reason}",
         )
 
 

@@ -9,7 +9,7 @@ from megatrain.config.derive.attention_features import layers_with_softcap_or_dr
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.transformer_engine import local_leaves, local_linear_leaves
+from megatrain.config.derive.transformer_engine import local_fp8_layers, local_leaves
 from megatrain.config.plan import Draft
 from megatrain.config.rules.logging import missing_packages
 from megatrain.config.rules.resume import changed_settings
@@ -231,11 +231,11 @@ def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
     precision, numbers = draft.config.precision, draft.derived.fp8_layers
     if draft.derived.transformer_impl == "local" or not numbers:
         return
-    leaves = ", ".join(f"{leaf} ({reason})" for leaf, reason in local_linear_leaves(draft).items())
+    reason = local_fp8_layers(draft)
     yield (
         f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}: Transformer Engine computes the linear"
         f" layers of layers {_ranges(numbers)} in FP8"
-        + (f", and local those with {leaves}" if leaves else "")
+        + (f", but local those after norms ({reason})" if reason else "")
         + f"; weights are all-gathered in {precision.params_dtype}"
     )
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.qkv import fused_view
+from megatrain.model.functions import apply_activation
 from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
-from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.implementations.local_leaves import LocalLeaves, activation_of
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
@@ -60,9 +61,15 @@ class TransformerEngineLeaves(LocalLeaves):
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
         is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
-        if not is_plain or spec.activation not in _ACTIVATIONS:
-            return super().activation_row_linear(spec, linear)
-        return TERowLinear(self, linear, _ACTIVATIONS[spec.activation])
+        if is_plain and spec.activation in _ACTIVATIONS:
+            ops = library().ops
+            activation = TEModuleAdapter(ops.Sequential(getattr(ops, _ACTIVATIONS[spec.activation])()), {})
+            return TERowLinear(self, linear, activation)
+        if self.fp8 is not None:
+            return TERowLinear(
+                self, linear, functools.partial(apply_activation, activation=activation_of(spec))
+            )
+        return super().activation_row_linear(spec, linear)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         if self.attention != "transformer_engine":
@@ -252,21 +259,19 @@ class TERowLinear(_WeightOwner):
     """Activation, if there is one, and row-parallel linear layer: [s, b, i/tp], or gated [s, b, 2 i/tp], -> [s/tp, b, h]."""
 
     def __init__(
-        self, leaves: TransformerEngineLeaves, linear: Weights, activation: str | None = None
+        self,
+        leaves: TransformerEngineLeaves,
+        linear: Weights,
+        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(linear, leaves.dtype)
-        te = library()
         outputs, columns = linear.weight.shape
         options = _linear_options(leaves, "row", linear) | {
             "in_features": columns * leaves.tp.size,
             "out_features": outputs,
         }
-        self.adapter = _linear_adapter(te.Linear(**options), self.weights(), leaves, linear)
-        self.activation = (
-            None
-            if activation is None
-            else TEModuleAdapter(te.ops.Sequential(getattr(te.ops, activation)()), {})
-        )
+        self.adapter = _linear_adapter(library().Linear(**options), self.weights(), leaves, linear)
+        self.activation = activation
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         return self.adapter.linear(x if self.activation is None else self.activation(x), info)

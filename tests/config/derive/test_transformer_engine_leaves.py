@@ -89,7 +89,7 @@ def test_all_leaves_may_be_the_library_s(plan_of):
         ("--fp8-recipe delayed", "--fp8-recipe delayed: Transformer Engine computes the linear layers of layers 0-3 in FP8;"),
         ("--fp8-recipe blockwise", "--fp8-recipe blockwise: Transformer Engine computes"),
         ("--fp8-recipe tensorwise --first-last-layers-bf16", "layers of layers 1-2 in FP8"),
-        ("--fp8-recipe tensorwise --recompute-norms", "in FP8, and local those with norms (--recompute-norms)"),
+        ("--fp8-recipe tensorwise --recompute-norms", "in FP8, but local those after norms (--recompute-norms)"),
     ],
 )  # fmt: skip
 def test_the_plan_says_who_computes_which_layers_in_fp8(plan_of, flags, words):
