@@ -121,10 +121,11 @@ def build_model(
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
-        common = (tp, cp, dtype, spec.norm, seed, attention, context)
+        fp8_here = fp8 if fp8 is not None and layer in fp8.layers else None
+        common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_here)
         if implementation == "transformer_engine":
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
-        return LocalLeaves(*common, fp8 if fp8 is not None and layer in fp8.layers else None)
+        return LocalLeaves(*common)
 
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),

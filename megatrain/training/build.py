@@ -88,14 +88,18 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         (grid.tp_cp, grid.dp),
         device,
     )
+    is_delayed = precision.fp8_recipe == "delayed"
+    # Plans build `local`, which has no block scales.
+    name = "tensorwise" if device.type == "meta" and not is_delayed else precision.fp8_recipe
     return Fp8Recipe(
+        name=name,
         format=precision.fp8_format,
         layers=frozenset(plan.derived.fp8_layers),
         tokens=grid.tp_cp,
         tp=grid.tp,
         has_fp8_wgrad=precision.fp8_wgrad,
         keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
-        history=history if precision.fp8_recipe == "delayed" else None,
+        history=history if is_delayed else None,
         block=precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None,
     )
 

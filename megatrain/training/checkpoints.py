@@ -87,9 +87,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-        engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
-        if engine.model.fp8 is not None and engine.model.fp8.history is not None:
-            engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
+        _restore_scales(engine, loaded)
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
@@ -113,8 +111,15 @@ def rewind_run(
     engine.forget_steps()
     _restore_progress(progress, loaded)
     progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    _restore_scales(engine, loaded)
     return loaded.path
+
+
+def _restore_scales(engine: Engine, loaded: Loaded) -> None:
+    """Restore the loss scale, and the history of delayed FP8 scales."""
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    if engine.model.fp8 is not None and engine.model.fp8.history is not None:
+        engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
 
 
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:

@@ -90,7 +90,13 @@ def test_casts_are_those_of_the_references_bit_for_bit(size: tuple[int, int], dt
 def test_a_linear_layer_is_near_that_in_bf16(kind: str, has_fp8_wgrad: bool) -> None:
     """Codes have 3 or 2 bits of mantissa: errors of single factors are below 1/16 and 1/8, those of sums smaller."""
     recipe = Fp8Recipe(
-        format="hybrid", layers=(0,), tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True
+        name="tensorwise",
+        format="hybrid",
+        layers=(0,),
+        tokens=ALONE,
+        tp=ALONE,
+        has_fp8_wgrad=has_fp8_wgrad,
+        keeps_weights=True,
     )
     inputs, outputs = (1024, 512)
     weight, dy = drawn(outputs, inputs, std=0.02, seed=1), drawn(256, 2, outputs, std=1e-4, seed=2)

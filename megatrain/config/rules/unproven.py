@@ -101,6 +101,17 @@ def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
             return
 
 
+def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
+    precision = draft.config.precision
+    if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return
+    flags = f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}"
+    if precision.fp8_recipe == "delayed":
+        yield f"{flags} with Transformer Engine has the same scales under every layout, and no row in `{_COMMAND}`"
+    else:
+        yield f"{flags} with Transformer Engine: scales of weights and of context ranks are those of a rank's part"
+
+
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
@@ -112,6 +123,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     means_of_context_ranks,
     fp8_codes_of_partial_sums,
     fp8_blocks_across_ranks,
+    fp8_of_transformer_engine,
 )
 
 

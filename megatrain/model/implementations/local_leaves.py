@@ -93,14 +93,14 @@ class LocalLeaves:
     def grouped_mlp(
         self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
-        return LocalGroupedMlp(_activation(spec), fc1, fc2, parallel, self.dtype)
+        return LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
 
     def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
         fp8 = self.fp8_linear(linear)
-        return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec), fp8)
+        return LocalActivationRowLinear(linear, self.tp, self.dtype, activation_of(spec), fp8)
 
     def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
@@ -143,6 +143,7 @@ def _alone(tp: TensorParallel) -> TensorParallel:
     return TensorParallel(group, group, sequence_parallel=False)
 
 
-def _activation(spec: MlpSpec) -> Activation:
+def activation_of(spec: MlpSpec) -> Activation:
+    """Return the activation of an MLP."""
     activation_fn = spec.activation_fn or ACTIVATION_FUNCTIONS[spec.activation]
     return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
