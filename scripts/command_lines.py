@@ -30,7 +30,6 @@ _BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
     r"--spec \S*hybrid": "Mamba layers",
-    r"--fp8-recipe blockwise": "blockwise FP8 scales",
     r"--fp8-recipe mxfp8": "MXFP8, which needs Blackwell GPUs",
     r"--experimental-attention-variant.* dsa": "sparse attention",
 }
