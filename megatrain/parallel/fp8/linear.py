@@ -4,8 +4,9 @@
     input gradient    dx = dy_fp8 W_fp8                codes of dy by rows, of W by columns
     weight gradient   dW += dy_fp8^T x_fp8             codes of both by columns; fp32
 
-A layer saves the codes of its input, one byte per element, and ranks gather codes, not values: with sequence parallelism
-the input of a column-parallel layer, and the gradient of a row-parallel one. Results have the dtype of the weight.
+A column-parallel layer saves the codes of its input, one byte per element; a row-parallel one saves what other operations
+save too, the output of attention or the input of the activation, and casts again. Ranks gather codes, not values: with
+sequence parallelism the input of a column-parallel layer, and the gradient of a row-parallel one. Results have the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -145,12 +146,11 @@ class _Fp8RowLinear(Function):
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         scale = fp8.input.scale(y)
-        codes = fp8.input.cast(y.flatten(0, -2), scale, info, columns=fp8.has_fp8_wgrad)
+        codes = fp8.input.cast(y.flatten(0, -2), scale, info, columns=False)
         w, w_scale = fp8.cast_weight(weight, info)
         assert codes.rows is not None
         assert w.rows is not None
-        kept = codes.columns if fp8.has_fp8_wgrad else y
-        ctx.save_for_backward(None if activation is None else x, kept, scale, weight, w_scale)
+        ctx.save_for_backward(x, scale, weight, w_scale)
         ctx.weight_grad, ctx.fp8, ctx.activation, ctx.bias = weight_grad, fp8, activation, bias
         ctx.tp, ctx.info = tp, info
         out = product(Operand(codes.rows, scale), Operand(w.rows, w_scale), x.dtype, _value(bias), fast=True)
@@ -159,7 +159,7 @@ class _Fp8RowLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, scale, weight, w_scale = ctx.saved_tensors
+        x, scale, weight, w_scale = ctx.saved_tensors
         fp8: Fp8Linear = ctx.fp8
         dy, tp, activation = grads[0], ctx.tp, ctx.activation
         is_split = tp.sequence_parallel and tp.size > 1
@@ -178,11 +178,17 @@ class _Fp8RowLinear(Function):
             dy.dtype,
             fast=False,
         ).view(-1, *dy.shape[1:-1], weight.shape[1])
-        if activation is not None:  # no other operation reads x
-            dx = activate_backward(dx, x.detach(), activation, overwrites_x=is_fused(x))
+        y = x
+        if (
+            activation is not None
+        ):  # on GPUs y takes the memory of dx, then dx that of x, which no other operation reads
+            y = dx if is_fused(x) else torch.empty_like(dx)
+            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_fused(x))
         if fp8.has_fp8_wgrad:
             columns = transposed(rows) if is_split else codes.columns
-            _accumulate(ctx, (columns, dy_scale), Operand(y, scale))
+            y_codes = fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False)
+            assert y_codes.columns is not None
+            _accumulate(ctx, (columns, dy_scale), Operand(y_codes.columns, scale))
         else:
             _accumulate_unquantized(ctx, dy, y)
         return dx, *[None] * 7

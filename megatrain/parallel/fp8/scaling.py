@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one
+from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.fp8.amax_history import AmaxHistory
@@ -98,7 +98,8 @@ class Fp8Linear:
 
     Args:
         has_fp8_wgrad: the weight gradient is a product of FP8 matrices too.
-        keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts.
+        keeps_weight: the codes of the weight stay in memory until the next step, in one order, which backward passes
+            transpose; else each pass casts.
     """
 
     input: Scaling
@@ -113,21 +114,18 @@ class Fp8Linear:
         if self._kept is not None and info.microbatch > 0:
             return self._kept
         scale = self.weight.scale(weight)
-        codes = self.weight.cast(weight, scale, info, columns=self.keeps_weight and info.is_training)
+        codes = self.weight.cast(weight, scale, info, columns=False)
         self._kept = (codes, scale) if self.keeps_weight else None
         return codes, scale
 
     def weight_columns(self, weight: Tensor, scale: Tensor, info: PassInfo) -> Tensor:
         """Return the transposed codes, for the backward pass of the forward pass that returned `scale`."""
-        columns = self._kept[0].columns if self._kept is not None else None
-        return (
-            columns if columns is not None else _columns_of(self.weight.cast(weight, scale, info, rows=False))
-        )
-
-
-def _columns_of(codes: Codes) -> Tensor:
-    assert codes.columns is not None
-    return codes.columns
+        if self._kept is not None:
+            assert self._kept[0].rows is not None
+            return transposed(self._kept[0].rows)
+        columns = self.weight.cast(weight, scale, info, rows=False).columns
+        assert columns is not None
+        return columns
 
 
 @dataclass(frozen=True, kw_only=True)
