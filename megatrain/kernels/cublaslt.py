@@ -33,7 +33,7 @@ _TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST_ACCUMULATION = 3, 4, 17, 1
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """`cublasLtMatmulPreferenceAttributes_t`."""
 _WORKSPACE_BYTES: Final = 32 * 2**20
-"""What NVIDIA recommends for Hopper."""
+"""The size that NVIDIA recommends for Hopper."""
 _MAX_ALIGNMENT: Final = 256
 _MAX_ALGORITHMS: Final = 16
 

@@ -64,7 +64,7 @@ def test_a_product_is_that_of_the_emulation(
     for is_zero in (False, True):
         total = torch.ones(m, n, device="cuda")
         accumulate_product(total, a, b, is_zero=is_zero)
-        error = ((total - expected - (not is_zero)).abs().max() / expected.abs().max()).item()
+        error = ((total - expected - float(not is_zero)).abs().max() / expected.abs().max()).item()
         assert error < 2e-4, error
 
 

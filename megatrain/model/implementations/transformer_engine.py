@@ -8,8 +8,8 @@
     gradients of norms and biases    autograd writes them to `.grad`; a hook adds them to the gradient buffer
 
 The library supplies norms, linear layers, activations and core attention, with their communication over tensor ranks.
-The residual stream, dropout, RoPE, the embedding and the head are ours under every implementation. The library's user
-buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
+With `fp8` its linear layers run in FP8 (`transformer_engine_fp8.py`). The residual stream, dropout, RoPE, the embedding
+and the head are ours under every implementation. The library's user buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
