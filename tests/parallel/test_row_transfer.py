@@ -48,7 +48,7 @@ def test_both_passes_begin_before_other_work_and_wait_after_it() -> None:
     own = transfer.begin(x)
     other = Recorded.apply(x, events)
     rows = transfer.finish(own)
-    transfer.defer(lambda: events.append("deferred"))
+    transfer.deferred.append(lambda: events.append("deferred"))
     total = (rows + other).sum()
     assert events == ["begin rows", "other work", "wait for rows"]
     events.clear()
