@@ -17,11 +17,7 @@ memory holds every possible assignment. `AllToAllDispatcher` sends each token on
 and receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are
 all that an all-to-all sends. The host waits for the counts once per call.
 
-Communication overlaps other work:
-
-    all-gather of tokens       the router                  its gradient     weight gradients of the experts
-    all-to-all of tokens       sorts                       its gradient     weight gradients of the experts
-    sums of outputs            the shared expert           its gradient     the shared expert's backward pass
+Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
 
 from __future__ import annotations
@@ -39,12 +35,11 @@ from megatrain.kernels.host_copy import HostCopy
 from megatrain.kernels.moe.permute import (
     Permutation,
     PermuteRows,
+    PermuteValues,
     UnpermuteRows,
-    permute_values,
     sort_by_expert,
     sort_by_rank,
     sort_by_source,
-    unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import (
@@ -169,7 +164,7 @@ class AllGatherDispatcher:
         Returns:
             A function that returns experts, integers [ep * etp * t, k], -1 for dropped assignments, and probabilities.
         """
-        probs, experts = routing.probs, _kept_experts(routing)
+        probs, experts = routing.probs, routing.kept_experts
         same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[probs.element_size()]
         bits = experts.to(same_size).view(probs.dtype)
         both = self._gather(lambda x: torch.cat((x, bits), dim=1))
@@ -186,10 +181,16 @@ class AllGatherDispatcher:
         return RowTransfer(lambda x: self._begin_gather(sent(x)), self._begin_reduction)
 
     def _begin_gather(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        return _begin_gather(x, self.etp, self.ep)
+        """Begin to gather over etp and ep; of two gathers the first is complete."""
+        if self.ep.size == 1:
+            return begin_all_gather(x, self.etp)
+        return begin_all_gather(all_gather(x, self.etp), self.ep)
 
     def _begin_reduction(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        return _begin_reduction(x, self.etp, self.ep)
+        """Begin to sum over ep and etp and keep this rank's rows; of two sums the first is complete."""
+        if self.etp.size == 1:
+            return begin_reduce_scatter(x, self.ep)
+        return begin_reduce_scatter(reduce_scatter(x, self.ep), self.etp)
 
     def _sort_own(self, experts: Tensor, x: Tensor, token_rows: Tensor | None = None) -> Permutation:
         """Sort the assignments of all tokens to this rank's experts.
@@ -219,7 +220,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
         routing = route()
-        experts = _kept_experts(routing)
+        experts = routing.kept_experts
         by_rank = sort_by_rank(experts, num_ranks=self.ep.size, experts_per_rank=self.own_experts)
         gathered, probs = self._begin_routing_gather(routing)()
         by_source = self._sort_by_source(gathered)
@@ -270,17 +271,10 @@ class AllToAllDispatcher(AllGatherDispatcher):
         ep, etp = self.ep.size, self.etp.size
         if ends is None:
             tokens, num_assignments = self._even_counts(num_tokens, top_k)
-            to_ranks, from_ranks, num_assignments = (
-                [tokens] * ep,
-                [tokens] * ep * etp,
-                num_assignments * ep * etp,
-            )
+            to_ranks, from_ranks = [tokens] * ep, [tokens] * ep * etp
         else:
-            to_ranks, from_ranks, num_assignments = (
-                _differences(ends[:ep]),
-                _differences(ends[ep:-1]),
-                ends[-1],
-            )
+            to_ranks, from_ranks = _differences(ends[:ep]), _differences(ends[ep:-1])
+            num_assignments = ends[-1]
         by_etp = [from_ranks[number * ep : (number + 1) * ep] for number in range(etp)]
         return AllToAllSplits(
             self.ep,
@@ -292,9 +286,9 @@ class AllToAllDispatcher(AllGatherDispatcher):
         )
 
     def _even_counts(self, num_tokens: int, top_k: int) -> tuple[int, int]:
-        """Return tokens and assignments between two ranks if all experts have the same load."""
+        """Return tokens between two ranks and assignments to this rank if all experts have the same load."""
         elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
-        return max(round(num_tokens * (1 - elsewhere)), 1), max(num_tokens * top_k // self.ep.size, 1)
+        return max(round(num_tokens * (1 - elsewhere)), 1), num_tokens * top_k * self.etp.size
 
 
 @dataclass(frozen=True)
@@ -322,11 +316,6 @@ class DispatchState(NamedTuple):
     by_expert: Permutation
 
 
-def _kept_experts(routing: Routing) -> Tensor:
-    """Return each token's experts, -1 for dropped assignments: int64 [t, k]."""
-    return routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
-
-
 def _differences(ends: list[int]) -> list[int]:
     """Return the lengths of consecutive ranges from their ends."""
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -340,24 +329,13 @@ def _permuted(
     x: Tensor, probs: Tensor, permutation: Permutation, transfer: RowTransfer | None = None
 ) -> DispatchedTokens:
     rows: Tensor = PermuteRows.apply(x, permutation)
-    row_probs: Tensor = _PermuteValues.apply(probs, permutation)
+    row_probs: Tensor = PermuteValues.apply(probs, permutation)
     return DispatchedTokens(rows, permutation.ends, row_probs, permutation, transfer)
 
 
 def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
     out: Tensor = UnpermuteRows.apply(rows, permutation)
     return out
-
-
-class _PermuteValues(Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_values(values, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_values(grads[0], ctx.permutation), None
 
 
 BeginTransfer = Callable[[Tensor], tuple[Tensor, Transfer]]
@@ -377,8 +355,9 @@ class RowTransfer:
         self.appended: Tensor | None = None
         """Received columns that `forward` appended to those of x; they have no gradient."""
         self.out: Tensor | None = None
-        self._deferred: list[Callable[[], None]] = []
-        self._transfer = Transfer()
+        self.pending = Transfer()
+        self.deferred: list[Callable[[], None]] = []
+        """Work of the backward pass, done while the gradient is sent."""
 
     def begin(self, x: Tensor) -> Tensor:
         """Begin to send x; returns x, for `finish` only."""
@@ -390,20 +369,9 @@ class RowTransfer:
         out: Tensor = _FinishTransfer.apply(x, self)
         return out
 
-    def defer(self, work: Callable[[], None]) -> None:
-        """Do `work` in the backward pass while the gradient is sent."""
-        self._deferred.append(work)
-
     def start(self, begin: BeginTransfer, x: Tensor) -> Tensor:
-        out, self._transfer = begin(x.detach())
+        out, self.pending = begin(x.detach())
         return out
-
-    def wait(self) -> None:
-        self._transfer.wait()
-
-    def do_deferred(self) -> None:
-        while self._deferred:
-            self._deferred.pop(0)()
 
 
 class _BeginTransfer(Function):
@@ -415,7 +383,7 @@ class _BeginTransfer(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.wait()
+        ctx.transfer.pending.wait()
         return grads[0], None
 
 
@@ -423,7 +391,7 @@ class _FinishTransfer(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: RowTransfer) -> Tensor:
         ctx.transfer, columns = transfer, x.shape[1]
-        transfer.wait()
+        transfer.pending.wait()
         out, transfer.out = transfer.out, None
         assert out is not None, "begin comes first"
         if out.shape[1] == columns:
@@ -434,22 +402,9 @@ class _FinishTransfer(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         dx = ctx.transfer.start(ctx.transfer.backward, grads[0])
-        ctx.transfer.do_deferred()
+        while ctx.transfer.deferred:
+            ctx.transfer.deferred.pop(0)()
         return dx, None
-
-
-def _begin_gather(x: Tensor, inner: RankGroup, outer: RankGroup) -> tuple[Tensor, Transfer]:
-    """Begin to gather the rows of the ranks of two groups; with ranks in both, the first gather is complete."""
-    if outer.size == 1:
-        return begin_all_gather(x, inner)
-    return begin_all_gather(all_gather(x, inner), outer)
-
-
-def _begin_reduction(x: Tensor, inner: RankGroup, outer: RankGroup) -> tuple[Tensor, Transfer]:
-    """Begin to sum over the ranks of two groups and keep this rank's rows; with ranks in both, the first sum is complete."""
-    if inner.size == 1:
-        return begin_reduce_scatter(x, outer)
-    return begin_reduce_scatter(reduce_scatter(x, outer), inner)
 
 
 def _begin_all_to_all(x: Tensor, splits: AllToAllSplits) -> tuple[Tensor, Transfer]:

@@ -28,7 +28,7 @@ PENDING_FLAGS: Final = (
     ),
     pending(
         "expert communication that overlaps the layers of another micro-batch",
-        "it overlaps the router, the shared expert and weight gradients of its own layer",
+        "it overlaps the router, the shared expert and weight gradients of the same layer",
         "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(

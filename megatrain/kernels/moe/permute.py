@@ -234,6 +234,19 @@ class PermuteRows(Function):
         return unpermute_rows(grads[0], ctx.permutation), None
 
 
+class PermuteValues(Function):
+    """`permute_values`, differentiably."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permute_values(values, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return unpermute_values(grads[0], ctx.permutation), None
+
+
 class UnpermuteRows(Function):
     """`unpermute_rows`, differentiably."""
 

@@ -45,11 +45,15 @@ class LocalGroupedMlp(LaidOutModule):
                 self.add_weight(f"{name}_bias", weights.bias, dtype)
 
     def forward(self, dispatched: DispatchedTokens, info: PassInfo) -> Tensor:
+        """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h]."""
         fc1, fc2 = (
             GroupedWeight(*self._stacked(name), self._bias(f"{name}_bias")) for name in ("fc1", "fc2")
         )
+        # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
-        return grouped_mlp(dispatched, fc1, fc2, self.activation, info)
+        rows, ends, probs, _, transfer = dispatched
+        out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, self.activation, info, transfer)
+        return out
 
     def _bias(self, name: str) -> Bias | None:
         return Bias(*self._stacked(name)) if name in self.layouts else None
@@ -69,24 +73,6 @@ class GroupedWeight(NamedTuple):
     grad: Tensor | None
     bias: Bias | None = None
     """[E/ep, o]; None: none."""
-
-
-def grouped_mlp(
-    dispatched: DispatchedTokens,
-    fc1: GroupedWeight,
-    fc2: GroupedWeight,
-    activation: Activation,
-    info: PassInfo,
-) -> Tensor:
-    """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
-
-    Args:
-        fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
-        fc2: [E/ep, h, f/etp]; one rank of etp has its bias, since the outputs of these ranks are summed.
-    """
-    rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
-    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info, dispatched.transfer)
-    return out
 
 
 class _GroupedMlp(Function):
@@ -138,7 +124,7 @@ class _GroupedMlp(Function):
                 accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
 
         if ctx.transfer is not None and ctx.info.deferred is None and ctx.needs_input_grad[0]:
-            ctx.transfer.defer(compute)
+            ctx.transfer.deferred.append(compute)
         else:
             ctx.info.compute_weight_gradient(compute)
         return drows, dprobs, None, None, None, None, None, None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.kernels.moe import permute
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
@@ -129,7 +130,7 @@ def _expert_slices_not_reduced() -> AbstractContextManager[Any]:
 
 def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        expert_parallel,
+        permute,
         "unpermute_values",
         lambda numbers, order: unpermute_values(numbers, order).roll(1, 0),
     )
