@@ -214,7 +214,7 @@ def main():
     case("  copies", lambda: layers(overlapped()))
     case("  copies again", lambda: layers(overlapped()))
     case("  torch's operators", lambda: patched(torch_operators(group)))
-    allocate = peer_memory._SharedSlots._allocate
+    allocate = peer_memory.SharedSlots._allocate
 
     def with_plain_stream(slots, num_bytes):
         memory = allocate(slots, num_bytes)
@@ -224,7 +224,7 @@ def main():
 
     case(
         "  copies, priority 0",
-        lambda: patched([mock.patch.object(peer_memory._SharedSlots, "_allocate", with_plain_stream)]),
+        lambda: patched([mock.patch.object(peer_memory.SharedSlots, "_allocate", with_plain_stream)]),
     )
     case("  products write into the peer", lambda: patched([direct(group)]))
     case("epilogue", lambda: epilogue(group))
