@@ -230,7 +230,12 @@ def test_recomputed_norms_are_not_saved() -> None:
 
 def test_the_memory_for_overlapped_sends_is_counted() -> None:
     """Three slots for a whole sequence each, and the flags."""
-    flags = {"--device": "cuda", "--bf16": "", "--world-size": "2", "--tensor-model-parallel-size": "2"}
+    flags: dict[str, str | None] = {
+        "--device": "cuda",
+        "--bf16": "",
+        "--world-size": "2",
+        "--tensor-model-parallel-size": "2",
+    }
     plain = planned({**LLAMA, **flags, "--sequence-parallel": ""})
     overlapped = planned({**LLAMA, **flags, "--sequence-parallel": "", "--tp-comm-overlap": ""})
     assert overlapped.communication == plain.communication + 3 * T * H * 2 + 512
