@@ -54,12 +54,6 @@ def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
         yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"
 
 
-def overlapped_products(draft: Draft) -> Iterator[str]:
-    parallel, is_on_gpus = draft.config.parallel, draft.config.training.device == "cuda"
-    if parallel.tp_comm_overlap and parallel.sequence_parallel and is_on_gpus:
-        yield f"--tp-comm-overlap sums products in another order on GPUs (`{_COMMAND} --device cuda`)"
-
-
 def graphs_of_passes(draft: Draft) -> Iterator[str]:
     if draft.derived.cuda_graphs:
         yield "--cuda-graph-impl launches the same kernels: the same computation, compared on GPUs only (tests/gpu)"
@@ -118,7 +112,6 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     custom_layers,
     loss_of_global_loads,
     stream_of_the_shared_expert,
-    overlapped_products,
     graphs_of_passes,
     means_of_context_ranks,
     fp8_codes_of_partial_sums,

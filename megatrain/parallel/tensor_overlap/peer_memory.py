@@ -35,7 +35,7 @@ class PeerMemory:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._num_sends = 0
-        self._slots: _Slots | None = None
+        self._slots: Slots | None = None
 
     @property
     def peers(self) -> list[int]:
@@ -61,13 +61,13 @@ class PeerMemory:
     def _next_sends(self, part: Tensor) -> _Copies | _Messages:
         num_bytes = _aligned(part.nbytes * self.group.size)
         if self._slots is None or num_bytes > self._slots.num_bytes or part.device != self._slots.device:
-            slots_type = _SharedSlots if part.is_cuda else _Slots
+            slots_type = SharedSlots if part.is_cuda and not part.is_meta else Slots
             self._slots = slots_type(self.group, num_bytes, part.device)
         self._num_sends += 1
         slots, index = self._slots, self._num_sends % _NUM_SLOTS
         parts = slots.slot(index).view(part.dtype)[: part.numel() * self.group.size]
         parts = parts.view(self.group.size, *part.shape)
-        if isinstance(slots, _SharedSlots):
+        if isinstance(slots, SharedSlots):
             return _Copies(slots, index, parts, self._num_sends)
         return _Messages(self.group, parts)
 
@@ -92,7 +92,7 @@ class ReceivedParts:
             transfer.wait()
 
 
-class _Slots:
+class Slots:
     """Memory of one rank, which receives messages."""
 
     def __init__(self, group: RankGroup, num_bytes: int, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class _Slots:
         return self.memory[self.offset(index) : self.offset(index + 1)]
 
 
-class _SharedSlots(_Slots):
+class SharedSlots(Slots):
     """Memory of one GPU that other GPUs address, with a stream of copies and its driver."""
 
     def _allocate(self, num_bytes: int) -> Tensor:
@@ -138,7 +138,7 @@ class _SharedSlots(_Slots):
 class _Copies:
     """One send of each rank, by copies into a slot of the others."""
 
-    def __init__(self, slots: _SharedSlots, index: int, parts: Tensor, number: int) -> None:
+    def __init__(self, slots: SharedSlots, index: int, parts: Tensor, number: int) -> None:
         self._slots, self._parts, self._number = slots, parts, number
         self._offset = slots.offset(index) + slots.group.rank * parts[0].nbytes
         self._sent: list[Tensor] = []

@@ -22,11 +22,6 @@ CASES = {
         Facts(device="cuda"),
         "--moe-shared-expert-overlap",
     ),
-    "overlapped_products": (
-        "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2 --bf16",
-        Facts(device="cuda", world_size=2),
-        "--tp-comm-overlap",
-    ),
     "graphs_of_passes": (
         "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0",
         Facts(device="cuda"),
