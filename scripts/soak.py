@@ -92,7 +92,8 @@ class Soak:
         self.folder, self.save, self.pause = folder, folder / "run", pause
         self.num_starts, self.committed = 0, 0
         self.job: subprocess.Popen[bytes] | None = None
-        self.is_newest_damaged = False
+        self.damaged: int | None = None
+        """Iteration of the checkpoint that is damaged: the next start loads the one before."""
 
     def start(self, flags: Sequence[str]) -> None:
         """Start the ranks; every other start saves in the background."""
@@ -132,11 +133,12 @@ class Soak:
         if self.num_starts > 1:
             loaded = re.search(r"> loaded \S+: iteration (\d+)", self.log)
             number = int(loaded[1]) if loaded else 0
-            if self.is_newest_damaged:
+            if self.damaged is not None:
                 require(
-                    number < self.committed or "damaged" in self.log, f"loaded {number}, which is damaged"
+                    0 < number < self.damaged,
+                    f"loaded {number}; {self.damaged} is damaged: {self.log[-3000:]}",
                 )
-                self.is_newest_damaged, self.committed = False, number
+                self.damaged, self.committed = None, number
             require(number >= self.committed, f"loaded iteration {number}; {self.committed} was committed")
 
     def plant(self, fault: Fault, rank: int) -> None:
@@ -150,9 +152,7 @@ class Soak:
         elif fault.by == "launcher":
             self.job.kill()
         else:
-            for pid in (self.job.pid, *self.pids().values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.kill()
 
     def wait_for_end(self, fault: Fault, rank: int) -> float:
         """Wait until all processes are gone; return the seconds, and check the report."""
@@ -182,20 +182,29 @@ class Soak:
             byte = data.read(1)
             data.seek(-1, os.SEEK_CUR)
             data.write(bytes([byte[0] ^ 16]))
-        self.is_newest_damaged = True
+        self.damaged = int(newest.name.removeprefix("iter_"))
+
+    def kill(self) -> None:
+        """Kill all processes of the present start."""
+        for pid in (*([self.job.pid] if self.job else []), *self.pids().values()):
+            with contextlib.suppress(ProcessLookupError):
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:
     """Run the soak; return the exit code."""
     arguments = parsed_arguments()
     with tempfile.TemporaryDirectory(prefix="soak-", dir=arguments.folder) as name:
+        soak = Soak(Path(name), arguments.pause)
         try:
-            soak = Soak(Path(name), arguments.pause)
             num_faults = disturb(soak, arguments.minutes * 60, arguments.interval)
             compare(soak, num_faults)
         except WrongError as error:
             print(f"FAILED {error}", flush=True)
             return 1
+        finally:
+            soak.kill()
     return 0
 
 
@@ -316,9 +325,9 @@ def command(save: Path) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process is there and no zombie."""
+    """Return whether a process is there and belongs to the soak: zombies have no command line."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return b"soak" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
