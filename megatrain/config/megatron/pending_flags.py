@@ -63,10 +63,7 @@ PENDING_FLAGS: Final = (
     ),
     pending(
         "detection of faulty hardware",
-        "a step that is not finite is computed again, and other faults are not looked for",
-        "--gpu-sniff-test-interval=*"
-        " --rerun-mode=disabled|validate_results|report_stats --result-rejected-tracker-filename=*"
-        " --train-sync-interval=*",
-        instead="use --rerun-mode validate_results",
+        "--rerun-mode computes a step that is not finite again, and megatrain doctor tests GPUs before a run",
+        "--gpu-sniff-test-interval=* --result-rejected-tracker-filename=* --train-sync-interval=*",
     ),
 )

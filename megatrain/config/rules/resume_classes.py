@@ -116,7 +116,8 @@ SAFE: Final = ResumeClass(
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
     " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
-    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike",
+    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike rerun_mode"
+    " error_injection_rate error_injection_type",
 )
 SILENT: Final = ResumeClass(
     kind="silent",

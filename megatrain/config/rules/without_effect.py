@@ -128,6 +128,11 @@ CONDITIONS: Final = (
         _settings("logging", "log_energy"),
     ),
     Condition(
+        "without --error-injection-rate",
+        lambda d: d.config.resilience.error_injection_rate > 0,
+        _settings("resilience", "error_injection_type"),
+    ),
+    Condition(
         "on an MLP without a gate",
         lambda d: d.config.model.swiglu or d.config.model.geglu or d.config.model.quick_geglu,
         _settings("model", "glu_linear_offset"),
