@@ -34,7 +34,7 @@ TRAINING = (
 ).split()
 REQUIRED = {
     *"hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings rms_norm_eps".split(),
-    *"moe_intermediate_size n_embd n_layer n_head n_positions use_parallel_residual".split(),
+    *"moe_intermediate_size n_embd n_layer n_head n_positions".split(),
 }
 """Keys without which a config.json is refused, although transformers has defaults."""
 REQUIRED_BY = {
@@ -45,7 +45,7 @@ REQUIRED_BY = {
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "GPT-NeoX", "Gemma 3", "Phi-3", "DeepSeek-V3", "gpt-oss")
+ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "Pythia", "Gemma 3", "Phi-3", "DeepSeek-V3", "gpt-oss")
 """Models of every test run: each kind of fused tensor, experts, windows. Nightly runs have all."""
 every_model = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in MODELS]
