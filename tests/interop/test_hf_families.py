@@ -194,6 +194,30 @@ def test_the_comparison_of_logits_finds_a_wrong_table(
     assert "do not use the folder" in capsys.readouterr().err
 
 
+def test_experts_in_mxfp4_are_read_as_transformers_decodes_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    kind, settings = MODELS["gpt-oss"]
+    config = getattr(transformers, kind).config_class(**{**settings, "intermediate_size": 32})
+    source = write(getattr(transformers, kind)(config).float(), tmp_path / "theirs")
+    expected = tensors(source)
+    stored, generator = dict(expected), torch.Generator().manual_seed(3)
+    for name in [name for name in expected if name.endswith("_proj") and ".experts." in name]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator)
+        scales = torch.randint(110, 130, (experts, rows, columns // 32), generator=generator)
+        stored |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+        decoded = convert_moe_packed_tensors(blocks.byte(), scales.byte())
+        expected[name] = decoded if decoded.shape == (experts, columns, rows) else decoded.transpose(1, 2)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    keys = json.loads((source / "config.json").read_text())
+    keys["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (source / "config.json").write_text(json.dumps(keys))
+    assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert_same(tensors(tmp_path / "back"), expected)
+
+
 def test_layers_of_multi_token_prediction_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
