@@ -25,7 +25,14 @@ from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
 from megatrain.model.latent_attention import LatentAttention
-from megatrain.model.layer import Attention, Mlp, RotaryEmbedding, Sequential, TransformerLayer
+from megatrain.model.layer import (
+    Attention,
+    Mlp,
+    ParallelLayer,
+    RotaryEmbedding,
+    Sequential,
+    TransformerLayer,
+)
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mtp import MtpLayer
@@ -301,7 +308,7 @@ def _layer(
         recompute_norm = recompute.has_part("layernorm") and not is_recomputed
         mlp = Mlp(layer.mlp, spec, position, f"{prefix}.mlp", leaves, tp, recompute_norm=recompute_norm)
         branches.append(RecomputedModule(mlp) if is_recomputed else mlp)
-    return TransformerLayer(branches)
+    return (ParallelLayer if layer.is_parallel else TransformerLayer)(branches)
 
 
 class _RotaryEmbeddings:

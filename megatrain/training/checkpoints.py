@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
@@ -74,7 +76,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         loaded = _load(ranks, engine, stored, with_optimizer=with_optimizer)
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)
-    for line in loaded.skipped:
+    for line in (*loaded.skipped, *_notes(loaded, ranks.plan)):
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
     is_start = stored.is_start or loaded.path.name == RELEASE_NAME
@@ -151,6 +153,12 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
             allows_format_torch=ranks.plan.config.checkpoint.allow_pickle,
         ),
     )
+
+
+def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
+    """Yield what the user should know of a checkpoint of Megatron-LM."""
+    if is_of_megatron(loaded.path):
+        yield from padding_notes(loaded.config["model"]["padded_vocab_size"], plan.derived.vocab_size)
 
 
 def _upcycling(plan: Plan) -> Upcycling:

@@ -293,7 +293,9 @@ def test_wrong_http_is_refused(server: Server) -> None:
     assert server.request("POST", "/pause", b"", {"Content-Type": "text/plain"})[0] == 415
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", "/health", headers={"Host": "example.com"})
-    assert connection.getresponse().status == 400
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["error"]["code"] == "wrong_host"
     connection.close()
 
 

@@ -30,7 +30,7 @@ SHAPE: Final = ResumeClass(
     kind="refused",
     reason="the shape or the meaning of the weights depends on it",
     settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
-    " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
+    " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position use_parallel_residual qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type attention_output_gate untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim"
     " linear_value_head_dim linear_num_key_heads linear_num_value_heads mtp_num_layers;"
