@@ -350,12 +350,29 @@ class GroupedWeight(NamedTuple):
     """[E/ep, o]; None: none."""
 
 
+class GroupedProducts:
+    """The products of rows with expert weights, in the dtype of the weights; a subclass has them in FP8."""
+
+    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
+        return grouped_gemm(rows, weight, ends)
+
+    def fc2(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
+        return grouped_gemm(rows, weight, ends)
+
+    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_gemm_backward(dy, weight, ends)
+
+    def fc2_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_gemm_backward(dy, weight, ends)
+
+
 def grouped_mlp(
     dispatched: DispatchedTokens,
     fc1: GroupedWeight,
     fc2: GroupedWeight,
     activation: Activation,
     info: PassInfo,
+    products: GroupedProducts,
 ) -> Tensor:
     """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
 
@@ -364,7 +381,7 @@ def grouped_mlp(
         fc2: [E/ep, h, f/etp]; one rank of etp has its bias, since the outputs of these ranks are summed.
     """
     rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
-    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info)
+    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info, products)
     return out
 
 
@@ -381,24 +398,25 @@ class _GroupedMlp(Function):
         fc2: GroupedWeight,
         activation: Activation,
         info: PassInfo,
+        products: GroupedProducts,
     ) -> Tensor:
-        inner = grouped_gemm(rows, fc1.value, ends)
+        inner = products.fc1(rows, fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
         ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
-        ctx.activation, ctx.info = activation, info
-        out = grouped_gemm(activate_weighted(inner, probs, activation), fc2.value, ends)
+        ctx.activation, ctx.info, ctx.products = activation, info, products
+        out = products.fc2(activate_weighted(inner, probs, activation), fc2.value, ends, info)
         return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
         dy = grads[0].contiguous()
-        dweighted = grouped_gemm_backward(dy, fc2, ends)
+        dweighted = ctx.products.fc2_backward(dy, fc2, ends)
         dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation)
         weighted = dweighted  # overwritten with the recomputed input of fc2
-        drows = grouped_gemm_backward(dinner, fc1, ends)
+        drows = ctx.products.fc1_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
         fc1_bias, fc2_bias = ctx.biases
         if fc2_bias is not None:
@@ -413,4 +431,4 @@ class _GroupedMlp(Function):
                 accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
 
         ctx.info.compute_weight_gradient(compute)
-        return drows, dprobs, None, None, None, None, None
+        return drows, dprobs, *[None] * 6

@@ -11,6 +11,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import (
     DispatchedTokens,
     ExpertParallel,
+    GroupedProducts,
     GroupedWeight,
     grouped_mlp,
 )
@@ -25,10 +26,16 @@ class LocalGroupedMlp(LaidOutModule):
     fc2: Tensor
 
     def __init__(
-        self, activation: Activation, fc1: Weights, fc2: Weights, parallel: ExpertParallel, dtype: torch.dtype
+        self,
+        activation: Activation,
+        fc1: Weights,
+        fc2: Weights,
+        parallel: ExpertParallel,
+        dtype: torch.dtype,
+        products: GroupedProducts,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.products = activation, products
         self.num_local_experts = fc1.weight.num_matrices
         self.adds_output_bias = parallel.etp.is_first
         for name, weights in (("fc1", fc1), ("fc2", fc2)):
@@ -41,7 +48,7 @@ class LocalGroupedMlp(LaidOutModule):
             GroupedWeight(*self._stacked(name), self._bias(f"{name}_bias")) for name in ("fc1", "fc2")
         )
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
-        return grouped_mlp(dispatched, fc1, fc2, self.activation, info)
+        return grouped_mlp(dispatched, fc1, fc2, self.activation, info, self.products)
 
     def _bias(self, name: str) -> Bias | None:
         return Bias(*self._stacked(name)) if name in self.layouts else None
