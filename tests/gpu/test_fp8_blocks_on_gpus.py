@@ -1,4 +1,4 @@
-"""FP8 with a scale per block on a GPU: cuBLAS products and fused casts against the references, and a linear layer in both.
+"""FP8 with a scale per block or row on a GPU: products and fused casts against the references, and layers in both.
 
 Needs a Hopper GPU, whose cuBLAS multiplies blocks with fp32 scales.
 """
@@ -17,7 +17,16 @@ from megatrain.kernels.fp8.blocks import (
     cast_square_blocks_reference,
 )
 from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.rows import (
+    cast_rows,
+    cast_rows_reference,
+    grouped_product,
+    grouped_product_reference,
+)
+from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.expert_parallel import GroupedProducts
+from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGroup
@@ -147,3 +156,48 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wg
         error = ((found - wanted).float().norm() / wanted.float().norm()).item()
         assert error < (0.05 if numbers == "e4m3" else 0.08), error
     assert not torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("ends", [(256, 512, 768, 1024), (3, 3, 700, 1001), (0, 16, 1008, 1024)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_grouped_product_is_that_of_the_emulation(ends: tuple[int, ...], fast: bool) -> None:
+    """Groups may be empty and of any size; no one reads the rows after the last end."""
+    x, weight = cast_rows(drawn(1024, 2048)), cast_rows(drawn(4, 1408, 2048, seed=1, std=0.02))
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    x.scale[ends[-1] :] = float("nan")
+    found = grouped_product(x, weight, offsets, torch.bfloat16, fast=fast)[: ends[-1]]
+    expected = grouped_product_reference(x, weight, offsets, torch.float32)[: ends[-1]]
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    assert error < 2**-7, error
+
+
+def test_casts_of_rows_are_those_of_the_references_bit_for_bit() -> None:
+    for x in (drawn(1000, 7168), drawn(3, 2816, 2048)):
+        x.view(-1, x.shape[-1])[5, :2] = torch.tensor([float("nan"), float("inf")])
+        found, expected = cast_rows(x), cast_rows_reference(x)
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.codes.float().nan_to_num(-1), expected.codes.float().nan_to_num(-1))
+
+
+def test_routed_experts_are_near_those_in_bf16() -> None:
+    e, h, f, t = 4, 1024, 768, 1000
+    ends = torch.tensor([100, 100, 640, 990], dtype=torch.int32, device="cuda")
+    weights = [drawn(e, 2 * f, h, seed=1, std=0.02), drawn(e, h, f, seed=2, std=0.02)]
+    rows, probs = drawn(t, h), torch.rand(t, generator=torch.Generator().manual_seed(3)).cuda()
+    dy, results = drawn(t, h, seed=4, std=1e-3), []
+    for products in (GroupedProducts(), Fp8GroupedProducts(ALONE, keeps_weights=True)):
+        own_rows, own_probs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        fc1, fc2 = (
+            GroupedWeight(weight.clone().requires_grad_(), grad)
+            for weight, grad in zip(weights, grads, strict=True)
+        )
+        activation = Activation(fn=SILU, is_gated=True)
+        out = _GroupedMlp.apply(own_rows, own_probs, ends, fc1, fc2, activation, products, PassInfo(), None)
+        out.backward(dy)
+        assert own_rows.grad is not None
+        assert own_probs.grad is not None
+        results.append((out[:990], own_rows.grad[:990], own_probs.grad[:990], *grads))
+    for expected, found in zip(*results, strict=True):
+        error = ((found - expected).float().norm() / expected.float().norm()).item()
+        assert 0 < error < 0.08, error

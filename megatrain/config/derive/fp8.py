@@ -10,6 +10,8 @@ PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
 MIN_CAPABILITY: Final = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores: Ada, Hopper."""
+GROUPED_CAPABILITY: Final = (9, 0)
+"""Compute capability of the first GPUs for which torch has grouped products in FP8: Hopper."""
 BLOCKWISE_CAPABILITY: Final = 9
 """Major compute capability of the GPUs on which cuBLAS multiplies blocks with fp32 scales: Hopper."""
 GPU_BLOCK_SIZE: Final = 128
@@ -53,7 +55,12 @@ def product_sizes(draft: Draft) -> Iterator[ProductSize]:
     yield ProductSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
         table = draft.derived.layer_table
-        yield from _sizes_of((*table.layers, *table.mtp_layers)[number], tp)
+        layer = (*table.layers, *table.mtp_layers)[number]
+        yield from _sizes_of(layer, tp)
+        if layer.experts is not None:
+            width = layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size
+            flags = "--moe-ffn-hidden-size, --expert-tensor-parallel-size"
+            yield ProductSize("channels of a routed expert", flags, width)
 
 
 def split_sizes(draft: Draft) -> Iterator[ProductSize]:

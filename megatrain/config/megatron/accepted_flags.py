@@ -98,7 +98,7 @@ ACCEPTED_FLAGS: Final = (
         "--keep-fp8-transpose-cache",
     ),
     accepted(
-        "experts are not in FP8, whose GEMMs need padded rows",
+        "grouped products of experts take any number of rows",
         "--moe-router-padding-for-quantization --moe-router-padding-for-fp8",
     ),
     # Parallelism

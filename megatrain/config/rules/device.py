@@ -6,6 +6,7 @@ from typing import Final
 from megatrain.config.derive.fp8 import (
     BLOCKWISE_CAPABILITY,
     GPU_BLOCK_SIZE,
+    GROUPED_CAPABILITY,
     MIN_CAPABILITY,
     MIN_CAPABILITY_OF_MXFP8,
     MXFP8_MULTIPLE,
@@ -124,6 +125,11 @@ def fp8_products_can_run(draft: Draft) -> Problems:
         yield Problem(
             f"{flag} requires a GPU with FP8 tensor cores, and {draft.facts.device_name} has none",
             "remove --fp8-format, or use an Ada, Hopper or later GPU",
+        )
+    elif capability is not None and capability < GROUPED_CAPABILITY and draft.config.experts.num_experts:
+        yield Problem(
+            f"{flag} with --num-experts requires a Hopper or later GPU, and this is {draft.facts.device_name}",
+            "remove --fp8-format",
         )
     if draft.config.precision.fp8_recipe == "blockwise":
         yield from _blocks_can_be_multiplied(draft)

@@ -87,15 +87,6 @@ def expert_gemms_are_not_grouped(draft: Draft) -> Iterator[str]:
         )
 
 
-def experts_are_not_in_fp8(draft: Draft) -> Iterator[str]:
-    has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
-    if draft.config.precision.fp8_format is not None and has_experts:
-        yield (
-            f"--fp8-format {draft.config.precision.fp8_format}: routed experts stay in {draft.config.precision.params_dtype};"
-            " attention, dense MLPs and shared experts are in FP8"
-        )
-
-
 def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
     path = "parallel.data_parallel_sharding_strategy"
     if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
@@ -370,7 +361,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     ring_is_replaced,
     cuda_graphs_have_no_effect,
     expert_gemms_are_not_grouped,
-    experts_are_not_in_fp8,
     strategy_without_fsdp,
     no_norm_is_recomputed,
     norms_are_recomputed,

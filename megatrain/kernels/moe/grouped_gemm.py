@@ -36,7 +36,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _is_one_kernel(weight):
         return _grouped(x, weight.transpose(1, 2), ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
-    for group, rows in _groups(ends):
+    for group, rows in groups_of(ends):
         torch.mm(x[rows], weight[group].t(), out=out[rows])
     return out
 
@@ -46,7 +46,7 @@ def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _is_one_kernel(weight):
         return _grouped(dy, weight, ends)
     dx = dy.new_empty(dy.shape[0], weight.shape[2])
-    for group, rows in _groups(ends):
+    for group, rows in groups_of(ends):
         torch.mm(dy[rows], weight[group], out=dx[rows])
     return dx
 
@@ -59,7 +59,7 @@ def accumulate_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, ends
     if _is_one_kernel(x) and dy.shape[-1] % _ALIGNMENT == 0:
         grad.add_(_grouped(dy.t(), x, ends))
         return
-    for group, rows in _groups(ends):
+    for group, rows in groups_of(ends):
         accumulate_weight_gradient(grad[group], dy[rows], x[rows])
 
 
@@ -72,7 +72,7 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def groups_of(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the groups that have rows, and their rows; the host waits for `ends`."""
     for group, (start, stop) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if start < stop:

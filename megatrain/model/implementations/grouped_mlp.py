@@ -14,14 +14,15 @@ from megatrain.kernels.moe.grouped_bias import (
     add_grouped_bias,
     grouped_bias_weight_gradient,
 )
-from megatrain.kernels.moe.grouped_gemm import (
-    accumulate_grouped_weight_gradient,
-    grouped_gemm,
-    grouped_gemm_backward,
-)
+from megatrain.kernels.moe.grouped_gemm import accumulate_grouped_weight_gradient
 from megatrain.model.layouts import Weights
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
+from megatrain.parallel.expert_parallel import (
+    DispatchedTokens,
+    ExpertParallel,
+    GroupedProducts,
+    RowTransfer,
+)
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import Bias
 
@@ -33,10 +34,16 @@ class LocalGroupedMlp(LaidOutModule):
     fc2: Tensor
 
     def __init__(
-        self, activation: Activation, fc1: Weights, fc2: Weights, parallel: ExpertParallel, dtype: torch.dtype
+        self,
+        activation: Activation,
+        fc1: Weights,
+        fc2: Weights,
+        parallel: ExpertParallel,
+        dtype: torch.dtype,
+        products: GroupedProducts,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.products = activation, products
         self.num_local_experts = fc1.weight.num_matrices
         self.adds_output_bias = parallel.etp.is_first
         for name, weights in (("fc1", fc1), ("fc2", fc2)):
@@ -52,7 +59,9 @@ class LocalGroupedMlp(LaidOutModule):
         # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
         rows, ends, probs, _, transfer = dispatched
-        out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, self.activation, info, transfer)
+        out: Tensor = _GroupedMlp.apply(
+            rows, probs, ends, fc1, fc2, self.activation, self.products, info, transfer
+        )
         return out
 
     def _bias(self, name: str) -> Bias | None:
@@ -90,26 +99,27 @@ class _GroupedMlp(Function):
         fc1: GroupedWeight,
         fc2: GroupedWeight,
         activation: Activation,
+        products: GroupedProducts,
         info: PassInfo,
         transfer: RowTransfer | None,
     ) -> Tensor:
-        inner = grouped_gemm(rows, fc1.value, ends)
+        inner = products.fc1(rows, fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
         ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
-        ctx.activation, ctx.info, ctx.transfer = activation, info, transfer
-        out = grouped_gemm(activate_weighted(inner, probs, activation, ends), fc2.value, ends)
+        ctx.activation, ctx.products, ctx.info, ctx.transfer = activation, products, info, transfer
+        out = products.fc2(activate_weighted(inner, probs, activation, ends), fc2.value, ends, info)
         return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
         dy = grads[0].contiguous()
-        dweighted = grouped_gemm_backward(dy, fc2, ends)
+        dweighted = ctx.products.fc2_backward(dy, fc2, ends)
         dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation, ends)
         weighted = dweighted  # overwritten with the recomputed input of fc2
-        drows = grouped_gemm_backward(dinner, fc1, ends)
+        drows = ctx.products.fc1_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
         fc1_bias, fc2_bias = ctx.biases
         if fc2_bias is not None:
@@ -127,4 +137,4 @@ class _GroupedMlp(Function):
             ctx.transfer.deferred.append(compute)
         else:
             ctx.info.compute_weight_gradient(compute)
-        return drows, dprobs, None, None, None, None, None, None
+        return drows, dprobs, *[None] * 7

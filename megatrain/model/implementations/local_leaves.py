@@ -33,7 +33,8 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.expert_parallel import ExpertParallel
+from megatrain.parallel.expert_parallel import ExpertParallel, GroupedProducts
+from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import ParamLayout
@@ -93,7 +94,12 @@ class LocalLeaves:
     def grouped_mlp(
         self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
-        return LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
+        products = (
+            GroupedProducts()
+            if self.fp8 is None
+            else Fp8GroupedProducts(parallel.etp, self.fp8.keeps_weights)
+        )
+        return LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype, products)
 
     def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))

@@ -7,7 +7,7 @@
 
 A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
 the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
-where their borders are those of the ranks. Scales stay on the device.
+where each lies within a rank. Scales stay on the device.
 """
 
 from __future__ import annotations

@@ -12,12 +12,16 @@ from torch import Tensor
 from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.fp8 import amax_history, scaling
+from megatrain.parallel.fp8 import amax_history, experts, scaling
 from megatrain.parallel.fp8.scaling import Fp8Linear
 
 
 def _scales_of_a_part() -> AbstractContextManager[Any]:
     return mock.patch.object(scaling, "all_reduce", lambda x, _group, _op: x)
+
+
+def _scales_of_a_part_of_a_row() -> AbstractContextManager[Any]:
+    return mock.patch.object(experts, "all_reduce", lambda x, _group, _op: x)
 
 
 def _history_of_a_replica() -> AbstractContextManager[Any]:
@@ -50,5 +54,9 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
     "FP8 cast of the last step's weight": (_stale_weight_cast, "tp2 sp fp8tensorwise"),
+    "FP8 scales of an etp rank's part of a row": (
+        _scales_of_a_part_of_a_row,
+        "tp2 sp mixtral etp2 fp8tensorwise",
+    ),
     "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
 }

@@ -38,9 +38,9 @@ CASES = {
         "fewer query groups than --tensor-model-parallel-size",
     ),
     "fp8_blocks_across_ranks": (
-        "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4 --ffn-hidden-size 256",
+        "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4",
         Facts(world_size=4),
-        "64 channels of an MLP",
+        "16 channels of keys",
     ),
 }
 FP8 = "--transformer-impl transformer_engine --bf16 --fp8-format hybrid"

@@ -72,6 +72,8 @@ MADE = [
     "fp8tensorwise",
     "uniform gpt2 fp8delayed",
     "selective fp8bf16wgrad",
+    "fp8blockwise",
+    "mixtral fp8tensorwise",
 ]
 
 

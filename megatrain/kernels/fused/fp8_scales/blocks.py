@@ -76,8 +76,8 @@ def _cast_tile(
     x = tl.load(X + row[:, None] * c + column[None, :], mask=inside, other=0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if IS_SQUARE:
-        power = _power_bits(tl.max(tl.max(bits, axis=1), axis=0), largest)
-        codes = _encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)
+        power = power_bits(tl.max(tl.max(bits, axis=1), axis=0), largest)
+        codes = encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)
         inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
         if WRITES_ROWS:
             tl.store(CODES + row[:, None] * c + column[None, :], codes, mask=inside)
@@ -87,21 +87,21 @@ def _cast_tile(
             tl.store(TRANSPOSED_SCALE + across * transposed_scale_stride + down, inverse)
     else:
         if WRITES_ROWS:
-            power = _power_bits(tl.max(bits, axis=1), largest)
-            codes = _encoded(x * power.to(tl.float32, bitcast=True)[:, None], largest, FORMAT)
+            power = power_bits(tl.max(bits, axis=1), largest)
+            codes = encoded(x * power.to(tl.float32, bitcast=True)[:, None], largest, FORMAT)
             inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
             tl.store(CODES + row[:, None] * c + column[None, :], codes, mask=inside)
             tl.store(SCALE + tl.cast(across, tl.int64) * scale_stride + row, inverse, mask=row < r)
         if WRITES_COLUMNS:
-            power = _power_bits(tl.max(bits, axis=0), largest)
-            codes = _encoded(x * power.to(tl.float32, bitcast=True)[None, :], largest, FORMAT)
+            power = power_bits(tl.max(bits, axis=0), largest)
+            codes = encoded(x * power.to(tl.float32, bitcast=True)[None, :], largest, FORMAT)
             inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
             tl.store(TRANSPOSED + column[:, None] * r + row[None, :], tl.trans(codes), mask=tl.trans(inside))
             tl.store(TRANSPOSED_SCALE + tl.cast(down, tl.int64) * transposed_scale_stride + column, inverse, mask=column < c)  # fmt: skip
 
 
 @jit
-def _power_bits(bits, largest):
+def power_bits(bits, largest):
     """Return the bits of the power of two that scales a block whose largest absolute value has these bits."""
     is_usable = (bits > 0) & (bits < 0x7F800000)
     amax = tl.where(is_usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
@@ -110,7 +110,7 @@ def _power_bits(bits, largest):
 
 
 @jit
-def _encoded(scaled, largest, FORMAT: tl.constexpr):
+def encoded(scaled, largest, FORMAT: tl.constexpr):
     """Return the FP8 codes of scaled values as bytes; 0x7F, NaN in both formats, for those that are not finite."""
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
     is_finite = (scaled.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000

@@ -1,0 +1,93 @@
+"""Casts to FP8 with a scale per row, and grouped products of them: routed experts.
+
+    rows of x, sorted by group      y[rows of g] = x[rows of g] W_g^T      a scale per row of x, and per row of each W_g
+
+A scale per row needs no other row: it does not depend on the tokens that a rank receives, nor on their order. Scales are
+powers of two. Rows after the last end are not read by products, and results have undefined values there.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fp8.blocks import power_of_two_scale
+from megatrain.kernels.fp8.quantize import encode
+from megatrain.kernels.fused.fp8_scales import rows as fused
+from megatrain.kernels.fused.launching import is_fake, is_fused
+from megatrain.kernels.moe.grouped_gemm import groups_of
+
+FORMAT: Final = torch.float8_e4m3fn
+"""The range of a row needs no more exponents."""
+
+
+class RowCast(NamedTuple):
+    """Rows in FP8, contiguous along the inner dimension of a product."""
+
+    codes: Tensor
+    """[..., k]."""
+    scale: Tensor
+    """Inverse scales, fp32 [...]."""
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, fp32: [..., k] -> [...]."""
+    return fused.row_amax(x) if is_fused(x) else x.abs().amax(dim=-1).float()
+
+
+def cast_rows(x: Tensor, amax: Tensor | None = None) -> RowCast:
+    """Cast each row with a scale of its own.
+
+    Args:
+        x: [..., k].
+        amax: largest absolute values of the rows, if other ranks hold parts of them; fp32 [...].
+    """
+    if is_fused(x):
+        return RowCast(*fused.cast_rows(x, amax, FORMAT))
+    return cast_rows_reference(x, amax)
+
+
+def cast_rows_reference(x: Tensor, amax: Tensor | None = None) -> RowCast:
+    """Cast with torch operators."""
+    amax = x.abs().amax(dim=-1).float() if amax is None else amax
+    scale = power_of_two_scale(amax, torch.finfo(FORMAT).max)
+    codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[..., None], FORMAT)
+    return RowCast(codes, scale.reciprocal())
+
+
+def grouped_product(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """Multiply each row by the weight of its group: [r, k] -> [r, n].
+
+    Args:
+        weight: [e, n, k].
+        ends: end of each group's rows, int32 [e].
+        dtype: dtype of the result; bf16 on GPUs takes one kernel, and the host does not wait for `ends`.
+        fast: the tensor cores keep fewer bits of partial sums, for forward passes.
+    """
+    if is_fake(x.codes):
+        return x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
+    if not x.codes.is_cuda or dtype is not torch.bfloat16:
+        return grouped_product_reference(x, weight, ends, dtype)
+    out: Tensor = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
+        x.codes,
+        weight.codes.transpose(1, 2),
+        x.scale,
+        weight.scale,
+        offs=ends,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return out
+
+
+def grouped_product_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the products group by group with torch operators, in the accumulation dtype of the result."""
+    wide = accumulation_dtype(dtype)
+    out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
+    for group, rows in groups_of(ends):
+        sums = x.codes[rows].to(wide) @ weight.codes[group].to(wide).t()
+        out[rows] = (sums * x.scale[rows, None] * weight.scale[group]).to(dtype)
+    return out

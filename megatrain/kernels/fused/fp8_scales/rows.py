@@ -1,0 +1,64 @@
+"""`kernels.fp8.rows` in Triton: a program reads one row, once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.fp8_scales.blocks import encoded, power_bits
+from megatrain.kernels.fused.launching import jit, launch, power_of_two, tl
+
+_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv}
+_WIDTH_PER_WARP = 1024
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """Implement `kernels.fp8.rows.row_amax`."""
+    x = x.contiguous()
+    amax = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    k = x.shape[-1]
+    launch(_row_amax, (amax.numel(),), x, amax, k, BLOCK=power_of_two(k), num_warps=_warps(k))
+    return amax
+
+
+def cast_rows(x: Tensor, amax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Implement `kernels.fp8.rows.cast_rows`."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    k = x.shape[-1]
+    launch(
+        _cast_row, (scale.numel(),), x, scale if amax is None else amax.contiguous(), codes.view(torch.uint8), scale, k,
+        torch.finfo(dtype).max, FORMAT=_FORMATS.get(dtype), HAS_AMAX=amax is not None, BLOCK=power_of_two(k), num_warps=_warps(k),
+    )  # fmt: skip
+    return codes, scale
+
+
+def _warps(k: int) -> int:
+    return min(max(power_of_two(k) // _WIDTH_PER_WARP, 1), 16)
+
+
+@jit
+def _row_amax(X, AMAX, k, BLOCK: tl.constexpr):
+    row = tl.cast(tl.program_id(0), tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(X + row * k + column, mask=column < k, other=0).to(tl.float32)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    tl.store(AMAX + row, bits.to(tl.float32, bitcast=True))
+
+
+@jit
+def _cast_row(
+    X, AMAX, CODES, SCALE, k, largest, FORMAT: tl.constexpr, HAS_AMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(X + row * k + column, mask=column < k, other=0).to(tl.float32)
+    if HAS_AMAX:
+        bits = tl.load(AMAX + row).to(tl.int32, bitcast=True)
+    else:
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    power = power_bits(bits, largest)
+    codes = encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)
+    tl.store(CODES + row * k + column, codes, mask=column < k)
+    tl.store(SCALE + row, (0x7F000000 - power).to(tl.float32, bitcast=True))
