@@ -83,7 +83,7 @@ def test_casts_are_those_of_the_references_bit_for_bit(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3])
 def test_a_product_with_a_weight_is_that_of_the_emulation(
     size: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_product_with_a_weight_is_that_of_the_emulation(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3])
 def test_a_weight_gradient_is_that_of_the_emulation(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = size
     dy, x = cast_blocks(drawn(m, n), dtype).columns, cast_blocks(drawn(m, k, seed=1), E4M3).columns
@@ -154,7 +154,7 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wg
         assert found is not None
         assert wanted is not None
         error = ((found - wanted).float().norm() / wanted.float().norm()).item()
-        assert error < (0.05 if numbers == "e4m3" else 0.08), error
+        assert error < 0.05, error
     assert not torch.equal(y, expected)
 
 

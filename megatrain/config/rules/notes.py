@@ -231,6 +231,16 @@ def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
     )
 
 
+def gradients_of_blocks_are_e4m3(draft: Draft) -> Iterator[str]:
+    precision = draft.config.precision
+    if (
+        precision.fp8_format == "hybrid"
+        and precision.fp8_recipe == "blockwise"
+        and draft.derived.transformer_impl == "local"
+    ):
+        yield "--fp8-format hybrid with --fp8-recipe blockwise: gradients are in E4M3 too, the only format whose blocks GPUs multiply"
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, such as 1-30, 32."""
     starts = [number for number in numbers if number - 1 not in numbers]
@@ -380,6 +390,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     memory_is_planned_with_local,
     layers_of_local,
     fp8_layers_of_transformer_engine,
+    gradients_of_blocks_are_e4m3,
     custom_layers_are_used,
     mup_base_is_this_model,
     mup_output_layer_lr_differs,

@@ -239,7 +239,8 @@ class Fp8Recipe:
     def tensors(self, name: str) -> tuple[tuple[str, torch.dtype], ...]:
         """Return name and format of input, weight and output gradient of the layer whose weight has this canonical name."""
         e4m3 = torch.float8_e4m3fn
-        gradients = e4m3 if self.format == "e4m3" else torch.float8_e5m2
+        is_e4m3 = self.format == "e4m3" or self.block is not None  # GPUs multiply blocks in E4M3 only
+        gradients = e4m3 if is_e4m3 else torch.float8_e5m2
         return (f"{name}.input", e4m3), (name, e4m3), (f"{name}.output_gradient", gradients)
 
     def finish_step(self) -> None:

@@ -67,3 +67,13 @@ def test_a_profile_that_the_run_cuts_short_is_noted(plan_of):
     assert any("--profile-step-start 10 has no effect" in note and "iteration 10" in note for note in never)
     assert not any("--profile-step" in note for note in plan_of("--profile --train-iters 12").notes)
     assert any("--profile-ranks has no effect" in note for note in plan_of("--profile-ranks 0").notes)
+
+
+def test_gradients_in_another_format_are_noted(plan_of):
+    words = "--fp8-format hybrid with --fp8-recipe blockwise: gradients are in E4M3"
+    for flags, is_noted in (
+        ("--fp8-format hybrid --fp8-recipe blockwise", True),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", False),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", False),
+    ):
+        assert any(words in note for note in plan_of(flags).notes) == is_noted
