@@ -106,7 +106,10 @@ def _text(
         yield f"  {'  '.join([*cells, row[-1]])}"
     if given is None:
         yield "  the flags' own layout does not start on these GPUs"
-    yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
+    is_fp8 = one_run.request.known("precision.fp8_format") is not None
+    yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts" + (
+        ", FP8 (all products count as bf16)" * is_fp8
+    )
 
 
 def _row(one: Found) -> tuple[str, ...]:

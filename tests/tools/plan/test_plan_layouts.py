@@ -73,6 +73,15 @@ def test_the_table_names_gpus_and_the_given_layout(capsys: pytest.CaptureFixture
     assert "as given" in out
 
 
+@pytest.mark.parametrize("fp8", ["", "--bf16 --fp8-format hybrid"])
+def test_a_plan_with_fp8_says_that_products_count_as_bf16(
+    fp8: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{MODEL} {fp8} --world-size 1 --gpu H200 --top 1".split()
+    assert main(["plan", *words]) == 0
+    assert ("FP8 (all products count as bf16)" in capsys.readouterr().out) is bool(fp8)
+
+
 def test_a_model_that_fits_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL.split(), *"--world-size 1 --memory-gb 0.1".split()]) == 2
     assert "use more GPUs" in capsys.readouterr().err
