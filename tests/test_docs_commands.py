@@ -8,6 +8,7 @@ test run, the pages in nightly ones.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -169,6 +170,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
 
 def test_the_quickstart_works(checkout: Checkout) -> None:
     assert (checkout.folder / "runs" / "quickstart" / "complete").exists()
+
+
+TEXT_OF_TRANSFORMERS = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("runs/hf-text")
+tokens = tokenizer("def __init__(self", return_tensors="pt")
+model = AutoModelForCausalLM.from_pretrained("runs/hf-text")
+whole = model.generate(**tokens, do_sample=False, max_new_tokens=24)
+print(tokenizer.decode(whole[0, tokens["input_ids"].shape[1]:], skip_special_tokens=True), end="")
+"""
+
+
+@pytest.mark.nightly
+def test_transformers_continues_a_prompt_as_the_quickstart_s_model_does(checkout: Checkout) -> None:
+    pytest.importorskip("transformers")
+    checkpoints = "runs/quickstart/checkpoints"
+    checkout.run(f"megatrain convert megatrain-to-hf {checkpoints} runs/hf-text")
+    greedy = '--prompt "def __init__(self" --temperature 0 --max-new-tokens 24 --json'
+    found = json.loads(checkout.run(f"megatrain generate --load {checkpoints} {greedy}"))
+    (checkout.folder / "text.py").write_text(TEXT_OF_TRANSFORMERS)
+    assert checkout.run("python text.py") == found["text"]
 
 
 @pytest.mark.nightly
