@@ -50,10 +50,10 @@ def layers() -> None:
             (needed(cast.rows), needed(cast.columns))
             for cast in (cast_blocks(x, E4M3), cast_square_blocks(weight, E4M3), cast_blocks(dy, E4M3))
         )
-        total, bf16 = torch.zeros(outputs, inputs, device="cuda"), torch.bfloat16
+        total = torch.zeros(outputs, inputs, device="cuda")
         products = [
-            milliseconds(lambda x=x8, w=w8: block_product(x, w, bf16)),
-            milliseconds(lambda dy=dy8, w=wt: block_product(dy, w, bf16)),
+            milliseconds(lambda x=x8, w=w8: block_product(x, w, torch.bfloat16)),
+            milliseconds(lambda dy=dy8, w=wt: block_product(dy, w, torch.bfloat16)),
             milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_product(t, dy, x, is_zero=True)),
             milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_product(t, dy, x)),
         ]
