@@ -17,6 +17,16 @@ import torch.distributed.tensor  # within `stand_in`, torch would import it a se
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
+from transformer_engine_fp8_stand_in import (
+    GRADIENT,
+    INPUT,
+    RECIPES,
+    WEIGHT,
+    Casts,
+    autocast,
+    new_meta,
+    recipe_module,
+)
 
 _LINEAR = (
     "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker"
@@ -81,8 +91,11 @@ class _Product(Function):
     """x W^T + bias with its communication between tensor ranks; gradients of W are added to `main_grad`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, layer, store):
+    def forward(ctx, x, weight, bias, layer, store, casts):
         ctx.layer, ctx.store, ctx.weight, ctx.has_bias = layer, store, weight, bias is not None
+        ctx.casts = casts
+        if casts is not None:
+            x, weight = casts.cast(x, INPUT), layer.cast_weight(weight, casts)
         ctx.save_for_backward(x, weight)
         if layer.mode == "column" and layer.is_split:
             x = gathered(x, layer.group)
@@ -93,26 +106,31 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x, _), layer, weight = ctx.saved_tensors, ctx.layer, ctx.weight
+        (x, w), layer, weight, casts = ctx.saved_tensors, ctx.layer, ctx.weight, ctx.casts
+        dbias = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        if casts is not None:
+            dy = casts.cast(dy, GRADIENT)
         if layer.is_split:
             x, dy = (x, gathered(dy, layer.group)) if layer.mode == "row" else (gathered(x, layer.group), dy)
-        dx = dy @ weight
+        dx = dy @ w
         if layer.mode == "column":
             dx = summed(dx, layer)
 
         def weight_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
             grad = weight.main_grad
             assert grad.shape == weight.shape
+            if casts is not None and casts.is_first:
+                grad.zero_()  # the first gradient of a step is written, not added
             grad.addmm_(dy.flatten(0, -2).to(grad.dtype).t(), x.flatten(0, -2).to(grad.dtype))
-            return grad, dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+            return grad, dbias if casts is None else None
 
-        dbias = None
-        if weight.requires_grad:
-            if ctx.store.delay_wgrad_compute():
-                ctx.store.put([x, dy], weight_gradient)
-            else:
-                dbias = weight_gradient(x, dy)[1]
-        return dx, None, dbias, None, None
+        is_deferred = weight.requires_grad and ctx.store.delay_wgrad_compute()
+        if is_deferred:
+            ctx.store.put([x, dy], weight_gradient)
+        elif weight.requires_grad:
+            weight_gradient(x, dy)
+        returns_bias = weight.requires_grad and (casts is not None or not is_deferred)
+        return dx, None, dbias if returns_bias else None, None, None, None
 
 
 def gathered(x: Tensor, group) -> Tensor:
@@ -163,18 +181,37 @@ class _LinearBase(Module):
         if self.has_bias:
             self.make("bias", rows, **options)
         self.wgrad_store = WeightGradStore()
+        self.fp8_meta: dict = {}
+        self.kept: Tensor | None = None
+        """Cast of the weight by the first micro-batch."""
 
-    def product(self, x: Tensor) -> Tensor:
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        assert num_gemms == 1
+        self.fp8_meta = self.fp8_meta or new_meta(autocast.active)
+
+    def cast_weight(self, weight: Tensor, casts: Casts) -> Tensor:
+        if casts.is_first is False:
+            assert self.kept is not None
+            return self.kept
+        w = casts.cast(weight, WEIGHT)
+        self.kept = w if casts.is_first else self.kept
+        return w
+
+    def product(self, x: Tensor, is_first: bool | None) -> Tensor:
         assert all(x.dtype == weight.dtype for weight in self.parameters()), "data types must match"
+        casts = None
+        if autocast.active is not None:
+            self.init_fp8_metadata()
+            casts = Casts(autocast.active, self.fp8_meta, is_first)
         is_apart = self.mode == "row"
         bias = self.bias if self.has_bias and not is_apart else None
-        y = _Product.apply(x, self.weight, bias, self, self.wgrad_store)
+        y = _Product.apply(x, self.weight, bias, self, self.wgrad_store, casts)
         return y + self.bias if self.has_bias and is_apart else y
 
 
 class Linear(_LinearBase):
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        return self.product(inp)
+        return self.product(inp, is_first_microbatch)
 
 
 class LayerNormLinear(_LinearBase):
@@ -188,7 +225,9 @@ class LayerNormLinear(_LinearBase):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         bias = self.layer_norm_bias if self.kind == "LayerNorm" else None
-        return self.product(normed(inp, self.layer_norm_weight, bias, self.eps, self.is_centered))
+        return self.product(
+            normed(inp, self.layer_norm_weight, bias, self.eps, self.is_centered), is_first_microbatch
+        )
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centered: bool) -> Tensor:
@@ -340,12 +379,19 @@ def stand_in() -> Iterator[ModuleType]:
     package, library = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     ops = ModuleType("transformer_engine.pytorch.ops")
     package.pytorch, library.ops = library, ops
-    for one in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention):
+    for one in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, autocast):
         setattr(library, one.__name__, one)
     ops.Sequential = Sequential
     for name, one in ACTIVATIONS.items():
         setattr(ops, name, one)
-    modules = {"transformer_engine": package, "transformer_engine.pytorch": library}
+    common = ModuleType("transformer_engine.common")
+    common.recipe = recipe_module()
+    modules = {
+        "transformer_engine": package,
+        "transformer_engine.pytorch": library,
+        "transformer_engine.common": common,
+        "transformer_engine.common.recipe": common.recipe,
+    }
     with mock.patch.dict(sys.modules, modules):
         yield library
 
@@ -361,4 +407,21 @@ def differences(library: ModuleType) -> list[str]:
         missing += [f"{kind}: {name}" for name in names.split() if name not in known and not takes_more]
     missing += [f"ops: {name}" for name in ACTIVATIONS if not hasattr(library.ops, name)]
     store = library.Linear(8, 8, device="meta", bias=False).wgrad_store
-    return missing + [f"wgrad_store: {name}" for name in STORE if not hasattr(store, name)]
+    missing += [f"wgrad_store: {name}" for name in STORE if not hasattr(store, name)]
+    return missing + fp8_differences(library)
+
+
+def fp8_differences(library: ModuleType) -> list[str]:
+    """Return the names of FP8 that are used here but missing in the library, or have another place there."""
+    import transformer_engine.common.recipe as recipes
+
+    missing = [f"recipe: {one.__name__}" for one in RECIPES if not hasattr(recipes, one.__name__)]
+    layer = library.Linear(16, 16, device="meta", bias=False)
+    recipe = recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID, amax_history_len=1)
+    with library.autocast(enabled=True, recipe=recipe, _graph=True):
+        layer.init_fp8_metadata()
+    for direction, slot in (INPUT, WEIGHT, GRADIENT):
+        meta = layer.fp8_meta[direction]
+        is_known = meta.scale.shape == meta.amax_history[0].shape and meta.scale[slot] == 1
+        missing += [] if is_known else [f"fp8_meta: {direction} {slot}"]
+    return missing

@@ -50,6 +50,10 @@ class BlockFormat:
         for start in range(0, len(data), self.num_bytes):
             yield data[start : start + self.num_bytes]
 
+    def matches(self, number: int, block: memoryview, checksums: str) -> bool:
+        """Return whether a block has the checksum of this number."""
+        return self.checksum(block) == int(checksums[8 * number : 8 * number + 8], 16)
+
     def checksums(self, data: memoryview) -> str:
         """Return the checksum of each block, eight hexadecimal digits each."""
         return "".join(f"{self.checksum(block):08x}" for block in self.blocks(data))

@@ -93,7 +93,7 @@ class TensorFile:
         for number, block in enumerate(blocks.blocks(bytes_of(tensor)), start=first):
             read_into(self._file, block, at, self.path)
             # At once, while the block is in the processor's cache: later it would be read from memory again.
-            if blocks.checksum(block) != int(checksums[8 * number : 8 * number + 8], 16):
+            if not blocks.matches(number, block, checksums):
                 raise DamagedError(f"{self.path}: {key} does not match its checksum")
             at += len(block)
         offset = part.start * itemsize - low

@@ -79,23 +79,30 @@ def activate_backward(
     return dx
 
 
-def activate_weighted(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """Multiply the activation of each row by the row's weight: [r, f], or [r, 2 f] if gated, and [r] -> [r, f]."""
+def activate_weighted(
+    x: Tensor, weights: Tensor, activation: Activation, ends: Tensor | None = None
+) -> Tensor:
+    """Multiply the activation of each row by the row's weight: [r, f], or [r, 2 f] if gated, and [r] -> [r, f].
+
+    Args:
+        ends: int32 [e]: rows after the last end are not read, and results have undefined values there. None: all are.
+    """
     if is_fused(x) and activation.fn.has_kernel:
-        return fused.activate(x, *activation.kernel_args, weights=weights)
+        return fused.activate(x, *activation.kernel_args, weights=weights, ends=ends)
     return _weighted(activate_reference(x, activation), weights)
 
 
 def activate_weighted_backward(
-    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weights; overwrites `dy` with the result of `activate_weighted`.
 
     Args:
         dy: [r, f], contiguous.
+        ends: as for `activate_weighted`.
     """
     if is_fused(x) and activation.fn.has_kernel:
-        return fused.activate_weighted_backward(dy, x, weights, *activation.kernel_args)
+        return fused.activate_weighted_backward(dy, x, weights, *activation.kernel_args, ends=ends)
     return activate_weighted_backward_reference(dy, x, weights, activation)
 
 

@@ -9,11 +9,11 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatrain.kernels import rotary
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.qkv import concat
 
 
 def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
@@ -32,7 +32,7 @@ def rotate_queries_backward(
 ) -> Tensor:
     """Return the gradient of `rotate_queries`."""
     part = rotary.apply_rope(dq[..., -num_rotary:], cos, sin, is_interleaved=is_interleaved, is_backward=True)
-    return torch.cat((dq[..., :-num_rotary], part), dim=-1)
+    return concat((dq[..., :-num_rotary], part), dim=-1)
 
 
 def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
@@ -50,4 +50,4 @@ def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
 def expand_keys_backward(dk: Tensor, dv: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of `kv` and `key`, the latter summed over the heads of this rank."""
     dkey = dk[..., plain:].sum(2, keepdim=True, dtype=accumulation_dtype(dk.dtype))
-    return torch.cat((dk[..., :plain], dv), dim=-1), dkey.to(dk.dtype)
+    return concat((dk[..., :plain], dv), dim=-1), dkey.to(dk.dtype)

@@ -11,7 +11,25 @@ from torch import Tensor
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
     """Return all heads of `parts` [s, b, n, d] as one tensor: the one that they are views of, or a copy."""
     whole = fused_view(parts)
-    return torch.cat(tuple(parts), dim=2) if whole is None else whole
+    return concat(parts, dim=2) if whole is None else whole
+
+
+def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors of one dtype, in elements of 8 bytes where their sizes and strides allow it.
+
+    torch's GPU kernel for strided parts moves one element per thread: 0.9 TB/s on an H200 in bf16.
+    """
+    dtype = parts[0].dtype
+    if not all(_has_words(part) for part in parts):
+        return torch.cat(tuple(parts), dim)
+    return torch.cat([part.view(torch.int64) for part in parts], dim).view(dtype)
+
+
+def _has_words(x: Tensor) -> bool:
+    """Return whether `x` is a tensor of 8-byte words too."""
+    each = 8 // x.element_size()
+    numbers = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and not any(number % each for number in numbers)
 
 
 def fused_view(parts: Sequence[Tensor]) -> Tensor | None:

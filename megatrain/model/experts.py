@@ -24,6 +24,9 @@ from megatrain.model.router import Router
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import TokenDispatcher
 
+FinishExperts = Callable[[], Tensor]
+"""Ends combine and returns the output, [s/tp, b, h]."""
+
 
 class ExpertBranch(nn.Module):
     """The branch of a layer with experts: norm, experts and shared expert, output."""
@@ -55,17 +58,24 @@ class Experts(nn.Module):
         self.to_latent, self.from_latent = to_latent, from_latent
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
-        return self.begin(x, info)()
+        return self.begin(x, info)()()
 
-    def begin(self, x: Tensor, info: PassInfo) -> Callable[[], Tensor]:
-        """Begin to dispatch tokens and return a function that returns the output. Work in between hides a wait of the host."""
-        routing = self.router(x, info)
-        finish_dispatch = self.dispatcher.begin_dispatch(self.to_latent(x, info).flatten(0, 1), routing)
+    def begin(self, x: Tensor, info: PassInfo) -> Callable[[], FinishExperts]:
+        """Begin to dispatch tokens and return a function that computes the experts.
 
-        def finish() -> Tensor:
+        Work between the calls hides communication and waits of the host: see `TokenDispatcher.overlaps_combine`.
+        """
+        rows = self.to_latent(x, info).flatten(0, 1)
+        finish_dispatch = self.dispatcher.begin_dispatch(rows, lambda: self.router(x, info))
+
+        def compute() -> FinishExperts:
             dispatched = finish_dispatch()
-            rows = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
-            out: Tensor = self.from_latent(rows.unflatten(0, x.shape[:2]), info)
-            return out
+            finish_combine = self.dispatcher.begin_combine(self.experts(dispatched, info), dispatched)
 
-        return finish
+            def finish() -> Tensor:
+                out: Tensor = self.from_latent(finish_combine().unflatten(0, x.shape[:2]), info)
+                return out
+
+            return finish
+
+        return compute

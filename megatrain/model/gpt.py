@@ -25,7 +25,14 @@ from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
 from megatrain.model.latent_attention import LatentAttention
-from megatrain.model.layer import Attention, Mlp, RotaryEmbedding, Sequential, TransformerLayer
+from megatrain.model.layer import (
+    Attention,
+    Mlp,
+    ParallelLayer,
+    RotaryEmbedding,
+    Sequential,
+    TransformerLayer,
+)
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mtp import MtpLayer
@@ -39,6 +46,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -115,15 +123,16 @@ def build_model(
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    overlaps_tp = overlaps_tp and sequence_parallel and grid.tp.size > 1
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, overlaps_tp), ContextParallel(grid.cp)
+    peers = PeerMemory(grid.tp) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
-        common = (tp, cp, dtype, spec.norm, seed, attention, context)
+        fp8_here = fp8 if fp8 is not None and layer in fp8.layers else None
+        common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_here)
         if implementation == "transformer_engine":
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
-        return LocalLeaves(*common, fp8 if fp8 is not None and layer in fp8.layers else None)
+        return LocalLeaves(*common)
 
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
@@ -299,7 +308,7 @@ def _layer(
         recompute_norm = recompute.has_part("layernorm") and not is_recomputed
         mlp = Mlp(layer.mlp, spec, position, f"{prefix}.mlp", leaves, tp, recompute_norm=recompute_norm)
         branches.append(RecomputedModule(mlp) if is_recomputed else mlp)
-    return TransformerLayer(branches)
+    return (ParallelLayer if layer.is_parallel else TransformerLayer)(branches)
 
 
 class _RotaryEmbeddings:

@@ -5,7 +5,7 @@ hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projecti
                                                                                 └───────────────────── + ──────────────────┘── hidden
 
 "Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
-one kernel does this addition and the norm. Layers with experts have the branch of experts.py in place of the MLP.
+one kernel does this addition and the norm; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts.py in place of the MLP.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ class TransformerLayer(nn.Module):
         for branch in self.branches:
             residual, delta = branch(residual, delta, info)
         return residual if delta is None else residual + delta
+
+
+class ParallelLayer(TransformerLayer):
+    """A layer whose branches all read its input (GPT-J, GPT-NeoX): hidden + attention(hidden) + MLP(hidden)."""
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+        residual, outputs = hidden, []
+        for branch in self.branches:
+            residual, output = branch(residual, None, info)
+            outputs.append(output)
+        return sum(outputs, residual)
 
 
 class Attention(nn.Module):

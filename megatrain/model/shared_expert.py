@@ -92,8 +92,8 @@ class SharedExpert(LaidOutModule):
 class WithSharedExpert(nn.Module):
     """Experts and a shared expert applied to the same input, their outputs summed; with `side` the shared one runs there on a GPU.
 
-    The shared expert is called after the begin of the dispatch, so that the device has work while the host waits for counts;
-    with `side` it is forked there as well, so that gradients of the input are summed in the same order.
+    The shared expert is called where it hides communication or a wait of the host; with `side` it is forked after the begin of
+    the dispatch.
     """
 
     def __init__(self, experts: Experts, shared: nn.Module, side: SideStream | None = None) -> None:
@@ -102,10 +102,15 @@ class WithSharedExpert(nn.Module):
         self.side = side
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        finish = self.experts.begin(x, info)
+        compute = self.experts.begin(x, info)
         # Deferred weight gradients would read memory of the side stream after it is free there.
-        if self.side is None or not x.is_cuda or info.splits_backward:
+        if self.side is not None and x.is_cuda and not info.splits_backward:
+            forked = self.side.fork(lambda: self.shared(x, info), x)
+            return compute()() + self.side.join(forked)
+        if self.experts.dispatcher.overlaps_combine:
+            finish = compute()
             shared: Tensor = self.shared(x, info)
-            return finish() + shared
-        forked = self.side.fork(lambda: self.shared(x, info), x)
-        return finish() + self.side.join(forked)
+        else:
+            shared = self.shared(x, info)
+            finish = compute()
+        return finish() + shared

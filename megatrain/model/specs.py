@@ -187,6 +187,8 @@ class LayerSpec:
     mlp: MlpSpec | ExpertsSpec | None
     """MLP or experts; None: neither."""
     norm_position: NormPosition = "pre"
+    is_parallel: bool = False
+    """Both branches read the input of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +273,7 @@ def gpt_spec(
 ) -> GptSpec:
     """Build the spec that a resolved configuration describes."""
     init_std = matrix_init_std(model)[0]
+    has_positions = model.position_embedding_type == "learned_absolute"
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
     return GptSpec(
@@ -286,9 +289,7 @@ def gpt_spec(
         norm=NormSpec(
             kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
         ),
-        num_positions=model.max_position_embeddings
-        if model.position_embedding_type == "learned_absolute"
-        else None,
+        num_positions=model.max_position_embeddings if has_positions else None,
         embedding_multiplier=model.embedding_multiplier,
         width_multiplier=model.mup_embedding_mult if model.use_mup else 1.0,
         hidden_dropout=model.hidden_dropout,
@@ -310,10 +311,8 @@ def _layers(
     left = parse_window(model.window_size)
     rotary = rotary_of_windows = _rotary(model)
     if rotary is not None and left is not None and model.window_rotary_base is not None:
-        rotary_of_windows = RotarySpec(
-            base=model.window_rotary_base,
-            rotary_percent=rotary.rotary_percent,
-            is_interleaved=rotary.is_interleaved,
+        rotary_of_windows = dataclasses.replace(
+            rotary, base=model.window_rotary_base, interpolation=1.0, scaling=None
         )
     has_bias = not model.disable_bias_linear
     layers = []
@@ -347,6 +346,7 @@ def _layers(
                 mixer=attention if sizes.num_heads else _linear_attention(model, sizes),
                 mlp=_mlp(mlp, sizes, experts),
                 norm_position=model.norm_position,
+                is_parallel=model.use_parallel_residual,
             )
         )
     return tuple(layers)

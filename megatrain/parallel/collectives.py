@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.config.environment import set_unless_given
 from megatrain.parallel.grid import RankGroup
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -55,11 +54,17 @@ def begin_all_reduce(x: Tensor, group: RankGroup) -> Transfer:
 
 def all_gather(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' tensors along dimension 0: [n, ...] -> [n * size, ...]."""
-    if group.size == 1:
-        return x
-    out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    begin_all_gather_into(out, x.contiguous(), group).wait()
+    out, transfer = begin_all_gather(x, group)
+    transfer.wait()
     return out
+
+
+def begin_all_gather(x: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin an `all_gather`; its result must not be read before the wait."""
+    if group.size == 1:
+        return x, Transfer()
+    out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return out, begin_all_gather_into(out, x.contiguous(), group)
 
 
 def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
@@ -79,48 +84,18 @@ def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
 
 def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks, then keep this rank's part of dimension 0: [n * size, ...] -> [n, ...]."""
-    if group.size == 1:
-        return x
-    assert x.shape[0] % group.size == 0, f"{x.shape[0]} rows do not split over {group.size} ranks"
-    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    begin_reduce_scatter_into(out, x.contiguous(), group).wait()
+    out, transfer = begin_reduce_scatter(x, group)
+    transfer.wait()
     return out
 
 
-def all_gather_product(x: Tensor, weight: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
-    """Gather the ranks' rows and multiply them: [n, ..., i] and [i, o] -> [n * size, ..., i] and [n * size, ..., o].
-
-    On GPUs rows are multiplied while others arrive: copies through symmetric memory take turns with parts of the product.
-    """
-    if _uses_symmetric_memory(x, group):
-        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [weight], 0, group.handle.group_name
-        )
-        return gathered, products[0]
-    gathered = all_gather(x, group)
-    return gathered, gathered @ weight
-
-
-def product_reduce_scatter(x: Tensor, weight: Tensor, group: RankGroup) -> Tensor:
-    """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
-
-    On GPUs rows are sent while others are multiplied. Products are rounded to the dtype of `x` before they are summed.
-    """
-    if _uses_symmetric_memory(x, group):
-        out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x.contiguous(), weight, "sum", 0, group.handle.group_name
-        )
-        return out
-    return reduce_scatter(x @ weight, group)
-
-
-def _uses_symmetric_memory(x: Tensor, group: RankGroup) -> bool:
-    if not x.is_cuda or group.size == 1:
-        return False
-    set_unless_given("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory  # noqa: F401, PLC0415 (registers the operators; slow to import)
-
-    return True
+def begin_reduce_scatter(x: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin a `reduce_scatter`; its result must not be read before the wait."""
+    if group.size == 1:
+        return x, Transfer()
+    assert x.shape[0] % group.size == 0, f"{x.shape[0]} rows do not split over {group.size} ranks"
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return out, begin_reduce_scatter_into(out, x.contiguous(), group)
 
 
 def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:

@@ -1,10 +1,9 @@
-"""Expert parallelism: dispatches tokens to the ranks of their experts, runs the experts' grouped MLP, combines the results.
+"""Expert parallelism: dispatches tokens to the ranks of their experts and combines the results.
 
-    routing = router(x)                                        experts and probabilities of each token
-    finish = dispatcher.begin_dispatch(x, routing)             work that comes next hides the wait for the counts
-    dispatched = finish()                                      rows for this rank's experts, sorted by expert
-    out = grouped_mlp(dispatched, fc1, fc2, activation, info)
-    dispatcher.combine(out, dispatched)
+    finish = dispatcher.begin_dispatch(x, route)      route returns each token's experts and probabilities
+    dispatched = finish()                             rows for this rank's experts, sorted by expert
+    finish = dispatcher.begin_combine(experts(dispatched), dispatched)
+    out = finish()
 
     ep 2, etp 2, experts 0 to 3:     rank 0: first half of 0 and 1     rank 1: second half of 0 and 1
                                      rank 2: first half of 2 and 3     rank 3: second half of 2 and 3
@@ -17,6 +16,8 @@ token is sent to all etp ranks, and their outputs are summed.
 memory holds every possible assignment. `AllToAllDispatcher` sends each token once to each rank with one of its experts
 and receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are
 all that an all-to-all sends. The host waits for the counts once per call.
+
+Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
 
 from __future__ import annotations
@@ -30,33 +31,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
 from megatrain.kernels.host_copy import HostCopy
-from megatrain.kernels.moe.grouped_bias import (
-    accumulate_grouped_bias_gradient,
-    add_grouped_bias,
-    grouped_bias_weight_gradient,
-)
-from megatrain.kernels.moe.grouped_gemm import (
-    accumulate_grouped_weight_gradient,
-    grouped_gemm,
-    grouped_gemm_backward,
-)
 from megatrain.kernels.moe.permute import (
     Permutation,
     PermuteRows,
+    PermuteValues,
     UnpermuteRows,
-    permute_values,
     sort_by_expert,
     sort_by_rank,
     sort_by_source,
-    unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.collectives import all_gather, begin_all_to_all_into
+from megatrain.parallel.collectives import (
+    Transfer,
+    all_gather,
+    begin_all_gather,
+    begin_all_to_all_into,
+    begin_reduce_scatter,
+    reduce_scatter,
+)
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor_parallel import Bias, all_gather_rows, reduce_scatter_rows
+from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,9 @@ class DispatchedTokens(NamedTuple):
     probs: Tensor
     """Routing probabilities [r], by which experts multiply their outputs."""
     state: Any
-    """The dispatcher's state for `combine`."""
+    """The dispatcher's state for `begin_combine`."""
+    transfer: RowTransfer | None = None
+    """The last collective that sent the rows; None: none."""
 
 
 FinishDispatch = Callable[[], DispatchedTokens]
@@ -98,21 +95,27 @@ FinishDispatch = Callable[[], DispatchedTokens]
 class TokenDispatcher(Protocol):
     """Sends tokens to experts and combines the results, differentiably."""
 
-    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
-        """Begin to send this rank's tokens, [t, h], to their experts."""
+    overlaps_combine: bool
+    """Work on all tokens, such as a shared expert, belongs between begin and end of combine; False: of dispatch."""
 
-    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        """Sum the experts' outputs of each token: [r, h] -> [t, h]."""
+    def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
+        """Begin to send this rank's tokens, [t, h], to the experts that `route` returns."""
+
+    def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
+        """Begin to sum the experts' outputs of each token; the result returns the sums: [r, h] -> [t, h]."""
 
 
 class LocalDispatcher:
     """Dispatches within one rank."""
 
+    overlaps_combine = False
+
     def __init__(self, num_experts: int, rows_per_expert: RowsPerExpert | None = None) -> None:
         self.num_experts = num_experts
         self.rows_per_expert = rows_per_expert
 
-    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
+    def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
+        routing = route()
         permutation = sort_by_expert(
             routing.experts,
             num_experts=self.num_experts,
@@ -122,12 +125,14 @@ class LocalDispatcher:
         )
         return lambda: _permuted(x, routing.probs, permutation)
 
-    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        return _unpermuted(out, dispatched.state)
+    def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
+        return lambda: _unpermuted(out, dispatched.state)
 
 
 class AllGatherDispatcher:
     """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts."""
+
+    overlaps_combine = True
 
     def __init__(
         self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
@@ -136,21 +141,56 @@ class AllGatherDispatcher:
         self.ep, self.etp = ep, etp
         self.rows_per_expert = rows_per_expert
 
-    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
-        by_expert = self._sort_own(self._gathered_experts(_kept_experts(routing)), x)
-        rows, probs = self._gathered(x), self._gathered(routing.probs)
-        return lambda: _permuted(rows, probs, by_expert)
+    def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
+        tokens = self._gather()
+        own = tokens.begin(x)
+        finish_routing = self._begin_routing_gather(route())
 
-    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        rows = _unpermuted(out, dispatched.state)
-        return reduce_scatter_rows(reduce_scatter_rows(rows, self.ep), self.etp)
+        def finish() -> DispatchedTokens:
+            rows = tokens.finish(own)  # first, so that its gradient is sent after that of the probabilities
+            experts, probs = finish_routing()
+            return _permuted(rows, probs, self._sort_own(experts, x), tokens)
 
-    def _gathered_experts(self, experts: Tensor) -> Tensor:
-        """Return the experts of the tokens of all ranks of ep and etp: [t, k] -> int32 [ep * etp * t, k]."""
-        return all_gather(all_gather(experts.int(), self.etp), self.ep)
+        return finish
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        return all_gather_rows(all_gather_rows(x, self.etp), self.ep)
+    def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
+        sums = RowTransfer(self._begin_reduction, self._begin_gather)
+        own = sums.begin(_unpermuted(out, dispatched.state))
+        return lambda: sums.finish(own)
+
+    def _begin_routing_gather(self, routing: Routing) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begin to gather the experts and probabilities of the tokens of all ranks of ep and etp, in one collective.
+
+        Returns:
+            A function that returns experts, integers [ep * etp * t, k], -1 for dropped assignments, and probabilities.
+        """
+        probs, experts = routing.probs, routing.kept_experts
+        same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[probs.element_size()]
+        bits = experts.to(same_size).view(probs.dtype)
+        both = self._gather(lambda x: torch.cat((x, bits), dim=1))
+        own = both.begin(probs)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            all_probs = both.finish(own)
+            assert both.appended is not None
+            return both.appended.view(same_size), all_probs
+
+        return finish
+
+    def _gather(self, sent: Callable[[Tensor], Tensor] = lambda x: x) -> RowTransfer:
+        return RowTransfer(lambda x: self._begin_gather(sent(x)), self._begin_reduction)
+
+    def _begin_gather(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Begin to gather over etp and ep; of two gathers the first is complete."""
+        if self.ep.size == 1:
+            return begin_all_gather(x, self.etp)
+        return begin_all_gather(all_gather(x, self.etp), self.ep)
+
+    def _begin_reduction(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Begin to sum over ep and etp and keep this rank's rows; of two sums the first is complete."""
+        if self.etp.size == 1:
+            return begin_reduce_scatter(x, self.ep)
+        return begin_reduce_scatter(reduce_scatter(x, self.ep), self.etp)
 
     def _sort_own(self, experts: Tensor, x: Tensor, token_rows: Tensor | None = None) -> Permutation:
         """Sort the assignments of all tokens to this rank's experts.
@@ -176,35 +216,41 @@ class AllToAllDispatcher(AllGatherDispatcher):
     The host must know the counts. A dry run has none, and assumes that all experts have the same load.
     """
 
-    def begin_dispatch(self, x: Tensor, routing: Routing) -> FinishDispatch:
-        experts = _kept_experts(routing)
-        gathered = self._gathered_experts(experts)
+    overlaps_combine = False  # the device needs work while the host waits
+
+    def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
+        routing = route()
+        experts = routing.kept_experts
         by_rank = sort_by_rank(experts, num_ranks=self.ep.size, experts_per_rank=self.own_experts)
+        gathered, probs = self._begin_routing_gather(routing)()
         by_source = self._sort_by_source(gathered)
         by_expert = self._sort_own(gathered, x, by_source.rows)
         counts = HostCopy(torch.cat((by_rank.ends, by_source.ends, by_expert.ends[-1:])))
-        outgoing, probs = PermuteRows.apply(x, by_rank), self._gathered(routing.probs)
+        outgoing = PermuteRows.apply(x, by_rank)
 
         def finish() -> DispatchedTokens:
             splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
-            rows = all_gather_rows(_all_to_all_rows(outgoing, splits), self.etp)
+            sent = _all_to_all(splits)
+            own_rows = sent.begin(outgoing)
             received, own = by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
                 received = self._sort_by_source(gathered, splits.rows_after)
                 own = self._sort_own(gathered, x, received.rows)
+            rows = all_gather_rows(sent.finish(own_rows), self.etp)
             received = received._replace(assignments=received.assignments[: len(rows)])
             own = own._replace(
                 rows=own.rows[: len(rows)], assignments=own.assignments[: splits.num_assignments]
             )
-            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own)
+            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, sent)
             return dispatched._replace(state=DispatchState(by_rank, splits, own))
 
         return finish
 
-    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         state: DispatchState = dispatched.state
-        rows = reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp)
-        return _unpermuted(_all_to_all_rows(rows, state.splits.reversed()), state.by_rank)
+        returned = _all_to_all(state.splits.reversed())
+        own = returned.begin(reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp))
+        return lambda: _unpermuted(returned.finish(own), state.by_rank)
 
     def _sort_by_source(self, gathered: Tensor, rows_per_etp: int | None = None) -> Permutation:
         """Sort the tokens of all ranks that this rank receives, in the order of their rows."""
@@ -225,17 +271,10 @@ class AllToAllDispatcher(AllGatherDispatcher):
         ep, etp = self.ep.size, self.etp.size
         if ends is None:
             tokens, num_assignments = self._even_counts(num_tokens, top_k)
-            to_ranks, from_ranks, num_assignments = (
-                [tokens] * ep,
-                [tokens] * ep * etp,
-                num_assignments * ep * etp,
-            )
+            to_ranks, from_ranks = [tokens] * ep, [tokens] * ep * etp
         else:
-            to_ranks, from_ranks, num_assignments = (
-                _differences(ends[:ep]),
-                _differences(ends[ep:-1]),
-                ends[-1],
-            )
+            to_ranks, from_ranks = _differences(ends[:ep]), _differences(ends[ep:-1])
+            num_assignments = ends[-1]
         by_etp = [from_ranks[number * ep : (number + 1) * ep] for number in range(etp)]
         return AllToAllSplits(
             self.ep,
@@ -247,9 +286,9 @@ class AllToAllDispatcher(AllGatherDispatcher):
         )
 
     def _even_counts(self, num_tokens: int, top_k: int) -> tuple[int, int]:
-        """Return tokens and assignments between two ranks if all experts have the same load."""
+        """Return tokens between two ranks and assignments to this rank if all experts have the same load."""
         elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
-        return max(round(num_tokens * (1 - elsewhere)), 1), max(num_tokens * top_k // self.ep.size, 1)
+        return max(round(num_tokens * (1 - elsewhere)), 1), num_tokens * top_k * self.etp.size
 
 
 @dataclass(frozen=True)
@@ -277,11 +316,6 @@ class DispatchState(NamedTuple):
     by_expert: Permutation
 
 
-def _kept_experts(routing: Routing) -> Tensor:
-    """Return each token's experts, -1 for dropped assignments: int64 [t, k]."""
-    return routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
-
-
 def _differences(ends: list[int]) -> list[int]:
     """Return the lengths of consecutive ranges from their ends."""
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -291,10 +325,12 @@ def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
     return None if rows_per_expert is None else rows_per_expert(x.shape[0])
 
 
-def _permuted(x: Tensor, probs: Tensor, permutation: Permutation) -> DispatchedTokens:
+def _permuted(
+    x: Tensor, probs: Tensor, permutation: Permutation, transfer: RowTransfer | None = None
+) -> DispatchedTokens:
     rows: Tensor = PermuteRows.apply(x, permutation)
-    row_probs: Tensor = _PermuteValues.apply(probs, permutation)
-    return DispatchedTokens(rows, permutation.ends, row_probs, permutation)
+    row_probs: Tensor = PermuteValues.apply(probs, permutation)
+    return DispatchedTokens(rows, permutation.ends, row_probs, permutation, transfer)
 
 
 def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
@@ -302,133 +338,86 @@ def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
     return out
 
 
-def _all_to_all_rows(x: Tensor, splits: AllToAllSplits) -> Tensor:
-    out: Tensor = _AllToAllRows.apply(x, splits)
-    return out
+BeginTransfer = Callable[[Tensor], tuple[Tensor, Transfer]]
+"""Begins a collective; the result must not be read before the wait."""
 
 
-class _PermuteValues(Function):
+class RowTransfer:
+    """A collective of rows [n, c], and in the backward pass its conjugate; both overlap the work between `begin` and `finish`.
+
+                        forward pass                    backward pass
+    x = begin(x)        begin the collective            wait for the gradient of x
+    y = finish(x)       wait and return the rows        begin the conjugate, then do the deferred work
+    """
+
+    def __init__(self, forward: BeginTransfer, backward: BeginTransfer) -> None:
+        self.forward, self.backward = forward, backward
+        self.appended: Tensor | None = None
+        """Received columns that `forward` appended to those of x; they have no gradient."""
+        self.out: Tensor | None = None
+        self.pending = Transfer()
+        self.deferred: list[Callable[[], None]] = []
+        """Work of the backward pass, done while the gradient is sent."""
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Begin to send x; returns x, for `finish` only."""
+        out: Tensor = _BeginTransfer.apply(x, self)
+        return out
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Return the received rows."""
+        out: Tensor = _FinishTransfer.apply(x, self)
+        return out
+
+    def start(self, begin: BeginTransfer, x: Tensor) -> Tensor:
+        out, self.pending = begin(x.detach())
+        return out
+
+
+class _BeginTransfer(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_values(values, permutation)
+    def forward(ctx: Any, x: Tensor, transfer: RowTransfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.out = transfer.start(transfer.forward, x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_values(grads[0], ctx.permutation), None
+        ctx.transfer.pending.wait()
+        return grads[0], None
 
 
-class _AllToAllRows(Function):
+class _FinishTransfer(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: AllToAllSplits) -> Tensor:
-        ctx.splits = splits
-        return _exchange_rows(x, splits)
+    def forward(ctx: Any, x: Tensor, transfer: RowTransfer) -> Tensor:
+        ctx.transfer, columns = transfer, x.shape[1]
+        transfer.pending.wait()
+        out, transfer.out = transfer.out, None
+        assert out is not None, "begin comes first"
+        if out.shape[1] == columns:
+            return out
+        transfer.appended = out[:, columns:].contiguous()
+        return out[:, :columns].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange_rows(grads[0], ctx.splits.reversed()), None
+        dx = ctx.transfer.start(ctx.transfer.backward, grads[0])
+        while ctx.transfer.deferred:
+            ctx.transfer.deferred.pop(0)()
+        return dx, None
 
 
-def _exchange_rows(x: Tensor, splits: AllToAllSplits) -> Tensor:
-    """Return the received rows, then uninitialised rows."""
+def _begin_all_to_all(x: Tensor, splits: AllToAllSplits) -> tuple[Tensor, Transfer]:
+    """Begin to send rows; returns the received rows, then uninitialised rows."""
     outgoing = x[: sum(splits.to_ranks)].contiguous()
     out = x.new_empty(splits.rows_after, *x.shape[1:])
     incoming = out[: sum(splits.from_ranks)]
-    begin_all_to_all_into(
+    return out, begin_all_to_all_into(
         incoming, outgoing, splits.group, to_ranks=splits.to_ranks, from_ranks=splits.from_ranks
-    ).wait()
-    return out
+    )
 
 
-class GroupedWeight(NamedTuple):
-    """The weights of this rank's experts and their gradient buffer (None where no gradients are kept)."""
-
-    value: Tensor
-    """[E/ep, o, i]."""
-    grad: Tensor | None
-    bias: Bias | None = None
-    """[E/ep, o]; None: none."""
-
-
-class GroupedProducts:
-    """The products of rows with expert weights, in the dtype of the weights; a subclass has them in FP8."""
-
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
-        return grouped_gemm(rows, weight, ends)
-
-    def fc2(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
-        return grouped_gemm(rows, weight, ends)
-
-    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_gemm_backward(dy, weight, ends)
-
-    def fc2_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_gemm_backward(dy, weight, ends)
-
-
-def grouped_mlp(
-    dispatched: DispatchedTokens,
-    fc1: GroupedWeight,
-    fc2: GroupedWeight,
-    activation: Activation,
-    info: PassInfo,
-    products: GroupedProducts,
-) -> Tensor:
-    """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
-
-    Args:
-        fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
-        fc2: [E/ep, h, f/etp]; one rank of etp has its bias, since the outputs of these ranks are summed.
-    """
-    rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
-    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info, products)
-    return out
-
-
-class _GroupedMlp(Function):
-    """Saves the rows and the output of fc1; recomputes the activation. Weight gradients bypass autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        probs: Tensor,
-        ends: Tensor,
-        fc1: GroupedWeight,
-        fc2: GroupedWeight,
-        activation: Activation,
-        info: PassInfo,
-        products: GroupedProducts,
-    ) -> Tensor:
-        inner = products.fc1(rows, fc1.value, ends, info)
-        if fc1.bias is not None:
-            add_grouped_bias(inner, fc1.bias.value, ends)
-        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
-        ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
-        ctx.activation, ctx.info, ctx.products = activation, info, products
-        out = products.fc2(activate_weighted(inner, probs, activation), fc2.value, ends, info)
-        return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        dweighted = ctx.products.fc2_backward(dy, fc2, ends)
-        dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation)
-        weighted = dweighted  # overwritten with the recomputed input of fc2
-        drows = ctx.products.fc1_backward(dinner, fc1, ends)
-        fc1_grad, fc2_grad = ctx.grads
-        fc1_bias, fc2_bias = ctx.biases
-        if fc2_bias is not None:
-            dprobs += grouped_bias_weight_gradient(dy, fc2_bias.value, ends).to(dprobs.dtype)
-
-        def compute() -> None:
-            accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
-            accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
-            if fc2_bias is not None:
-                accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
-            if fc1_bias is not None:
-                accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
-
-        ctx.info.compute_weight_gradient(compute)
-        return drows, dprobs, *[None] * 6
+def _all_to_all(splits: AllToAllSplits) -> RowTransfer:
+    return RowTransfer(
+        lambda x: _begin_all_to_all(x, splits), lambda dy: _begin_all_to_all(dy, splits.reversed())
+    )

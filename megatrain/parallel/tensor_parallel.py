@@ -38,15 +38,15 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
     Transfer,
     all_gather,
-    all_gather_product,
     all_reduce,
-    begin_all_gather_into,
+    begin_all_gather,
     begin_all_reduce,
-    begin_reduce_scatter_into,
-    product_reduce_scatter,
+    begin_reduce_scatter,
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_overlap import products
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class TensorParallel:
     """Ranks of `group` with the same keys and values."""
     sequence_parallel: bool
     """The sequence is split over `group` between layers."""
-    is_overlapped: bool = False
-    """Products overlap the all-gather before them and the reduce-scatter after them (`sequence_parallel`, size above 1)."""
+    peers: PeerMemory | None = None
+    """Memory for sends that products overlap (`sequence_parallel`, size above 1); None: layers use collectives."""
 
     @property
     def size(self) -> int:
@@ -168,7 +168,7 @@ def row_linear(
     """
     fused_bias = bias if tp.size == 1 else None
     out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
-    out = out if tp.is_overlapped else exit_tp_region(out, tp)
+    out = exit_tp_region(out, tp) if tp.peers is None else out
     if bias is not None and tp.size > 1:
         out = AddBias.apply(out, bias)
     return out
@@ -253,9 +253,8 @@ class _ColumnLinear(Function):
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
         ctx.recompute_fn = recompute_fn
-        if tp.is_overlapped:
-            out = all_gather_product(x, weight.t(), tp.group)[1]
-            return out if bias is None else out.add_(bias.value)
+        if tp.peers is not None:
+            return products.gathered_product(x, weight.t(), tp.peers, bias and bias.value)
         return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
 
     @staticmethod
@@ -265,10 +264,12 @@ class _ColumnLinear(Function):
         dy = grads[0]
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
-        full_x, gather = begin_gather(x, tp)
-        dx, reduction = begin_reduction(dy @ weight, tp)
+        peers = tp.peers
+        full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
+        dx = dy @ weight
+        dx, reduction = begin_reduction(dx, tp) if peers is None else products.begin_reduction(dx, peers)
         gather.wait()
-        _accumulate_weight_gradient(ctx.weight_grad, dy, full_x, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, dy, _until_accumulated(full_x, tp, ctx.info), ctx.info)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, None, None, None, None, None, None
@@ -278,16 +279,14 @@ def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does forwards."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, Transfer()
-    out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    return out, begin_all_gather_into(out, x.contiguous(), tp.group)
+    return begin_all_gather(x, tp.group)
 
 
 def begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
     """Begin what `enter_tp_region` does backwards; overwrites `x`."""
     if tp.size == 1 or not tp.sequence_parallel:
         return x, begin_all_reduce(x, tp.group)
-    out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    return out, begin_reduce_scatter_into(out, x, tp.group)
+    return begin_reduce_scatter(x, tp.group)
 
 
 class _Linear(Function):
@@ -308,21 +307,21 @@ class _Linear(Function):
         ctx.is_recomputed = activation is not None and is_fused(x)
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
-        if tp.is_overlapped:
-            return product_reduce_scatter(y, weight.t(), tp.group)
+        if tp.peers is not None:
+            return products.product_reduce_scatter(y, weight.t(), tp.peers)
         return linear(y, weight, bias and bias.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         x, weight, y = ctx.saved_tensors
-        is_overlapped, dy = ctx.tp.is_overlapped, grads[0]
-        dy, dx = all_gather_product(dy, weight, ctx.tp.group) if is_overlapped else (dy, dy @ weight)
+        peers, dy = ctx.tp.peers, grads[0]
+        dy, dx = (dy, dy @ weight) if peers is None else products.all_gather_product(dy, weight, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        _accumulate_weight_gradient(ctx.weight_grad, dy, y, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
         accumulate_bias_gradient(ctx.bias, dy)
         return dx, None, None, None, None, None, None
 
@@ -347,6 +346,11 @@ def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
 def _accumulate_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
     rows = dy.flatten(0, -2), x.flatten(0, -2)
     info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows))
+
+
+def _until_accumulated(rows: Tensor, tp: TensorParallel, info: PassInfo) -> Tensor:
+    """Copy gathered rows that a later send may overwrite before their weight gradient is computed."""
+    return rows.clone() if tp.peers is not None and info.deferred is not None else rows
 
 
 class _Embedding(Function):

@@ -13,7 +13,7 @@ from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron,
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
-from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.interop.megatron.export import MegatronExport
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import whole_box
@@ -46,12 +46,8 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     write_checkpoint(reader, target, arguments.files)
     manifest = reader.manifest
     print(f"iteration {manifest.iteration}, {manifest.consumed_train_samples} samples consumed")
-    padding = reader.padded_vocab_size - reader.vocab_size
-    if padding:
-        print(
-            f"{padding} rows of padding are left out of the vocabulary's tensors. Megatron-LM counts them in the softmax, megatrain"
-            f" does not: for equal losses keep them with --vocab-size {reader.padded_vocab_size}, here and in training"
-        )
+    for note in padding_notes(reader.padded_vocab_size, reader.vocab_size):
+        print(f"{note}, here and in training")
     if not manifest.state["has_optimizer"]:
         print("it has no optimizer state: start from the weights with --finetune, or add --no-load-optim")
     print("the states of random generators are left out: dropout draws other masks than Megatron-LM would")

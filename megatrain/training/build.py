@@ -13,6 +13,8 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.model.build_experts import DispatcherType
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
@@ -65,8 +67,13 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipe(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
-        dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
+        dispatcher=_dispatcher(config.experts),
     )
+
+
+def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
+    is_alltoall = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+    return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
 
 
 def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
@@ -81,14 +88,18 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         (grid.tp_cp, grid.dp),
         device,
     )
+    is_delayed = precision.fp8_recipe == "delayed"
+    # Plans build `local`, which has no block scales.
+    name = "tensorwise" if device.type == "meta" and not is_delayed else precision.fp8_recipe
     return Fp8Recipe(
+        name=name,
         format=precision.fp8_format,
         layers=frozenset(plan.derived.fp8_layers),
         tokens=grid.tp_cp,
         tp=grid.tp,
         has_fp8_wgrad=precision.fp8_wgrad,
         keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
-        history=history if precision.fp8_recipe == "delayed" else None,
+        history=history if is_delayed else None,
         block=precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None,
     )
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
@@ -74,7 +76,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         loaded = _load(ranks, engine, stored, with_optimizer=with_optimizer)
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)
-    for line in loaded.skipped:
+    for line in (*loaded.skipped, *_notes(loaded, ranks.plan)):
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
     is_start = stored.is_start or loaded.path.name == RELEASE_NAME
@@ -87,9 +89,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-        engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
-        if engine.model.fp8 is not None and engine.model.fp8.history is not None:
-            engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
+        _restore_scales(engine, loaded)
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
@@ -113,8 +113,15 @@ def rewind_run(
     engine.forget_steps()
     _restore_progress(progress, loaded)
     progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    _restore_scales(engine, loaded)
     return loaded.path
+
+
+def _restore_scales(engine: Engine, loaded: Loaded) -> None:
+    """Restore the loss scale, and the history of delayed FP8 scales."""
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    if engine.model.fp8 is not None and engine.model.fp8.history is not None:
+        engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
 
 
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:
@@ -146,6 +153,12 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
             allows_format_torch=ranks.plan.config.checkpoint.allow_pickle,
         ),
     )
+
+
+def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
+    """Yield what the user should know of a checkpoint of Megatron-LM."""
+    if is_of_megatron(loaded.path):
+        yield from padding_notes(loaded.config["model"]["padded_vocab_size"], plan.derived.vocab_size)
 
 
 def _upcycling(plan: Plan) -> Upcycling:

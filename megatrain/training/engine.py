@@ -137,7 +137,7 @@ class Engine:
         """
         is_finite = norm.isfinite() & lm_loss.isfinite()
         loss_limit, norm_limit = self.spike_limits
-        if math.isfinite(min(self.spike_limits)):
+        if min(self.spike_limits) < math.inf:
             is_finite &= (lm_loss < loss_limit) & (norm < norm_limit)
         if self._may_skip:
             return is_finite
@@ -177,6 +177,13 @@ class Engine:
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))
+
+    def recompute(self, batches: Sequence[Batch], *, first_sample: int) -> dict[str, float]:
+        """Return loss and gradient norm of a step with the present weights, which it does not change. Dropout is keyed by samples."""
+        losses = self.accumulate_gradients(batches, first_sample=first_sample)
+        norm = self.optimizer.gradient_norm() / self.loss_scaler.scale
+        self.buffers.gradients.zero()
+        return {"lm loss": losses.lm_loss.item(), "grad norm": norm.item()}
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this context-parallel rank's rows of its replica's micro-batches."""

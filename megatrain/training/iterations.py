@@ -33,6 +33,7 @@ from megatrain.training.faults.bad_steps import (
     RewindError,
     SpikeError,
 )
+from megatrain.training.faults.reruns import Reruns
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
@@ -57,6 +58,8 @@ class Iteration:
     lr: float
     batches: Sequence[Batch]
     step: PendingStep
+    first_results: dict[str, float] | None = None
+    """Loss and gradient norm of the first computation, with --rerun-mode report_stats."""
 
 
 class Iterations:
@@ -99,6 +102,15 @@ class Iterations:
         self.passed_over = frozenset(passed_over)
         save = plan.config.checkpoint.save
         self.bad_steps = BadStepLog(Path(save) if save and ranks.is_main else None, batches)
+        self.save = None if save is None else Path(save)
+        self.reruns = Reruns(
+            ranks,
+            plan.config.resilience,
+            seed=training.seed,
+            save=self.save,
+            start=progress.iteration,
+            passed_over={*self.passed_over, *(count + 1 for count in self.skipped)},
+        )
         self.num_explained = 0
         self.pending: deque[Iteration] = deque()
         """Iterations that have begun and are not read, oldest first."""
@@ -161,6 +173,11 @@ class Iterations:
         hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
         with self.engine.timers.span("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
+        first_results = None
+        if self.reruns.reports:
+            first_results = self.engine.recompute(batches, first_sample=consumed)
+        if self.reruns.injects(number):
+            self.engine.spike_limits = -math.inf, -math.inf
         step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self._flags)
         self.pending.append(
             Iteration(
@@ -170,6 +187,7 @@ class Iterations:
                 lr=hyperparams.lr,
                 batches=batches,
                 step=step,
+                first_results=first_results,
             )
         )
 
@@ -186,6 +204,10 @@ class Iterations:
             progress.scheduled_samples += iteration.batch
         if not report.is_finite:
             self._respond_to_nan(iteration, report)
+        elif self.reruns.injects(iteration.number):
+            self._validate(iteration)
+        self.reruns.check_accepted(iteration.number)
+        self._report_differences(iteration, report)
         for spike in (detector.check(getattr(report, name)) for name, detector in self.spikes.items()):
             if spike is not None:
                 self._respond_to_spike(iteration, report, spike)
@@ -225,14 +247,44 @@ class Iterations:
         if not self.engine.loss_scaler.skips(report.lm_loss):
             error = self._not_finite(iteration, report)
             self._record("nan", iteration, report, error.problems[0].text, policy)
+            if self.reruns.validates:
+                self.ranks.console.print(f"> {error.problems[0].text}")
+                self._validate(iteration)
             self._raise(error, iteration, policy)
         if policy == ("skip",) and self.num_explained < _MOST_EXPLANATIONS:
             self.num_explained += 1
-            where, _ = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+            where = explain(self.engine, iteration.batches, first_sample=iteration.first_sample).where
             self._record("nan", iteration, report, where, policy)
             self.ranks.console.print(
                 f"> iteration {iteration.number} is not finite and updates nothing: {where}"
             )
+
+    def _validate(self, iteration: Iteration) -> NoReturn:
+        """Compute a rejected step again, save the iteration before it, and raise the diagnosis. No later step has changed a weight."""
+        while self.pending:
+            self.pending.popleft().step.read()
+        self.progress.iteration -= 1
+        self.progress.consumed_train_samples -= iteration.batch
+        first_sample = iteration.first_sample
+        second = self.engine.recompute(iteration.batches, first_sample=first_sample)
+        is_finite = all(map(math.isfinite, second.values()))
+        is_rejected_again = self.reruns.is_rejected_again(iteration.number, is_finite=is_finite)
+        culprits = (
+            () if is_finite else explain(self.engine, iteration.batches, first_sample=first_sample).ranks
+        )
+        if self.save is not None and self.progress.iteration > self.start:
+            self.log.flush()
+            self.saves.save(self.save)
+        raise self.reruns.diagnose(iteration.number, is_rejected_again=is_rejected_again, culprits=culprits)
+
+    def _report_differences(self, iteration: Iteration, report: StepReport) -> None:
+        """With --rerun-mode report_stats, compare the two computations of a step."""
+        if iteration.first_results is None:
+            return
+        second = {"lm loss": report.lm_loss, "grad norm": report.grad_norm}
+        self.reruns.differences.add(iteration.first_results, second)
+        if iteration.number % self.plan.config.logging.log_interval == 0:
+            self.ranks.console.print(self.reruns.differences.take())
 
     def _respond_to_spike(self, iteration: Iteration, report: StepReport, spike: str) -> None:
         """Act on a spike, by --on-spike.
@@ -274,7 +326,8 @@ class Iterations:
 
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
         """Return the error with its cause. No later step has changed a weight, so that the step can be computed again."""
-        where, fix = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+        found = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+        where, fix = found.where, found.fix
         stuck = self.engine.loss_scaler.stuck_steps
         if stuck > 1:
             where = (

@@ -4,7 +4,7 @@
 
 On a GPU the report of a step is read while the next step runs, except where an evaluation, a save or a profile comes between.
 
-Exit codes: 0 target reached; 1 the last save failed; 75 stopped before it, after a save if --save is set: the same command resumes the run.
+Exit codes: 0 target reached; 1 the last save failed; 16, 17 see `faults/reruns.py`; 75 stopped before it, after a save if --save is set: the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
 from megatrain.training.faults.bad_steps import MOST_REWINDS, NotFiniteError, RewindError
 from megatrain.training.faults.flight_recorder import FOLDER, write_collectives
+from megatrain.training.faults.reruns import RejectedResultError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
 from megatrain.training.launch.failure import exit_code_of
@@ -105,7 +106,8 @@ class Trainer:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, MegatrainError):
-                error.exit_code = 1
+                if not isinstance(error, RejectedResultError):
+                    error.exit_code = 1
                 is_on_all_ranks = isinstance(error, CheckpointError | LogError | NotFiniteError)
                 error.is_reported = is_on_all_ranks and not self.ranks.is_main
                 reason = error.problems[0].text

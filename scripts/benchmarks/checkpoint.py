@@ -8,7 +8,7 @@ disk. Figures are medians of the rounds, of the slowest rank:
 
     stall      seconds in which training would wait
     duration   seconds from the begin to the commit
-    load       seconds into the same tensors, from the page cache
+    load       seconds into the same tensors, from the page cache; unchecked: without comparing checksums of blocks
 
 `copy to host` is the copy of a rank's state into allocated (on a GPU: pinned) host memory alone: the least stall of any
 program that saves in the background. DCP gets each rank's shards as they are, under names of their own, so that it neither
@@ -29,13 +29,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megatrain.checkpoint import reader
 from megatrain.checkpoint.background import BackgroundWriter
+from megatrain.checkpoint.block_checksums import BlockFormat
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.load import load_checkpoint
 from megatrain.checkpoint.save import DirectWriter, Save
@@ -59,8 +62,8 @@ class Times:
 class Benchmark:
     """The state of one rank, and the ways to save it."""
 
-    def __init__(self, ranks: Ranks, folder: Path, rounds: int) -> None:
-        self.ranks, self.grid, self.rounds = ranks, ranks.grid, rounds
+    def __init__(self, ranks: Ranks, folder: Path, rounds: int, load_threads: list[int]) -> None:
+        self.ranks, self.grid, self.rounds, self.load_threads = ranks, ranks.grid, rounds, load_threads
         with contextlib.redirect_stdout(io.StringIO()):
             self.trainer = Trainer(ranks)
         self.optimizer = self.trainer.engine.optimizer
@@ -87,7 +90,11 @@ class Benchmark:
     def run(self) -> None:
         self.time_copy()
         self.time_save("megatrain save", DirectWriter(self.optimizer, self.grid, self.kinds))
-        self.time_load("megatrain load", lambda: load_checkpoint(self.folder, self.optimizer, self.grid))
+        for num_threads in self.load_threads:
+            with mock.patch.object(reader, "_MAX_THREADS", num_threads):
+                self.time_load(f"megatrain load, {num_threads} threads", self._load)
+                with mock.patch.object(BlockFormat, "matches", return_value=True):
+                    self.time_load(f"the same, unchecked, {num_threads} threads", self._load)
         background = BackgroundWriter(self.optimizer, self.grid, self.kinds)
         self.time_save("megatrain --async-save", background)
         background.close()
@@ -175,6 +182,9 @@ class Benchmark:
             config=self.ranks.plan.config.to_dict(),
         )
 
+    def _load(self) -> None:
+        load_checkpoint(self.folder, self.optimizer, self.grid)
+
     def _dcp_save(self) -> float:
         start = time.perf_counter()
         dcp.save(self.tensors(), checkpoint_id=self.folder / "0", process_group=self.dcp_group)
@@ -228,7 +238,7 @@ class Benchmark:
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
     with joined_ranks(parse(flags)) as ranks:
-        benchmark = Benchmark(ranks, arguments.folder, arguments.rounds)
+        benchmark = Benchmark(ranks, arguments.folder, arguments.rounds, arguments.load_threads)
         if ranks.is_main:
             where = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
             print(
@@ -251,6 +261,9 @@ def main() -> int:
         "--folder", type=Path, required=True, help="folder for the checkpoints, on the disk to measure"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--load-threads", type=int, nargs="+", default=[8], help="most threads of a rank that read"
+    )
     arguments = parser.parse_args(words[:split])
     return report_errors(lambda: measure(arguments, words[split + 1 :]))
 

@@ -22,6 +22,8 @@ set -euo pipefail
 # sbatch runs a copy of this script; the job runs in the folder in which sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Since Slurm 22.05 srun does not take over --cpus-per-task of the job.
+[[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # The ranks prove to each other that they are of this job; srun passes the variable on.
 MEGATRAIN_SECRET="${MEGATRAIN_SECRET:-$(head -c 32 /dev/urandom | base64)}"
 export MEGATRAIN_SECRET

@@ -238,15 +238,15 @@ MUTANTS = [
         "checksums of chunks are not compared",
         "C",
         "checkpoint/tensor_file.py",
-        "if blocks.checksum(block) != int(checksums[8 * number : 8 * number + 8], 16):",
+        "if not blocks.matches(number, block, checksums):",
         "if blocks.checksum(block) < 0:",
     ),
     _one(
         "only the first block of a range is compared",
         "C",
         "checkpoint/tensor_file.py",
-        "if blocks.checksum(block) != int(checksums[8 * number : 8 * number + 8], 16):",
-        "if number == first and blocks.checksum(block) != int(checksums[8 * number : 8 * number + 8], 16):",
+        "if not blocks.matches(number, block, checksums):",
+        "if number == first and not blocks.matches(number, block, checksums):",
     ),
     _one(
         "the checksum of the manifest is not compared",

@@ -23,13 +23,8 @@ from megatrain.kernels.fp8.rows import (
     grouped_product,
     grouped_product_reference,
 )
+from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import (
-    DispatchedTokens,
-    GroupedProducts,
-    GroupedWeight,
-    grouped_mlp,
-)
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Recipe
@@ -196,8 +191,17 @@ def test_routed_experts_are_near_those_in_bf16() -> None:
             GroupedWeight(weight.clone().requires_grad_(), grad)
             for weight, grad in zip(weights, grads, strict=True)
         )
-        dispatched = DispatchedTokens(own_rows, ends, own_probs, None)
-        out = grouped_mlp(dispatched, fc1, fc2, Activation(fn=SILU, is_gated=True), PassInfo(), products)
+        out = _GroupedMlp.apply(
+            own_rows,
+            own_probs,
+            ends,
+            fc1,
+            fc2,
+            Activation(fn=SILU, is_gated=True),
+            PassInfo(),
+            None,
+            products,
+        )
         out.backward(dy)
         assert own_rows.grad is not None
         assert own_probs.grad is not None

@@ -30,6 +30,8 @@ pytestmark = [
 ]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALONE = RankGroup("alone", (0,), 0)
+FAST_ERROR = 0.02
+"""Partial sums of 14 bits: "nearly 2 %" according to DeepSeek-V3, arXiv:2412.19437, section 3.3.2."""
 TP = TensorParallel(ALONE, ALONE, sequence_parallel=False)
 
 
@@ -57,11 +59,13 @@ def test_a_product_is_that_of_the_emulation(
     for out, own in ((torch.bfloat16, bias), (torch.bfloat16, None), (torch.float32, bias.float())):
         found, expected = product(a, b, out, own, fast=fast), product_reference(a, b, out, own)
         error = ((found - expected).abs().max() / expected.abs().max()).item()
-        assert error < (2**-7 if out is torch.bfloat16 else 2e-3 if fast else 2e-4), error
-    total = torch.ones(m, n, device="cuda")
-    accumulate_product(total, a, b)
-    expected = 1 + product_reference(a, b, torch.float32)
-    assert ((total - expected).abs().max() / expected.abs().max()).item() < 2e-4
+        assert error < (FAST_ERROR if fast else 2**-7 if out is torch.bfloat16 else 2e-4), error
+    expected = product_reference(a, b, torch.float32)
+    for is_zero in (False, True):
+        total = torch.ones(m, n, device="cuda")
+        accumulate_product(total, a, b, is_zero=is_zero)
+        error = ((total - expected - float(not is_zero)).abs().max() / expected.abs().max()).item()
+        assert error < 2e-4, error
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -86,7 +90,13 @@ def test_casts_are_those_of_the_references_bit_for_bit(size: tuple[int, int], dt
 def test_a_linear_layer_is_near_that_in_bf16(kind: str, has_fp8_wgrad: bool) -> None:
     """Codes have 3 or 2 bits of mantissa: errors of single factors are below 1/16 and 1/8, those of sums smaller."""
     recipe = Fp8Recipe(
-        format="hybrid", layers=(0,), tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True
+        name="tensorwise",
+        format="hybrid",
+        layers=(0,),
+        tokens=ALONE,
+        tp=ALONE,
+        has_fp8_wgrad=has_fp8_wgrad,
+        keeps_weights=True,
     )
     inputs, outputs = (1024, 512)
     weight, dy = drawn(outputs, inputs, std=0.02, seed=1), drawn(256, 2, outputs, std=1e-4, seed=2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_messages import hostile_messages, send_and_leave
 
 import pretrain
 from megatrain.tools.main import main
@@ -185,6 +186,23 @@ def test_completions_are_those_of_the_command(
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 2
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_a_hostile_client_changes_nothing(server: Server, count: int) -> None:
+    before = server.complete("5 3", max_tokens=8, temperature=0)
+    body = json.dumps({"prompt": "5 3", "max_tokens": 2, "temperature": 0, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    understood = [
+        head + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        head + b"Content-Length: 999999999\r\n\r\n" + body,
+    ]
+    for number, message in enumerate(hostile_messages(count, seed=2, understood=understood)):
+        send_and_leave(server.port, message, is_reset=number % 3 == 0)
+    server.wait_until_free()
+    assert server.complete("5 3", max_tokens=8, temperature=0)[1]["choices"] == before[1]["choices"]
+    assert "Traceback" not in server.output
+
+
 def test_choices_echo_stop_and_prompt_log_probabilities(server: Server) -> None:
     status, found = server.complete(
         "5 3 1", n=3, echo=True, logprobs=2, max_tokens=2, seed=1, ignore_eos=True
@@ -275,7 +293,9 @@ def test_wrong_http_is_refused(server: Server) -> None:
     assert server.request("POST", "/pause", b"", {"Content-Type": "text/plain"})[0] == 415
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", "/health", headers={"Host": "example.com"})
-    assert connection.getresponse().status == 400
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["error"]["code"] == "wrong_host"
     connection.close()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.qkv import concat_heads, fused_view
+from megatrain.kernels.qkv import concat, concat_heads, fused_view
 
 SIZES = (4, 2, 2)
 
@@ -42,3 +42,15 @@ def test_the_layout_of_one_sample_does_not_matter() -> None:
 def test_other_parts_are_copied(parts: list[torch.Tensor]) -> None:
     assert fused_view(parts) is None
     assert torch.equal(concat_heads(parts), torch.cat(list(parts), dim=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "first"), [(8, 0), (8, 4), (8, 1), (6, 0), (7, 2)])
+@pytest.mark.parametrize("dim", [2, -1])
+def test_strided_parts_are_concatenated(dtype: torch.dtype, width: int, first: int, dim: int) -> None:
+    """Sizes and offsets allow words of 8 bytes, or not."""
+    wide = torch.randn(3, 2, 4, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = (wide[..., first : first + width], wide[..., :width].transpose(0, 1).contiguous().transpose(0, 1))
+    found = concat(parts, dim)
+    assert found.dtype is dtype
+    assert torch.equal(found, torch.cat(parts, dim))

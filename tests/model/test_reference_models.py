@@ -207,6 +207,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]]
         f"{LLAMA} {GQA} {UNTIED} --norm-epsilon 1e-6 --window-size 4,0",
         with_norms(PRE_NORMS),
     ),
+    "Pythia": (
+        "GPTNeoXForCausalLM",
+        {**SHAPE, "hidden_act": "gelu", "tie_word_embeddings": False, "layer_norm_eps": 1e-5,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        f"--use-parallel-residual --position-embedding-type rope --rotary-percent 0.25 --no-bias-gelu-fusion {UNTIED}",
+        lambda theirs: gpt_neox(theirs, LAYERS, 4),
+    ),
     "GPT-NeoX": (
         "GPTNeoXForCausalLM",
         {**SHAPE, "hidden_act": "gelu", "use_parallel_residual": False, "tie_word_embeddings": False,

@@ -30,12 +30,12 @@ def test_rows_on_the_meta_device_are_those_of_an_even_load(
     x = torch.empty(8, 16, device="meta", requires_grad=True)
     weights = torch.empty(8, 3, device="meta", requires_grad=True)
     dispatched = dispatcher.begin_dispatch(
-        x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights)
+        x, lambda: Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights)
     )()
     assert dispatched.rows.shape == (rows, 16)
     assert dispatched.probs.shape == (rows,)
     assert dispatched.ends.shape == (own_experts,)
-    out = dispatcher.combine(dispatched.rows * dispatched.probs[:, None], dispatched)
+    out = dispatcher.begin_combine(dispatched.rows * dispatched.probs[:, None], dispatched)()
     assert out.shape == x.shape
     out.sum().backward()
     assert x.grad is not None

@@ -16,6 +16,10 @@ BLOCKWISE_CAPABILITY: Final = 9
 """Major compute capability of the GPUs on which cuBLAS multiplies blocks with fp32 scales: Hopper."""
 GPU_BLOCK_SIZE: Final = 128
 """Elements per block of these products."""
+MXFP8_MULTIPLE: Final = 32
+"""Values that share a scale of MXFP8."""
+MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
+"""Compute capability of Blackwell."""
 
 
 class ProductSize(NamedTuple):

@@ -1,11 +1,16 @@
 """Derived values of the machine: device, data types, ranks, sharding, timeouts."""
 
+import math
 from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import whole
 
 _MIN_STARTUP_MINUTES: Final = 60
+_MIN_SENT: Final = 0.9
+"""Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster."""
+_MAX_ROWS: Final = 2
+"""Largest number of rows of experts that an all-gather reserves, relative to an even load."""
 
 
 def device(draft: Draft) -> DerivedValue:
@@ -75,6 +80,31 @@ def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
         "alltoall",
         "--moe-token-dispatcher-type flex runs as alltoall, with the same result: DeepEP and HybridEP are not used",
     )
+
+
+def moe_alltoall_as_allgather(draft: Draft) -> DerivedValue:
+    experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
+    number, top_k = experts.num_experts, experts.moe_router_topk
+    if number is None or experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
+        return DerivedValue(False, "without --moe-token-dispatcher-type alltoall")
+    if ep == 1 or number % ep or top_k > number:
+        return DerivedValue(False, f"--expert-model-parallel-size {ep}")
+    sent = _chosen(number, ep, top_k)
+    if experts.moe_router_num_groups is not None and experts.moe_router_group_topk is not None:
+        sent = min(sent, _chosen(experts.moe_router_num_groups, ep, experts.moe_router_group_topk))
+    rows = ep * min(top_k, number // ep) / top_k
+    expected = f"with an even load {100 * sent:.1f} % of the tokens go to each rank"
+    if sent < _MIN_SENT:
+        return DerivedValue(False, expected)
+    if rows > _MAX_ROWS:
+        return DerivedValue(False, f"experts would need memory for {rows:.3g} times the rows of an even load")
+    return DerivedValue(True, f"{expected}, and the host waits for no counts")
+
+
+def _chosen(number: int, ranks: int, top_k: int) -> float:
+    """Return the probability that a rank holds one of `top_k` random choices of `number` that the ranks share."""
+    elsewhere = number - number // ranks
+    return 1 - math.comb(elsewhere, top_k) / max(math.comb(number, top_k), 1)
 
 
 def startup_timeout_seconds(draft: Draft) -> DerivedValue:

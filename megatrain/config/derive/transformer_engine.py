@@ -41,8 +41,8 @@ def _why_not(draft: Draft) -> str:
     dtype = draft.config.precision.params_dtype
     if dtype not in ("bfloat16", "float16"):
         return f"is used in bf16 and fp16 only, and --params-dtype is {dtype}"
-    if draft.config.precision.fp8_format is not None:
-        return "is not used with --fp8-format, whose recipes and scales are those of local"
+    if draft.config.precision.fp8_format is not None and not draft.config.precision.fp8_wgrad:
+        return "has no FP8 with --no-fp8-wgrad"
     version = draft.facts.libraries.get(TRANSFORMER_ENGINE)
     if draft.config.training.dry_run:
         return ""
@@ -68,6 +68,13 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         "experts": "their GEMMs are grouped in one kernel" if _has_experts(draft) else "",
     }
     return {leaf: reason for leaf, reason in leaves.items() if reason}
+
+
+def local_fp8_layers(draft: Draft) -> str:
+    """Return why linear layers of FP8 layers are those of `local`, except for routed experts; empty: they are not."""
+    if draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return ""
+    return ", ".join(_missing_in_norms(draft))
 
 
 def why_local_attention(draft: Draft) -> Iterator[str]:

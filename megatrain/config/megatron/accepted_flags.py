@@ -86,6 +86,10 @@ ACCEPTED_FLAGS: Final = (
         " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy",
     ),
     accepted(
+        "weight gradients of experts always overlap the communication of their inputs' gradients",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    accepted(
         "Megatron-LM does not read it either",
         "--fp8-interval=*",
     ),

@@ -77,6 +77,12 @@ DIFFERENT_DEFAULTS: Final = (
         "`index_cache` next to the first dataset; the files have a different format",
         requires="data.data_path",
     ),
+    DifferentDefault(
+        "resilience.rerun_mode",
+        "validate_results",
+        "a step that is not finite ends the run with its source and exit code 1, without another start on other devices",
+        is_noted=False,
+    ),
 )
 
 

@@ -27,11 +27,9 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "overlapped expert communication",
-        "layers wait for the all-to-all of their experts",
-        "--overlap-moe-expert-parallel-comm"
-        " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
-        " --high-priority-a2a-comm-stream",
+        "expert communication that overlaps the layers of another micro-batch",
+        "it overlaps the router, the shared expert and weight gradients of the same layer",
+        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
         "all-gathering weights in FP8",
@@ -65,10 +63,7 @@ PENDING_FLAGS: Final = (
     ),
     pending(
         "detection of faulty hardware",
-        "a step that is not finite is computed again, and other faults are not looked for",
-        "--gpu-sniff-test-interval=*"
-        " --rerun-mode=disabled|validate_results|report_stats --result-rejected-tracker-filename=*"
-        " --train-sync-interval=*",
-        instead="use --rerun-mode validate_results",
+        "--rerun-mode computes a step that is not finite again, and megatrain doctor tests GPUs before a run",
+        "--gpu-sniff-test-interval=* --result-rejected-tracker-filename=* --train-sync-interval=*",
     ),
 )

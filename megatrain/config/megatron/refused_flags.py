@@ -50,7 +50,7 @@ REFUSED_FLAGS: Final = (
     # Not part of megatrain
     refused(
         "fault injection is not supported",
-        "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
+        "--fault-injector-delay-start-iteration="
         " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
         " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
         " --fault-injector-ranks= --fault-injector-seed=",

@@ -24,8 +24,10 @@ def _etp(plan: PlanOrDraft) -> int:
     return plan.derived.expert_tensor_parallel_size if _has_experts(plan) else 1
 
 
-def _dispatcher(plan: PlanOrDraft) -> str:
-    return plan.config.experts.moe_token_dispatcher_type
+def _is_alltoall(plan: PlanOrDraft) -> bool:
+    experts = plan.config.experts
+    is_given = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+    return is_given and not experts.moe_alltoall_as_allgather
 
 
 def _balancing(plan: PlanOrDraft) -> set[str]:
@@ -95,13 +97,13 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         "dispatcher",
-        ("experts.moe_token_dispatcher_type",),
+        ("experts.moe_token_dispatcher_type", "experts.moe_alltoall_as_allgather"),
         (
-            Feature("alltokens", "", lambda p: _dispatcher(p) != "alltoall"),
+            Feature("alltokens", "", lambda p: not _is_alltoall(p)),
             Feature(
                 "alltoall",
-                "--moe-token-dispatcher-type alltoall",
-                lambda p: _dispatcher(p) == "alltoall",
+                "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather",
+                _is_alltoall,
                 needs=("ep",),
             ),
         ),

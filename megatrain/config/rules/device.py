@@ -8,9 +8,12 @@ from megatrain.config.derive.fp8 import (
     GPU_BLOCK_SIZE,
     GROUPED_CAPABILITY,
     MIN_CAPABILITY,
+    MIN_CAPABILITY_OF_MXFP8,
+    MXFP8_MULTIPLE,
     PRODUCT_MULTIPLE,
     product_sizes,
 )
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -84,13 +87,32 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
     if precision.fp8_format is None:
         return
     if precision.fp8_recipe == "mxfp8":
-        yield Problem(
-            "--fp8-recipe mxfp8 requires Blackwell GPUs and is not supported", "use --fp8-recipe tensorwise"
-        )
+        yield from _problems_of_mxfp8(draft)
     if precision.fp16:
         yield Problem(
             "--fp8-format is not supported together with --fp16: FP8 gradients have scales of their own",
             "use --bf16",
+        )
+
+
+def _problems_of_mxfp8(draft: Draft) -> Problems:
+    """Scales of 32 values are those of Transformer Engine, for all linear layers."""
+    flag, capability = "--fp8-recipe mxfp8", draft.facts.device_capability
+    reason = local_fp8_layers(draft)
+    if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
+        yield Problem(
+            f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
+            "use --fp8-recipe tensorwise, or blockwise",
+        )
+    elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        yield Problem(
+            f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
+            "use --fp8-recipe tensorwise, or --transformer-impl transformer_engine on a Blackwell GPU",
+        )
+    elif reason:
+        yield Problem(
+            f"{flag} requires the linear layers of Transformer Engine, and local supplies those after norms ({reason})",
+            f"use --fp8-recipe tensorwise, or remove {reason}",
         )
 
 
@@ -111,10 +133,11 @@ def fp8_products_can_run(draft: Draft) -> Problems:
         )
     if draft.config.precision.fp8_recipe == "blockwise":
         yield from _blocks_can_be_multiplied(draft)
+    multiple = MXFP8_MULTIPLE if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
-        if size % PRODUCT_MULTIPLE:
+        if size % multiple:
             yield Problem(
-                f"{flag}: {size:g} {what} are not a multiple of {PRODUCT_MULTIPLE}, as FP8 products require",
+                f"{flag}: {size:g} {what} are not a multiple of {multiple}, as FP8 products require",
                 f"change {flags}, or remove --fp8-format",
             )
 

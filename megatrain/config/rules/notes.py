@@ -1,7 +1,7 @@
 """The list of all notes: settings without effect, rounded values, differences from Megatron-LM, changes since a checkpoint."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Final
 
@@ -9,7 +9,7 @@ from megatrain.config.derive.attention_features import layers_with_softcap_or_dr
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.transformer_engine import local_leaves
+from megatrain.config.derive.transformer_engine import local_fp8_layers, local_leaves
 from megatrain.config.plan import Draft
 from megatrain.config.rules.logging import missing_packages
 from megatrain.config.rules.resume import changed_settings
@@ -217,6 +217,28 @@ def layers_of_local(draft: Draft) -> Iterator[str]:
         yield f"--transformer-impl transformer_engine: local supplies {', '.join(leaves)}"
 
 
+def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
+    """Name the implementation of each linear layer in FP8."""
+    precision, numbers = draft.config.precision, draft.derived.fp8_layers
+    if draft.derived.transformer_impl == "local" or not numbers:
+        return
+    reason = local_fp8_layers(draft)
+    yield (
+        f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}: Transformer Engine computes the linear"
+        f" layers of layers {_ranges(numbers)} in FP8"
+        + (f", but local those after norms ({reason})" if reason else "")
+        + f"; weights are all-gathered in {precision.params_dtype}"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as 1-30, 32."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
+
+
 def custom_layers_are_used(draft: Draft) -> Iterator[str]:
     function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
     if function is not None and custom is not None:
@@ -357,6 +379,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     packages_of_the_run_are_missing,
     memory_is_planned_with_local,
     layers_of_local,
+    fp8_layers_of_transformer_engine,
     custom_layers_are_used,
     mup_base_is_this_model,
     mup_output_layer_lr_differs,

@@ -73,8 +73,8 @@ def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
 def overlapped_products_have_one_stream(draft: Draft) -> Problems:
     if draft.config.parallel.tp_comm_overlap and draft.config.experts.moe_shared_expert_overlap:
         yield Problem(
-            "--tp-comm-overlap is not supported together with --moe-shared-expert-overlap: products on two streams would"
-            " use the same symmetric memory",
+            "--tp-comm-overlap is not supported together with --moe-shared-expert-overlap: layers on two streams would"
+            " use the same peer memory",
             "remove --tp-comm-overlap or --moe-shared-expert-overlap",
         )
 

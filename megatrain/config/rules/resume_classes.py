@@ -30,7 +30,7 @@ SHAPE: Final = ResumeClass(
     kind="refused",
     reason="the shape or the meaning of the weights depends on it",
     settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
-    " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
+    " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position use_parallel_residual qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type attention_output_gate untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim"
     " linear_value_head_dim linear_num_key_heads linear_num_value_heads mtp_num_layers;"
@@ -82,7 +82,7 @@ SAFE: Final = ResumeClass(
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff mtp_loss_scaling_factor hidden_dropout attention_dropout;"
     " experts: moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"
     " moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
-    " moe_token_drop_policy moe_token_dispatcher_type moe_shared_expert_overlap;"
+    " moe_token_drop_policy moe_token_dispatcher_type moe_alltoall_as_allgather moe_shared_expert_overlap;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size pipeline_schedule"
     " overlap_p2p_communication num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
     " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
@@ -116,7 +116,8 @@ SAFE: Final = ResumeClass(
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
     " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
-    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike",
+    " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike rerun_mode"
+    " error_injection_rate error_injection_type",
 )
 SILENT: Final = ResumeClass(
     kind="silent",

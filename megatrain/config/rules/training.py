@@ -151,6 +151,26 @@ def exit_signal_is_valid(draft: Draft) -> Problems:
         )
 
 
+def reruns_have_rejected_steps(draft: Draft) -> Problems:
+    resilience, training = draft.config.resilience, draft.config.training
+    validates = resilience.rerun_mode == "validate_results"
+    if validates and resilience.on_nan != ("stop",):
+        yield Problem(
+            f"--rerun-mode validate_results ends the run at a step that --on-nan {' '.join(resilience.on_nan)} continues",
+            "remove one of them",
+        )
+    if validates and not training.check_for_nan_in_loss_and_grad:
+        yield Problem(
+            "--rerun-mode validate_results needs the check that --no-check-for-nan-in-loss-and-grad turns off",
+            "remove one of them",
+        )
+    if resilience.error_injection_rate and not validates:
+        yield Problem(
+            f"--error-injection-rate {resilience.error_injection_rate} rejects steps that nothing computes again",
+            "add --rerun-mode validate_results",
+        )
+
+
 def bad_step_policies_are_valid(draft: Draft) -> Problems:
     resilience, training, checkpoint = draft.config.resilience, draft.config.training, draft.config.checkpoint
     for flag, words, others in (
@@ -191,4 +211,5 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     loss_scale_is_in_range,
     exit_signal_is_valid,
     bad_step_policies_are_valid,
+    reruns_have_rejected_steps,
 )

@@ -54,12 +54,6 @@ def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
         yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"
 
 
-def overlapped_products(draft: Draft) -> Iterator[str]:
-    parallel, is_on_gpus = draft.config.parallel, draft.config.training.device == "cuda"
-    if parallel.tp_comm_overlap and parallel.sequence_parallel and is_on_gpus:
-        yield f"--tp-comm-overlap sums products in another order on GPUs (`{_COMMAND} --device cuda`)"
-
-
 def graphs_of_passes(draft: Draft) -> Iterator[str]:
     if draft.derived.cuda_graphs:
         yield "--cuda-graph-impl launches the same kernels: the same computation, compared on GPUs only (tests/gpu)"
@@ -101,17 +95,28 @@ def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
             return
 
 
+def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
+    precision = draft.config.precision
+    if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return
+    flags = f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}"
+    if precision.fp8_recipe == "delayed":
+        yield f"{flags} with Transformer Engine has the same scales under every layout, and no row in `{_COMMAND}`"
+    else:
+        yield f"{flags} with Transformer Engine: scales of weights and of context ranks are those of a rank's part"
+
+
 UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
     custom_layers,
     loss_of_global_loads,
     stream_of_the_shared_expert,
-    overlapped_products,
     graphs_of_passes,
     means_of_context_ranks,
     fp8_codes_of_partial_sums,
     fp8_blocks_across_ranks,
+    fp8_of_transformer_engine,
 )
 
 

@@ -98,6 +98,11 @@ CONDITIONS: Final = (
         _settings("experts", "moe_shared_expert_gate moe_shared_expert_overlap"),
     ),
     Condition(
+        "unless --moe-token-dispatcher-type is alltoall",
+        lambda d: d.config.experts.moe_token_dispatcher_type != "allgather",  # noqa: S105
+        _settings("experts", "moe_alltoall_as_allgather"),
+    ),
+    Condition(
         "on a CPU, which has no streams",
         lambda d: d.config.training.device == "cuda",
         _settings("experts", "moe_shared_expert_overlap"),
@@ -121,6 +126,11 @@ CONDITIONS: Final = (
         "on a CPU, whose energy is not measured",
         lambda d: d.config.training.device == "cuda",
         _settings("logging", "log_energy"),
+    ),
+    Condition(
+        "without --error-injection-rate",
+        lambda d: d.config.resilience.error_injection_rate > 0,
+        _settings("resilience", "error_injection_type"),
     ),
     Condition(
         "on an MLP without a gate",

@@ -46,6 +46,8 @@ class ModelConfig(CheckedSection):
     """Store norm weights as their difference from 1."""
     norm_position: Literal["pre", "post", "both"] = "pre"
     """Position of the norm on a residual branch: before the sublayer, after it (OLMo 2), or both (Gemma 2). Megatron-LM has only pre."""
+    use_parallel_residual: bool = False
+    """Let attention and MLP of a layer both read its input, each through its norm, and add both outputs (GPT-NeoX). Not in Megatron-LM."""
     qk_layernorm: bool = False
     """Normalize queries and keys; with MLA the latents."""
     qk_layernorm_width: Literal["head", "all_heads"] = "head"

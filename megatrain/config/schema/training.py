@@ -197,5 +197,11 @@ class ResilienceConfig(CheckedSection):
     """Response to a loss or gradient that is infinite or NaN: stop; skip (the step updates nothing); or rewind N: load the newest checkpoint of at least N iterations before, and pass over the samples of the bad iteration. Not in Megatron-LM."""
     on_spike: tuple[str, ...] = ("warn",)
     """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
+    """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). report_stats: compute each step twice and print the largest differences."""
+    error_injection_rate: int = field(default=0, metadata=in_range(at_least=0))
+    """Reject one step in this many, at random, to try --rerun-mode validate_results; 0: none."""
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    """Behaviour of the steps that --error-injection-rate rejects: transient_error (right when computed again), persistent_error (right on other devices), correct_result (the same everywhere)."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

@@ -49,6 +49,8 @@ class HfCheckpoint:
         self._folder = HfFolder(path)
         source = self._folder.config
         self.family = family_of(source)
+        if source.has_mxfp4 and not self.family.has_mxfp4:
+            raise source.refusal("quant_method", "mxfp4")
         self._check_sizes(read_settings(self.family, source))
         self.num_rows: int = source.checked("vocab_size", check=COUNT)
         self.vocab_size = self.num_rows if vocab_size is None else vocab_size

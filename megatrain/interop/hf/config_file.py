@@ -40,7 +40,10 @@ class ConfigFile:
                 f"{path}: {_CODE} names code of its own, which is not run",
                 fix=f"remove {_CODE} if the model is the one of the same name in the transformers library",
             )
-        if values.get(_QUANTIZED) is not None:
+        quantized = self.get(_QUANTIZED)
+        self.has_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+        """Some weights are stored in MXFP4."""
+        if quantized is not None and not self.has_mxfp4:
             raise InputError(
                 f"{path}: {_QUANTIZED} describes quantized weights, which are not read",
                 fix="take weights in bf16, fp16 or fp32: load it with transformers, dequantized, and write it with save_pretrained",

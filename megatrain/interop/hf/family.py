@@ -161,6 +161,8 @@ class Family:
     """Prefix of names that files of the model without head leave out."""
     buffers: tuple[str, ...] = field(default=())
     """Patterns of tensors that are not weights: old versions stored them."""
+    has_mxfp4: bool = False
+    """Files may store experts in MXFP4."""
     more_layers: str | None = None
     """Key with the number of layers in the files after those of the model, which transformers leaves out: multi-token prediction."""
 

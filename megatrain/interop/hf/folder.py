@@ -35,6 +35,7 @@ from megatrain.checkpoint.untrusted_json import (
 )
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.interop.hf.mxfp4 import decode_mxfp4
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -51,6 +52,9 @@ _ENTRY: Final = record(
         "data_offsets": list_of(_SIZE, most=2),
     }
 )
+_BYTE: Final = "U8"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BYTES_PER_BLOCK: Final = 16
 _GET_AGAIN: Final = "download or copy the folder again"
 
 
@@ -62,6 +66,14 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
+
+
+@dataclass(frozen=True)
+class PackedTensor(StoredTensor):
+    """A tensor [experts, columns, rows] in bf16 that MXFP4 blocks and scales represent; see mxfp4.py."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
 
 
 class HfFolder:
@@ -92,7 +104,7 @@ class HfFolder:
                     name, f"{wrong[:200]!r} is in {'the index' if wrong in listed else 'the file'} alone"
                 )
             tensors |= found
-        return tensors
+        return self._packed(tensors) if self.config.has_mxfp4 else tensors
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a tensor as stored.
@@ -100,13 +112,22 @@ class HfFolder:
         Raises:
             InputError: its dtype is not a floating-point number of 16 bits or more.
         """
-        out = torch.empty((stop - start, *self.tensors[name].shape[1:]), dtype=self.dtype(name))
-        self.read_rows(name, start, out)
-        return out
+        stored, dtype = self.tensors[name], self.dtype(name)
+        if isinstance(stored, PackedTensor):
+            parts = (self._rows(part, start, stop, torch.uint8) for part in (stored.blocks, stored.scales))
+            return decode_mxfp4(*parts).transpose(1, 2)
+        return self._rows(stored, start, stop, dtype)
 
     def read_rows(self, name: str, start: int, out: Tensor) -> None:
         """Read rows into `out`, which is contiguous and has their dtype."""
-        stored = self.tensors[name]
+        self._read(self.tensors[name], start, out)
+
+    def _rows(self, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
+        self._read(stored, start, out)
+        return out
+
+    def _read(self, stored: StoredTensor, start: int, out: Tensor) -> None:
         row_bytes = math.prod(stored.shape[1:]) * out.itemsize
         try:
             with open_regular_file(stored.file) as file:
@@ -123,6 +144,25 @@ class HfFolder:
                 fix=f"store the weights as {', '.join(DTYPES)}",
             )
         return DTYPES[stored.dtype]
+
+    def _packed(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Replace each pair X_blocks and X_scales by X."""
+        found = dict(tensors)
+        for name, scales in tensors.items():
+            whole = name.removesuffix(_SCALES)
+            if whole == name or (blocks := tensors.get(whole + _BLOCKS)) is None:
+                continue
+            is_pair = len(scales.shape) == 3 and blocks.shape == (*scales.shape, _BYTES_PER_BLOCK)
+            if not is_pair or {blocks.dtype, scales.dtype} != {_BYTE}:
+                raise self._damaged(
+                    blocks.file.name,
+                    f"{name_text(whole)}: {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype} {list(scales.shape)}",
+                )
+            experts, rows, num_blocks = scales.shape
+            shape = (experts, 2 * _BYTES_PER_BLOCK * num_blocks, rows)
+            del found[name], found[whole + _BLOCKS]
+            found[whole] = PackedTensor(blocks.file, "BF16", shape, blocks.start, blocks, scales)
+        return found
 
     def _files(self) -> Mapping[str, set[str] | None]:
         """Return the names of the files, each with its tensors by the index; None without an index."""
@@ -215,7 +255,8 @@ def _tensors(
         _ENTRY(entry, name_text(name))
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         shape, offsets = tuple(entry["shape"]), entry["data_offsets"]
-        size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
+        itemsize = 1 if entry["dtype"] == _BYTE else getattr(DTYPES.get(entry["dtype"]), "itemsize", None)
+        size = None if itemsize is None else math.prod(shape) * itemsize
         if len(offsets) != 2 or offsets[0] != at or (size is not None and offsets[1] != at + size):
             raise InvalidError(
                 f"{name_text(name)}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}"

@@ -46,6 +46,15 @@ class _Source:
     tensors: Mapping[str, str]
 
 
+def padding_notes(padded_vocab_size: int, vocab_size: int) -> Iterator[str]:
+    """Yield a sentence if rows of padding of the vocabulary's tensors are left out."""
+    if padded_vocab_size > vocab_size:
+        yield (
+            f"{padded_vocab_size - vocab_size} rows of padding are left out of the vocabulary's tensors. Megatron-LM counts them in"
+            f" the softmax, megatrain does not: for equal losses keep them with --vocab-size {padded_vocab_size}"
+        )
+
+
 class MegatronCheckpoint:
     """Reads boxes of canonical tensors; has the manifest that a checkpoint of ours would have.
 

@@ -36,6 +36,11 @@ from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, box_shape, whole_box
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+_LACKING: Final = (
+    "geglu use_parallel_residual norm_position qk_layernorm_width softmax_scale attn_logit_softcapping final_logit_softcapping"
+    " embedding_multiplier window_rotary_base"
+).split()
+"""Settings of the model that Megatron-LM has no argument for; without them another function would be computed there."""
 _SHARDED_BACKEND: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -65,6 +70,10 @@ class MegatronExport:
         )
         if model.spec:
             raise _unknown(reader.path, "custom layers (--spec)")
+        for field in dataclasses.fields(model):
+            value = getattr(model, field.name)
+            if field.name in _LACKING and value != field.default:
+                raise _unknown(reader.path, f"{field.name} {value}")
         best, score = self._experts.moe_router_group_topk, self._experts.moe_router_group_score_topk
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")

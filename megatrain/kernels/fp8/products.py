@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.kernels.cublaslt import multiply
 from megatrain.kernels.dtypes import accumulation_dtype
 
 MULTIPLE: Final = 16
@@ -66,12 +67,15 @@ def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor |
 
 
 def accumulate_product(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = False) -> None:
-    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64.
+    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64. On GPUs the product itself adds.
 
     Args:
         is_zero: `total` is known to be zero, and may be overwritten.
     """
-    if is_zero:
+    if total.is_cuda and total.dtype is torch.float32:
+        scales, beta = (a.scale[0], b.scale[0]), 0.0 if is_zero else 1.0
+        multiply(total, a.codes, b.codes, beta=beta, transposes_b=True, scales=scales)
+    elif is_zero:
         product(a, b, total.dtype, fast=False, out=total)
     else:
         total += product(a, b, total.dtype, fast=False)

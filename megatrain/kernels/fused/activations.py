@@ -8,6 +8,8 @@ from torch import Tensor
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _BLOCK = 2048
+_PROGRAMS = 8192
+"""Maximum programs of weighted rows: each computes several, so that rows after the last end cost nothing."""
 
 
 def activate(
@@ -17,15 +19,17 @@ def activate(
     clamp: float | None,
     offset: float,
     weights: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Implement `kernels.activations.activate` or `activate_weighted`, for a function given by name."""
     x = x.contiguous()
     columns = x.shape[-1] // (2 if is_gated else 1)
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    grid, block = _grid(y, columns)
+    (num_rows, num_blocks), block = _grid(y, columns)
     launch(
-        _forward, grid, x, y, y if weights is None else weights.contiguous(), columns, offset, clamp or 0.0,
-        **_kind(function, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
+        _forward, (_programs(num_rows, ends), num_blocks), x, y, y if weights is None else weights.contiguous(),
+        x if ends is None else ends, num_rows, columns, offset, clamp or 0.0,
+        **_kind(function, is_gated, clamp), IS_WEIGHTED=weights is not None, **_groups(ends), BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -63,6 +67,7 @@ def activate_weighted_backward(
     is_gated: bool,
     clamp: float | None,
     offset: float,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Implement `kernels.activations.activate_weighted_backward`."""
     assert dy.is_contiguous()
@@ -70,8 +75,9 @@ def activate_weighted_backward(
     dx, dweights = torch.empty_like(x), torch.empty_like(weights)
     (num_rows, _), block = _grid(dy, dy.shape[-1])
     launch(
-        _weighted_backward, (num_rows,), dy, x, weights, dx, dweights, dy.shape[-1], offset, clamp or 0.0,
-        **_kind(function, is_gated, clamp), BLOCK=block,
+        _weighted_backward, (_programs(num_rows, ends),), dy, x, weights, dx, dweights,
+        x if ends is None else ends, num_rows, dy.shape[-1], offset, clamp or 0.0,
+        **_kind(function, is_gated, clamp), **_groups(ends), BLOCK=block,
     )  # fmt: skip
     return dx, dweights
 
@@ -79,6 +85,14 @@ def activate_weighted_backward(
 def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
     block = min(_BLOCK, power_of_two(columns))
     return (y.numel() // max(columns, 1), cdiv(columns, block)), block
+
+
+def _programs(num_rows: int, ends: Tensor | None) -> int:
+    return num_rows if ends is None else min(num_rows, _PROGRAMS)
+
+
+def _groups(ends: Tensor | None) -> dict[str, object]:
+    return {"NUM_GROUPS": 0 if ends is None else len(ends)}
 
 
 def _kind(function: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
@@ -124,28 +138,31 @@ def _value_and_derivative(x, FUNCTION: tl.constexpr):
     return value, derivative
 
 
-@jit
-def _forward(
-    X, Y, W, columns, offset, clamp,
+def _forward_rows(
+    X, Y, W, ENDS, num_rows, columns, offset, clamp,
     FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, IS_WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    start = row * columns * (2 if IS_GATED else 1) + column
-    x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
-    if HAS_CLAMP:
-        x = _at_most(x, clamp)
-    y, _ = _value_and_derivative(x, FUNCTION)
-    if IS_GATED:
-        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
+    stop = tl.load(ENDS + NUM_GROUPS - 1) if NUM_GROUPS > 0 else num_rows
+    for row in range(tl.program_id(0).to(tl.int64), stop, tl.num_programs(0)):
+        start = row * columns * (2 if IS_GATED else 1) + column
+        x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
         if HAS_CLAMP:
-            up = _within(up, clamp)
-        y *= up + offset
-    if IS_WEIGHTED:
-        y *= tl.load(W + row).to(tl.float32)
-    tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+            x = _at_most(x, clamp)
+        y, _ = _value_and_derivative(x, FUNCTION)
+        if IS_GATED:
+            up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
+            if HAS_CLAMP:
+                up = _within(up, clamp)
+            y *= up + offset
+        if IS_WEIGHTED:
+            y *= tl.load(W + row).to(tl.float32)
+        tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+
+
+_forward = jit(_forward_rows, ("num_rows",))
 
 
 @jit
@@ -191,26 +208,30 @@ def _backward(
         tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
 
 
-@jit
-def _weighted_backward(
-    DY, X, W, DX, DW, columns, offset, clamp,
-    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+def _weighted_backward_rows(
+    DY, X, W, DX, DW, ENDS, num_rows, columns, offset, clamp,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(W + row).to(tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < columns
-        start = row * columns * (2 if IS_GATED else 1) + column
-        x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
-        dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
-        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
-        tl.debug_barrier()  # the activation overwrites dy
-        dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
-        total += tl.where(inside, dy * y, 0.0)
-        tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
-        if IS_GATED:
-            tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
-        tl.store(DY + row * columns + column, (y * weight).to(DY.dtype.element_ty), mask=inside)
-    tl.store(DW + row, tl.sum(total, axis=0).to(DW.dtype.element_ty))
+    stop = tl.load(ENDS + NUM_GROUPS - 1) if NUM_GROUPS > 0 else num_rows
+    for row in range(tl.program_id(0).to(tl.int64), stop, tl.num_programs(0)):
+        weight = tl.load(W + row).to(tl.float32)
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for first in range(0, columns, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < columns
+            start = row * columns * (2 if IS_GATED else 1) + column
+            x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
+            dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
+            up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
+            tl.debug_barrier()  # the activation overwrites dy
+            dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
+            total += tl.where(inside, dy * y, 0.0)
+            tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
+            if IS_GATED:
+                tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
+            tl.store(DY + row * columns + column, (y * weight).to(DY.dtype.element_ty), mask=inside)
+        tl.store(DW + row, tl.sum(total, axis=0).to(DW.dtype.element_ty))
+
+
+_weighted_backward = jit(_weighted_backward_rows, ("num_rows",))

@@ -20,6 +20,8 @@ _COLUMNS = 1024
 """Columns per program."""
 _TILES = 128
 """Maximum programs that sort: each reads the counts of all."""
+_PROGRAMS = 8192
+"""Maximum programs that gather rows in groups: each gathers several, so that rows after the last end cost nothing."""
 _PAIRS = 8192
 """(item, column) pairs that a program compares at a time."""
 
@@ -96,21 +98,27 @@ def _indices(shape: tuple[int, ...], device: torch.device, *, filled: bool) -> T
     return out.fill_(-1) if filled else out
 
 
-def gather_rows(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
-    """Implement `kernels.moe.permute.gather_rows_reference`, for an index divided by `per_row`."""
-    return gather_sum(x, index[:, None], per_row)
+def gather_rows(x: Tensor, index: Tensor, per_row: int = 1, ends: Tensor | None = None) -> Tensor:
+    """Implement `kernels.moe.permute.gather_rows_reference`, for an index divided by `per_row`.
+
+    Args:
+        ends: int32 [e]; rows after the last end are not written. None: all are.
+    """
+    return gather_sum(x, index[:, None], per_row, ends)
 
 
-def gather_sum(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
-    """Implement `kernels.moe.permute.gather_sum_reference`, for an index divided by `per_row`."""
+def gather_sum(x: Tensor, index: Tensor, per_row: int = 1, ends: Tensor | None = None) -> Tensor:
+    """Implement `kernels.moe.permute.gather_sum_reference`, for an index divided by `per_row`; `ends`: see `gather_rows`."""
     x, index = x.contiguous(), index.contiguous()
     num_rows, terms = index.shape
     columns = x.shape[1]
     out = torch.empty(num_rows, columns, dtype=x.dtype, device=x.device)
     block = min(power_of_two(columns), _COLUMNS)
+    programs, groups = (num_rows, 0) if ends is None else (min(num_rows, _PROGRAMS), len(ends))
     launch(
-        _sum_rows, (num_rows, cdiv(columns, block)),
-        x, index, out, columns, TERMS=terms, PER_ROW=per_row, BLOCK=block,
+        _sum_rows, (programs, cdiv(columns, block)),
+        x, index, out, index if ends is None else ends, num_rows, columns,
+        TERMS=terms, PER_ROW=per_row, NUM_GROUPS=groups, BLOCK=block,
     )  # fmt: skip
     return out
 
@@ -220,15 +228,21 @@ def _gather(X, INDEX, OUT, length, BLOCK: tl.constexpr):
 _gather_values = jit(_gather, ("length",))
 
 
-@jit
-def _sum_rows(X, INDEX, OUT, columns, TERMS: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _sum(
+    X, INDEX, OUT, ENDS, num_rows, columns,
+    TERMS: tl.constexpr, PER_ROW: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for term in tl.range(0, TERMS, loop_unroll_factor=8):  # unrolled, so that the loads are concurrent
-        source = tl.load(INDEX + row * TERMS + term)
-        width = tl.where(source < 0, 0, columns)
-        total += tl.load(X + source // PER_ROW * columns + column, mask=column < width, other=0).to(
-            tl.float32
-        )
-    tl.store(OUT + row * columns + column, total.to(OUT.dtype.element_ty), mask=column < columns)
+    stop = tl.load(ENDS + NUM_GROUPS - 1) if NUM_GROUPS > 0 else num_rows
+    for row in range(tl.program_id(0).to(tl.int64), stop, tl.num_programs(0)):
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for term in tl.range(0, TERMS, loop_unroll_factor=8):  # unrolled, so that the loads are concurrent
+            source = tl.load(INDEX + row * TERMS + term)
+            width = tl.where(source < 0, 0, columns)
+            total += tl.load(X + source // PER_ROW * columns + column, mask=column < width, other=0).to(
+                tl.float32
+            )
+        tl.store(OUT + row * columns + column, total.to(OUT.dtype.element_ty), mask=column < columns)
+
+
+_sum_rows = jit(_sum, ("num_rows",))

@@ -180,9 +180,9 @@ def sort_by_expert_reference(
 
 
 def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the token of each row, zeros for empty rows: [t, h] -> [r, h]."""
+    """Gather the token of each row, zeros for empty rows: [t, h] -> [r, h]. Rows after the last end have undefined values."""
     if is_fused(x):
-        return fused.gather_rows(x, permutation.assignments, permutation.rows.shape[1])
+        return fused.gather_rows(x, permutation.assignments, permutation.rows.shape[1], permutation.ends)
     return gather_rows_reference(x, permutation.tokens)
 
 
@@ -232,6 +232,19 @@ class PermuteRows(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return unpermute_rows(grads[0], ctx.permutation), None
+
+
+class PermuteValues(Function):
+    """`permute_values`, differentiably."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permute_values(values, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return unpermute_values(grads[0], ctx.permutation), None
 
 
 class UnpermuteRows(Function):

@@ -46,6 +46,11 @@ class Routing(NamedTuple):
     kept: Tensor | None = None
     """False for dropped assignments, bool [t, k]; None: none are dropped."""
 
+    @property
+    def kept_experts(self) -> Tensor:
+        """Each token's experts, -1 for dropped assignments, int64 [t, k]."""
+        return self.experts if self.kept is None else self.experts.masked_fill(~self.kept, -1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TopKRule:

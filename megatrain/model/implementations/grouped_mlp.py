@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from megatrain.kernels.activations import Activation
+from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
+from megatrain.kernels.moe.grouped_bias import (
+    accumulate_grouped_bias_gradient,
+    add_grouped_bias,
+    grouped_bias_weight_gradient,
+)
+from megatrain.kernels.moe.grouped_gemm import (
+    accumulate_grouped_weight_gradient,
+    grouped_gemm,
+    grouped_gemm_backward,
+)
 from megatrain.model.layouts import Weights
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import (
-    DispatchedTokens,
-    ExpertParallel,
-    GroupedProducts,
-    GroupedWeight,
-    grouped_mlp,
-)
+from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
+from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import Bias
+
+
+class GroupedProducts:
+    """The products of rows with expert weights, in the dtype of the weights."""
+
+    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
+        return grouped_gemm(rows, weight, ends)
+
+    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_gemm_backward(dy, weight, ends)
+
+    fc2, fc2_backward = fc1, fc1_backward
+
+
+Products = GroupedProducts | Fp8GroupedProducts
 
 
 class LocalGroupedMlp(LaidOutModule):
@@ -32,7 +55,7 @@ class LocalGroupedMlp(LaidOutModule):
         fc2: Weights,
         parallel: ExpertParallel,
         dtype: torch.dtype,
-        products: GroupedProducts,
+        products: Products,
     ) -> None:
         super().__init__()
         self.activation, self.products = activation, products
@@ -44,11 +67,17 @@ class LocalGroupedMlp(LaidOutModule):
                 self.add_weight(f"{name}_bias", weights.bias, dtype)
 
     def forward(self, dispatched: DispatchedTokens, info: PassInfo) -> Tensor:
+        """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h]."""
         fc1, fc2 = (
             GroupedWeight(*self._stacked(name), self._bias(f"{name}_bias")) for name in ("fc1", "fc2")
         )
+        # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
-        return grouped_mlp(dispatched, fc1, fc2, self.activation, info, self.products)
+        rows, ends, probs, _, transfer = dispatched
+        out: Tensor = _GroupedMlp.apply(
+            rows, probs, ends, fc1, fc2, self.activation, info, transfer, self.products
+        )
+        return out
 
     def _bias(self, name: str) -> Bias | None:
         return Bias(*self._stacked(name)) if name in self.layouts else None
@@ -58,3 +87,69 @@ class LocalGroupedMlp(LaidOutModule):
         value, grad = getattr(self, name), self.weight_grads.get(name)
         shape = (self.num_local_experts, -1, *value.shape[1:])
         return value.view(shape), None if grad is None else grad.view(shape)
+
+
+class GroupedWeight(NamedTuple):
+    """The weights of this rank's experts and their gradient buffer (None where no gradients are kept)."""
+
+    value: Tensor
+    """[E/ep, o, i]."""
+    grad: Tensor | None
+    bias: Bias | None = None
+    """[E/ep, o]; None: none."""
+
+
+class _GroupedMlp(Function):
+    """Saves the rows and the output of fc1; recomputes the activation.
+
+    Weight gradients bypass autograd: they are accumulated while the gradient of the rows is sent, or when the schedule says so.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        probs: Tensor,
+        ends: Tensor,
+        fc1: GroupedWeight,
+        fc2: GroupedWeight,
+        activation: Activation,
+        info: PassInfo,
+        transfer: RowTransfer | None,
+        products: Products,
+    ) -> Tensor:
+        inner = products.fc1(rows, fc1.value, ends, info)
+        if fc1.bias is not None:
+            add_grouped_bias(inner, fc1.bias.value, ends)
+        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
+        ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
+        ctx.activation, ctx.info, ctx.transfer, ctx.products = activation, info, transfer, products
+        out = products.fc2(activate_weighted(inner, probs, activation, ends), fc2.value, ends, info)
+        return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dweighted = ctx.products.fc2_backward(dy, fc2, ends)
+        dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation, ends)
+        weighted = dweighted  # overwritten with the recomputed input of fc2
+        drows = ctx.products.fc1_backward(dinner, fc1, ends)
+        fc1_grad, fc2_grad = ctx.grads
+        fc1_bias, fc2_bias = ctx.biases
+        if fc2_bias is not None:
+            dprobs += grouped_bias_weight_gradient(dy, fc2_bias.value, ends).to(dprobs.dtype)
+
+        def compute() -> None:
+            accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
+            accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
+            if fc2_bias is not None:
+                accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
+            if fc1_bias is not None:
+                accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
+
+        if ctx.transfer is not None and ctx.info.deferred is None and ctx.needs_input_grad[0]:
+            ctx.transfer.deferred.append(compute)
+        else:
+            ctx.info.compute_weight_gradient(compute)
+        return drows, dprobs, *[None] * 7

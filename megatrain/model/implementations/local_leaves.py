@@ -12,7 +12,7 @@ from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
-from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
+from megatrain.model.implementations.grouped_mlp import GroupedProducts, LocalGroupedMlp
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -33,7 +33,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.expert_parallel import ExpertParallel, GroupedProducts
+from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
@@ -99,14 +99,14 @@ class LocalLeaves:
             if self.fp8 is None
             else Fp8GroupedProducts(parallel.etp, self.fp8.keeps_weights)
         )
-        return LocalGroupedMlp(_activation(spec), fc1, fc2, parallel, self.dtype, products)
+        return LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype, products)
 
     def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
         fp8 = self.fp8_linear(linear)
-        return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec), fp8)
+        return LocalActivationRowLinear(linear, self.tp, self.dtype, activation_of(spec), fp8)
 
     def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
@@ -149,6 +149,7 @@ def _alone(tp: TensorParallel) -> TensorParallel:
     return TensorParallel(group, group, sequence_parallel=False)
 
 
-def _activation(spec: MlpSpec) -> Activation:
+def activation_of(spec: MlpSpec) -> Activation:
+    """Return the activation of an MLP."""
     activation_fn = spec.activation_fn or ACTIVATION_FUNCTIONS[spec.activation]
     return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)

@@ -8,8 +8,8 @@
     gradients of norms and biases    autograd writes them to `.grad`; a hook adds them to the gradient buffer
 
 The library supplies norms, linear layers, activations and core attention, with their communication over tensor ranks.
-The residual stream, dropout, RoPE, the embedding and the head are ours under every implementation. The library's user
-buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
+With `fp8` its linear layers run in FP8 (`transformer_engine_fp8.py`). The residual stream, dropout, RoPE, the embedding
+and the head are ours under every implementation. The library's user buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.qkv import fused_view
+from megatrain.model.functions import apply_activation
 from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
-from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.implementations.local_leaves import LocalLeaves, activation_of
+from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
@@ -59,9 +61,15 @@ class TransformerEngineLeaves(LocalLeaves):
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
         is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
-        if not is_plain or spec.activation not in _ACTIVATIONS:
-            return super().activation_row_linear(spec, linear)
-        return TERowLinear(self, linear, _ACTIVATIONS[spec.activation])
+        if is_plain and spec.activation in _ACTIVATIONS:
+            ops = library().ops
+            activation = TEModuleAdapter(ops.Sequential(getattr(ops, _ACTIVATIONS[spec.activation])()), {})
+            return TERowLinear(self, linear, activation)
+        if self.fp8 is not None:
+            return TERowLinear(
+                self, linear, functools.partial(apply_activation, activation=activation_of(spec))
+            )
+        return super().activation_row_linear(spec, linear)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         if self.attention != "transformer_engine":
@@ -105,6 +113,7 @@ class TEModuleAdapter:
         module: module on the meta device.
         weights: owner and attribute of each parameter, by the module's parameter name.
         run: callable in place of the module itself.
+        fp8: FP8 of a linear layer; None: it runs in the dtype of its weights.
     """
 
     def __init__(
@@ -112,10 +121,12 @@ class TEModuleAdapter:
         module: Any,
         weights: Mapping[str, tuple[LaidOutModule, str]],
         run: Callable[..., Tensor] | None = None,
+        fp8: TEFp8Linear | None = None,
     ) -> None:
         self.module = module
         self.weights = weights
         self.run = module if run is None else run
+        self.fp8 = fp8
         self.default_store = getattr(module, "wgrad_store", None)
 
     def __call__(self, *inputs: Tensor, **options: Any) -> Tensor:
@@ -132,7 +143,10 @@ class TEModuleAdapter:
         self.module.wgrad_store = (
             _DeferredWeightGradients(info, self) if info.splits_backward else self.default_store
         )
-        return self(x)
+        if self.fp8 is None:
+            return self(x)
+        with self.fp8.casting(info) as options:
+            return self(x, **options)
 
     def gradient_of(self, name: str) -> Tensor | None:
         """Return the view of the gradient buffer for one parameter; None if there is no such parameter or gradient."""
@@ -224,7 +238,7 @@ class TEColumnLinear(_WeightOwner):
             "out_features": rows * leaves.tp.size,
         }
         if norm is None:
-            self.adapter = TEModuleAdapter(library().Linear(**options), self.weights())
+            self.adapter = _linear_adapter(library().Linear(**options), self.weights(), leaves, linear)
             return
         self.norm = _WeightOwner(norm, leaves.dtype)
         module = library().LayerNormLinear(
@@ -233,7 +247,8 @@ class TEColumnLinear(_WeightOwner):
             zero_centered_gamma=leaves.norms.is_stored_minus_one,
             **options,
         )
-        self.adapter = TEModuleAdapter(module, self.weights() | self.norm.weights("layer_norm_"))
+        weights = self.weights() | self.norm.weights("layer_norm_")
+        self.adapter = _linear_adapter(module, weights, leaves, linear)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else hidden + delta
@@ -244,24 +259,33 @@ class TERowLinear(_WeightOwner):
     """Activation, if there is one, and row-parallel linear layer: [s, b, i/tp], or gated [s, b, 2 i/tp], -> [s/tp, b, h]."""
 
     def __init__(
-        self, leaves: TransformerEngineLeaves, linear: Weights, activation: str | None = None
+        self,
+        leaves: TransformerEngineLeaves,
+        linear: Weights,
+        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(linear, leaves.dtype)
-        te = library()
         outputs, columns = linear.weight.shape
         options = _linear_options(leaves, "row", linear) | {
             "in_features": columns * leaves.tp.size,
             "out_features": outputs,
         }
-        self.adapter = TEModuleAdapter(te.Linear(**options), self.weights())
-        self.activation = (
-            None
-            if activation is None
-            else TEModuleAdapter(te.ops.Sequential(getattr(te.ops, activation)()), {})
-        )
+        self.adapter = _linear_adapter(library().Linear(**options), self.weights(), leaves, linear)
+        self.activation = activation
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         return self.adapter.linear(x if self.activation is None else self.activation(x), info)
+
+
+def _linear_adapter(
+    module: Any,
+    weights: Mapping[str, tuple[LaidOutModule, str]],
+    leaves: TransformerEngineLeaves,
+    linear: Weights,
+) -> TEModuleAdapter:
+    name = linear.weight.pieces[0].name
+    fp8 = None if leaves.fp8 is None else TEFp8Linear(module, library(), leaves.fp8, name)
+    return TEModuleAdapter(module, weights, fp8=fp8)
 
 
 def _linear_options(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict[str, Any]:

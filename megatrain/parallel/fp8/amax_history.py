@@ -6,13 +6,15 @@
 All micro-batches of a step use the same scales, and every rank that holds a tensor has the same history, so that neither
 depends on the layout. A tensor without history, as in the first step, has the scale of its current values.
 
+A library that casts tensors itself records the largest values and reads the scales in memory of its own (`LibraryTensor`).
+
 Source: Micikevicius et al., arXiv:2209.05433; Transformer Engine has the same rule, with a step per micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,15 @@ _ROW: Final = 4
 """Numbers from one tensor's scale to the next one's: products need 16 bytes, see `Operand`."""
 Entries = list[tuple[int, float]]
 """Steps since the last one, and the largest value of that step."""
+
+
+class LibraryTensor(NamedTuple):
+    """The numbers of a tensor that a library casts, in the library's memory."""
+
+    seen: Tensor
+    """Largest value in this step so far, fp32 []: casts increase it in place."""
+    scale: Tensor
+    """Factor before the cast, fp32 []; 1 without history."""
 
 
 class AmaxHistory:
@@ -55,9 +66,16 @@ class AmaxHistory:
         self._scales = torch.zeros(0, _ROW, device=device)
         self._largest = torch.zeros(0, device=device)
         """Largest number of each tensor's format."""
+        self._of_library: dict[int, LibraryTensor] = {}
 
-    def add(self, name: str, dtype: torch.dtype) -> int:
-        """Add a tensor with its FP8 format; return its number. Tensors are added before the first step."""
+    def add(self, name: str, dtype: torch.dtype, library: LibraryTensor | None = None) -> int:
+        """Add a tensor with its FP8 format; return its number. Tensors are added before the first step.
+
+        Args:
+            library: where the library that casts the tensor keeps its numbers.
+        """
+        if library is not None:
+            self._of_library[len(self.names)] = library
         self.names.append(name)
         self._is_known.append(False)
         device, count = self._seen.device, len(self.names)
@@ -79,6 +97,7 @@ class AmaxHistory:
         """Add the largest values of this step. One that is 0 or not finite repeats the value before it."""
         if not self.names:
             return
+        self._read_library()
         for group in self.groups:
             all_reduce(self._seen, group, "max")
         is_usable = self._seen.isfinite() & (self._seen > 0)
@@ -111,6 +130,19 @@ class AmaxHistory:
         """Compute the scales of the next step."""
         decisive = self._amaxes.amax(dim=1) if self.algorithm == "max" else self._amaxes[:, 0]
         self._scales = pad(scale_of(decisive, self._largest, self.margin), (0, _ROW - 2))
+        if self._of_library:
+            scales = self._scales[:, 1].unbind()
+            torch._foreach_copy_(
+                [one.scale for one in self._of_library.values()],
+                [scales[number] for number in self._of_library],
+            )
+
+    def _read_library(self) -> None:
+        """Move the largest values of the library's tensors to `_seen`."""
+        if self._of_library:
+            seen, of_library = self._seen.unbind(), [one.seen for one in self._of_library.values()]
+            torch._foreach_copy_([seen[number] for number in self._of_library], of_library)
+            torch._foreach_zero_(of_library)
 
 
 def _decisive(row: Sequence[float]) -> Entries:

@@ -4,9 +4,10 @@
     input gradient    dx = dy_fp8 W_fp8                codes of dy by rows, of W by columns
     weight gradient   dW += dy_fp8^T x_fp8             codes of both by columns; fp32
 
-A layer saves the codes of its input, one byte per element, and ranks gather codes, not values: with sequence parallelism
-the input of a column-parallel layer, and the gradient of a row-parallel one. With scales of blocks they gather values, since
-row codes do not give the transposed codes, and save these. Results have the dtype of the weight.
+A column-parallel layer saves the codes of its input, one byte per element; a row-parallel one saves what other operations
+save too, the output of attention or the input of the activation, and casts again. Ranks gather codes, not values: with
+sequence parallelism the input of a column-parallel layer, and the gradient of a row-parallel one. With scales of blocks they
+gather values, since row codes do not give the transposed codes, and save these. Results have the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -156,10 +157,10 @@ class _Fp8RowLinear(Function):
         info: PassInfo,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
-        cast = fp8.input.cast(y.flatten(0, -2), fp8.input.scale(y), info, columns=fp8.has_fp8_wgrad)
+        scale = fp8.input.scale(y)
+        cast = fp8.input.cast(y.flatten(0, -2), scale, info, columns=False)
         w = fp8.cast_weight(weight, info)
-        kept, scale = (y, None) if cast.columns is None else cast.columns
-        ctx.save_for_backward(None if activation is None else x, kept, scale, weight, w.scale)
+        ctx.save_for_backward(x, scale, weight, w.scale)
         ctx.weight_grad, ctx.fp8, ctx.activation, ctx.bias = weight_grad, fp8, activation, bias
         ctx.tp, ctx.info = tp, info
         out = fp8.product(_operand(cast.rows), w, x.dtype, _value(bias), fast=True)
@@ -168,7 +169,7 @@ class _Fp8RowLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, scale, weight, w_scale = ctx.saved_tensors
+        x, scale, weight, w_scale = ctx.saved_tensors
         fp8: Fp8Linear = ctx.fp8
         dy, tp, activation = grads[0], ctx.tp, ctx.activation
         is_split = tp.sequence_parallel and tp.size > 1
@@ -186,11 +187,16 @@ class _Fp8RowLinear(Function):
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
         dx = fp8.product(rows, w_columns, dy.dtype, fast=False)
         dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
-        if activation is not None:  # no other operation reads x
-            dx = activate_backward(dx, x.detach(), activation, overwrites_x=is_fused(x))
+        y, is_last = x, is_fused(x)
+        if (
+            activation is not None
+        ):  # fused, y takes the memory of dx, and dx that of x, which no other operation reads
+            y = dx if is_last else torch.empty_like(dx)
+            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
         if fp8.has_fp8_wgrad:
             columns = cast.columns or rows._replace(codes=transposed(rows.codes))
-            _accumulate(ctx, columns, Operand(y, scale))
+            y_cast = fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False)
+            _accumulate(ctx, columns, _operand(y_cast.columns))
         else:
             _accumulate_unquantized(ctx, dy, y)
         return dx, *[None] * 7

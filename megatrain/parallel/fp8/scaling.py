@@ -3,6 +3,7 @@
     tensorwise    scale from the largest value of this tensor
     delayed       scale from the largest values of earlier steps (amax_history.py): one pass over the tensor, not two
     blockwise     scales from the largest values of blocks (kernels/fp8/blocks.py): one pass over the tensor
+    mxfp8         a power of two per 32 values, by Transformer Engine (model/implementations/transformer_engine_fp8.py)
 
 A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
 the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
@@ -26,7 +27,7 @@ from megatrain.kernels.fp8.blocks import (
     cast_square_blocks,
 )
 from megatrain.kernels.fp8.products import Operand, accumulate_product, product
-from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one
+from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.fp8.amax_history import AmaxHistory
@@ -145,7 +146,8 @@ class Fp8Linear:
 
     Args:
         has_fp8_wgrad: the weight gradient is a product of FP8 matrices too.
-        keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts.
+        keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts. With one scale the
+            codes stay in one order, which backward passes transpose.
         block: elements per block; None: a tensor has one scale.
     """
 
@@ -166,7 +168,7 @@ class Fp8Linear:
         """Return the cast for a forward pass. The first micro-batch casts again: the weight has changed since."""
         cast = self._kept
         if cast is None or info.microbatch == 0:
-            columns = self.keeps_weight and info.is_training
+            columns = self.keeps_weight and info.is_training and self.block is not None
             cast = self.weight.cast(weight, self.weight.scale(weight), info, columns=columns)
             self._kept = cast if self.keeps_weight else None
         assert cast.rows is not None
@@ -174,10 +176,11 @@ class Fp8Linear:
 
     def weight_columns(self, weight: Tensor, scale: Tensor, info: PassInfo) -> Operand:
         """Return the transposed cast, for the backward pass of the forward pass whose cast has this scale."""
-        columns = None if self._kept is None else self._kept.columns
-        columns = columns or self.weight.cast(weight, scale, info, rows=False).columns
-        assert columns is not None
-        return columns
+        kept = self._kept or self.weight.cast(weight, scale, info, rows=False)
+        if kept.columns is not None:
+            return kept.columns
+        assert kept.rows is not None
+        return kept.rows._replace(codes=transposed(kept.rows.codes))
 
     def product(
         self, x: Operand, weight: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool
@@ -200,6 +203,7 @@ class Fp8Recipe:
     """Builder of the FP8 tensors of linear layers.
 
     Args:
+        name: value of --fp8-recipe; `linear` builds the tensors of the first two.
         format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
         layers: numbers of the layers that it applies to; those of multi-token prediction follow the others.
         tokens: ranks that process the same micro-batch.
@@ -209,6 +213,7 @@ class Fp8Recipe:
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
     """
 
+    name: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
     format: Literal["e4m3", "hybrid"]
     layers: Container[int]
     tokens: RankGroup
@@ -220,16 +225,22 @@ class Fp8Recipe:
 
     def linear(self, name: str) -> Fp8Linear:
         """Build the tensors of the layer whose weight has this canonical name."""
-        e4m3 = torch.float8_e4m3fn
-        gradients = e4m3 if self.format == "e4m3" else torch.float8_e5m2
+        assert self.name != "mxfp8", "a rule refuses mxfp8 of local"
+        of_input, of_weight, of_gradient = self.tensors(name)
         return Fp8Linear(
-            self._scaling(f"{name}.input", e4m3, self.tokens),
-            self._scaling(name, e4m3, self.tp, is_weight=True),
-            self._scaling(f"{name}.output_gradient", gradients, self.tokens),
+            self._scaling(*of_input, self.tokens),
+            self._scaling(*of_weight, self.tp, is_weight=True),
+            self._scaling(*of_gradient, self.tokens),
             self.has_fp8_wgrad,
             self.keeps_weights,
             self.block,
         )
+
+    def tensors(self, name: str) -> tuple[tuple[str, torch.dtype], ...]:
+        """Return name and format of input, weight and output gradient of the layer whose weight has this canonical name."""
+        e4m3 = torch.float8_e4m3fn
+        gradients = e4m3 if self.format == "e4m3" else torch.float8_e5m2
+        return (f"{name}.input", e4m3), (name, e4m3), (f"{name}.output_gradient", gradients)
 
     def finish_step(self) -> None:
         """Compute the scales of the next step, at the end of a step."""

@@ -22,7 +22,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.sampling import LogProb
@@ -79,7 +79,7 @@ class CompletionsApp:
                 Route("/pause", self.pause, methods=["POST"]),
                 Route("/resume", self.resume, methods=["POST"]),
             ],
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+            middleware=[Middleware(_TrustedHosts, hosts=list(hosts))],
             exception_handlers={RequestError: _wrong_request, 404: _no_page, 405: _no_page},
         )
 
@@ -338,6 +338,28 @@ def _content(message: str, kind: str, code: str, param: str | None) -> dict[str,
 
 def _type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
+
+
+class _TrustedHosts:
+    """Starlette's check of the Host header, with an error in JSON."""
+
+    def __init__(self, app: ASGIApp, hosts: list[str]) -> None:
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        apps: list[ASGIApp] = [
+            _error("the Host header does not name this server", 400, "invalid_request_error", "wrong_host")
+        ]
+
+        async def accept(*_: object) -> None:
+            apps.append(self.app)
+
+        async def discard(_: Message) -> None:
+            """Drop an error in plain text."""
+
+        check = TrustedHostMiddleware(accept, allowed_hosts=self.hosts, www_redirect=False)
+        await check(scope, receive, discard)
+        await apps[-1](scope, receive, send)
 
 
 def _error(message: str, status: int, kind: str, code: str, param: str | None = None) -> Response:

@@ -1,4 +1,4 @@
-"""Planted faults of sinks and output gates of attention, and of linear attention, each with the layout in which parity must find it."""
+"""Planted faults of sinks and output gates of attention, of linear attention and of parallel branches, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain.model import functions
 from megatrain.model.implementations.attention import LocalContextAttention
-from megatrain.model.layer import Attention
+from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
 
@@ -60,10 +60,16 @@ def _decays_of_next_head() -> AbstractContextManager[Any]:
     return mock.patch.object(DeltaRule, "forward", shifted)
 
 
+def _branches_in_sequence() -> AbstractContextManager[Any]:
+    """Let the MLP of a parallel layer read the output of attention."""
+    return mock.patch.object(ParallelLayer, "forward", TransformerLayer.forward)
+
+
 ATTENTION_FAULTS: dict[str, tuple[Plant, str]] = {
     "sinks of the first context rank's heads": (_sinks_of_first_context_rank, "cp2 heads gpt-oss"),
     "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
     "output gates of the next head on a tensor rank": (_gates_of_next_head, "tp2 qwen"),
     "decays of the next head on a tensor rank": (_decays_of_next_head, "tp2 qwen3-next"),
+    "parallel branches in sequence": (_branches_in_sequence, "tp2 neox"),
 }
 """Context manager and layout of each fault."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.kernels.moe import permute
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
@@ -20,8 +21,9 @@ from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.layouts import router_layout
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.shared_expert import SharedExpert
-from megatrain.parallel import expert_parallel, tensor_parallel
+from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
@@ -120,15 +122,15 @@ def _logged_loss_doubled() -> AbstractContextManager[Any]:
 def _expert_slices_not_reduced() -> AbstractContextManager[Any]:
     """Skip the sum over expert tensor ranks: each token gets its own rank's partial output."""
 
-    def own_rows(x: Tensor, group: RankGroup) -> Tensor:
-        return x.chunk(group.size)[group.rank].clone()
+    def own_rows(x: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+        return x.chunk(group.size)[group.rank].clone(), Transfer()
 
-    return mock.patch.object(tensor_parallel, "reduce_scatter", own_rows)
+    return mock.patch.object(expert_parallel, "begin_reduce_scatter", own_rows)
 
 
 def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        expert_parallel,
+        permute,
         "unpermute_values",
         lambda numbers, order: unpermute_values(numbers, order).roll(1, 0),
     )

@@ -67,7 +67,10 @@ MODELS = {
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3 "
         "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 24 --linear-value-head-dim 4"
     ),
-    "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
+    "neox": (
+        f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "
+        "--use-parallel-residual"
+    ),
 }
 """Flags by model name; all models have the same sizes."""
 

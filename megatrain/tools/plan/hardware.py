@@ -126,8 +126,8 @@ class Rates:
     """Latency of one more step of a ring, or of a level of a tree. Assumed, not measured."""
     tensor_exposed: float = 0.5
     """Fraction of overlapped collectives of tensor parallelism that still costs time: NCCL shares the SMs [B3]."""
-    tensor_overlap: float = 0.48
-    """Time that remains of collectives with --tp-comm-overlap: 0.33 of 0.69 ms a layer [limits]."""
+    tensor_overlap: float = 0.6
+    """Fraction of the time of collectives of tensor parallelism that --tp-comm-overlap still costs: products of halves, sums of parts [B3]."""
     all_to_all: float = 0.44
     """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
     reduce_exposed: float = 0.3

@@ -252,7 +252,7 @@ class LayerTimes:
             return Times(pairs * one, pairs * one * rates.tensor_exposed)
         one = group.all_gather(num_bytes)
         shown = rates.tensor_overlap if self.workload.plan.config.parallel.tp_comm_overlap else 1.0
-        return Times(2 * pairs * one * shown, pairs * one * (1 + 2 * rates.tensor_exposed))
+        return Times(2 * pairs * one * shown, pairs * one * (1 + 2 * rates.tensor_exposed) * shown)
 
     def _recomputed(self, whole: Times, mixer: Times, mlp: Times, norms: Times) -> float:
         """Return the seconds that recomputation adds to the backward pass."""

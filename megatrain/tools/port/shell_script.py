@@ -180,9 +180,7 @@ class ShellScript:
     def joined(self, pieces: Sequence[Piece]) -> Word:
         """Return pieces as one word, as in an assignment."""
         words = self.expand([dataclasses.replace(piece, is_quoted=True) for piece in pieces])
-        return tuple(
-            part for number, word in enumerate(words) for part in ((Part(" "),) * (number > 0) + word)
-        )
+        return _in_one_word(words)
 
     def expand(self, pieces: Sequence[Piece]) -> list[Word]:
         """Replace known variables; unquoted values are split at spaces."""
@@ -205,9 +203,11 @@ class ShellScript:
 
     def value(self, piece: Piece) -> Sequence[Word] | None:
         """Return the values of a variable; None: they are not known."""
-        name = piece.name.removesuffix("[@]")
+        name = _without_suffix(piece.name)
         if name in self.values:
             values = self.values[name]
+            if piece.name.endswith("[*]"):
+                return (_in_one_word(values),)
             if piece.name.endswith("[@]") or not values:
                 return values
             if any(map(plain, values[:1])) or piece.default is None:
@@ -229,7 +229,16 @@ def _assignment(token: Token) -> re.Match[str] | None:
 def _uses(name: str, token: Token) -> bool:
     """Return whether an assignment reads a variable."""
     pieces = [piece for entry in (token, *token.entries) for piece in entry.pieces]
-    return any(piece.name.removesuffix("[@]") == name for piece in pieces)
+    return any(_without_suffix(piece.name) == name for piece in pieces)
+
+
+def _without_suffix(name: str) -> str:
+    return name.removesuffix("[@]").removesuffix("[*]")
+
+
+def _in_one_word(words: Sequence[Word]) -> Word:
+    """Return words with spaces between them, as `"${A[*]}"` does."""
+    return tuple(part for number, word in enumerate(words) for part in ((Part(" "),) * (number > 0) + word))
 
 
 def _append_split(words: list[list[Part]], value: Word) -> None:

@@ -27,7 +27,7 @@ class Piece:
     """The characters without quotes; of a variable its text in the script."""
     is_quoted: bool
     name: str = ""
-    """Name of a variable; `name[@]` for all entries of an array."""
+    """Name of a variable; `name[@]` for all entries of an array, `name[*]` for all in one word."""
     default: str | None = None
 
 
@@ -170,7 +170,8 @@ class _Scanner:
                 text, found = self.text[start : self.at], _BRACED.fullmatch(inner)
                 if opening == "$(" or not found:
                     return Piece("open", text, is_quoted)
-                name = found[1] + ("[@]" if found[2] else "")
+                is_joined = is_quoted and found[2] == "[*]"
+                name = found[1] + (("[*]" if is_joined else "[@]") if found[2] else "")
                 return Piece("variable", text, is_quoted, name, found[3])
         found = _VARIABLE.match(self.text, start)
         if not found:

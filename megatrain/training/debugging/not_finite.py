@@ -67,28 +67,35 @@ class Finding:
         return self.key[:-1] == other.key[:-1] and self.parameter == other.parameter
 
 
-def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> tuple[str, str]:
-    """Return the first finding of all ranks and its remedy. All ranks call this and get the same answer."""
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The first finding of all ranks."""
+
+    where: str
+    fix: str
+    ranks: Sequence[int] = ()
+    """The ranks that have it; none if the second run was finite."""
+
+
+def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> Explanation:
+    """Return the first finding of all ranks. All ranks call this and get the same answer."""
     own = sorted(_search(engine, batches, first_sample), key=lambda finding: finding.key)
     findings = [asdict(finding) for finding in own[:_MAX_FINDINGS]]
-    problem, fix = engine.grid.messages.gather_and_broadcast(findings, _conclude)
-    return problem, fix
+    return Explanation(**engine.grid.messages.gather_and_broadcast(findings, _conclude))
 
 
-def _conclude(by_rank: list[list[dict[str, Any]]]) -> tuple[str, str]:
-    """Return problem and remedy from the findings of all ranks; rank 0 calls it."""
+def _conclude(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the explanation from the findings of all ranks; rank 0 calls it."""
     found = sorted(
         (Finding(**one) for findings in by_rank for one in findings), key=lambda finding: finding.key
     )
     if not found:
-        return (
-            "a second run of the same step was finite, as after a hardware fault",
-            _FIXES["nothing"] + _UNCHANGED,
-        )
+        where = "a second run of the same step was finite, as after a hardware fault"
+        return {"where": where, "fix": _FIXES["nothing"] + _UNCHANGED}
     first = found[0]
-    where = format_ranks([one.rank for one in found if one.is_same_on_another_rank(first)])
+    ranks = [one.rank for one in found if one.is_same_on_another_rank(first)]
     fix = _FIXES.get(first.stage, _ARITHMETIC_FIX) + _UNCHANGED
-    return f"first on {where}: {first.text}", fix
+    return {"where": f"first on {format_ranks(ranks)}: {first.text}", "fix": fix, "ranks": ranks}
 
 
 def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list[Finding]:

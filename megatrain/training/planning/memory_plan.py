@@ -29,6 +29,7 @@ from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
+from megatrain.parallel.tensor_overlap.peer_memory import Slots
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (
@@ -329,7 +330,7 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
 
 def _memory_class(storage: Storage) -> str:
     """Return the class of a storage that the step allocates."""
-    if storage.creator in _BUCKET_CODE:
+    if storage.creator in _BUCKET_CODE or storage.creator in _PEER_CODE:
         return "communication"
     is_forward = isinstance(storage.activity, _Activity) and storage.activity.kind is ActionKind.FORWARD
     if is_forward and storage.outlives_activity:
@@ -349,6 +350,7 @@ def _code_of(*classes: type) -> frozenset[CodeType]:
 
 _HOST_CREATORS = (zeros_on_host.__code__,)
 _BUCKET_CODE = _code_of(BucketMemory)
+_PEER_CODE = _code_of(Slots)
 _MESSAGE_CODE = _code_of(PointToPoint) | {Executor._empty.__code__}
 
 

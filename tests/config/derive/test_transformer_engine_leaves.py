@@ -19,6 +19,7 @@ def facts(world_size=1, **values):
         ("--bf16", facts(libraries={}), "not installed"),
         ("--bf16", facts(libraries={"transformer_engine": "2.9.0"}), "2.9.0 is older than 2.20"),
         ("", facts(), "--params-dtype is float32"),
+        ("--bf16 --fp8-format hybrid --no-fp8-wgrad", facts(), "no FP8 with --no-fp8-wgrad"),
     ],
 )
 def test_local_supplies_all_layers_where_the_library_cannot_run(plan_of, flags, found, reason):
@@ -80,3 +81,18 @@ def test_all_leaves_may_be_the_library_s(plan_of):
     plan = plan_of(f"{ENGINE} --bf16", facts=facts())
     assert plan.derived.attention_backend == "transformer_engine"
     assert not any("local supplies" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--fp8-recipe delayed", "--fp8-recipe delayed: Transformer Engine computes the linear layers of layers 0-3 in FP8;"),
+        ("--fp8-recipe blockwise", "--fp8-recipe blockwise: Transformer Engine computes"),
+        ("--fp8-recipe tensorwise --first-last-layers-bf16", "layers of layers 1-2 in FP8"),
+        ("--fp8-recipe tensorwise --recompute-norms", "in FP8, but local those after norms (--recompute-norms)"),
+    ],
+)  # fmt: skip
+def test_the_plan_says_who_computes_which_layers_in_fp8(plan_of, flags, words):
+    plan = plan_of(f"{ENGINE} --bf16 --num-layers 4 --fp8-format hybrid {flags}", facts=facts())
+    assert plan.derived.transformer_impl == "transformer_engine"
+    assert any(words in note for note in plan.notes), plan.notes

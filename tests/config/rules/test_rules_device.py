@@ -6,6 +6,9 @@ from megatrain.config import Facts
 from megatrain.config.rules.device import DEVICE_RULES
 
 CUDA = Facts(device="cuda")
+H100 = Facts(
+    device="cuda", device_name="H100", device_capability=(9, 0), libraries={"transformer_engine": "2.20.2"}
+)
 
 CASES = {
     "device_is_available": [
@@ -27,8 +30,10 @@ CASES = {
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
     ],
     "fp8_recipe_is_supported": [
-        ("--fp8-format hybrid --fp8-recipe mxfp8", "", None,
-         ("--fp8-recipe mxfp8", "Blackwell"), ("--fp8-recipe tensorwise",)),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --bf16 --transformer-impl transformer_engine", "", H100,
+         ("--fp8-recipe mxfp8", "Blackwell", "H100"), ("--fp8-recipe tensorwise", "blockwise")),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "", None,
+         ("--fp8-recipe mxfp8", "--transformer-impl local"), ("--fp8-recipe tensorwise", "transformer_engine")),
         ("--fp8-format e4m3 --fp16", "--bf16", None, ("--fp8-format", "--fp16"), ("--bf16",)),
     ],
     "fp8_products_can_run": [

@@ -55,6 +55,12 @@ CASES = {
         ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
     ],
+    "reruns_have_rejected_steps": [
+        ("--rerun-mode validate_results --on-nan skip", "", None, ("--rerun-mode validate_results", "--on-nan skip"), ("one of them",)),
+        ("--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", "", None,
+         ("--no-check-for-nan-in-loss-and-grad",), ("one of them",)),
+        ("--error-injection-rate 10", "", None, ("--error-injection-rate 10",), ("--rerun-mode validate_results",)),
+    ],
     "bad_step_policies_are_valid": [
         ("--on-nan warn", "", None, ("--on-nan warn", "rewind N"), ("--on-nan rewind 100",)),
         ("--on-nan rewind", "", None, ("--on-nan rewind",), ("--on-nan rewind 100",)),

@@ -22,11 +22,6 @@ CASES = {
         Facts(device="cuda"),
         "--moe-shared-expert-overlap",
     ),
-    "overlapped_products": (
-        "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2 --bf16",
-        Facts(device="cuda", world_size=2),
-        "--tp-comm-overlap",
-    ),
     "graphs_of_passes": (
         "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0",
         Facts(device="cuda"),
@@ -48,6 +43,13 @@ CASES = {
         "16 channels of keys",
     ),
 }
+FP8 = "--transformer-impl transformer_engine --bf16 --fp8-format hybrid"
+WITH_ENGINE = {
+    "fp8_of_transformer_engine": (
+        (f"{FP8} --fp8-recipe tensorwise", "those of a rank's part"),
+        (f"{FP8} --fp8-recipe delayed", "the same scales under every layout"),
+    ),
+}
 ELSEWHERE = {
     "custom_layers": "tests/model/test_custom_layers.py has files of layers",
     "values_outside_the_table": "the table lists every value today; tests/config/test_parity_features.py",
@@ -63,6 +65,13 @@ def test_it_runs_with_a_line_in_the_plan(plan_of, problems_of, flags, facts, wor
     assert words in problem
 
 
+@pytest.mark.parametrize(("flags", "words"), WITH_ENGINE["fp8_of_transformer_engine"])
+def test_fp8_of_transformer_engine_has_a_line_of_its_own(plan_of, problems_of, flags, words):
+    assert any(words in note for note in plan_of(flags, facts=GPU).notes)
+    problems = problems_of(f"{flags} --require-parity", facts=GPU)
+    assert any(words in problem and problem.startswith("--require-parity: ") for problem in problems)
+
+
 def test_a_proven_run_has_no_such_line(plan_of):
     plan = plan_of(
         "--require-parity --tensor-model-parallel-size 2 --sequence-parallel", facts=Facts(world_size=2)
@@ -71,4 +80,4 @@ def test_a_proven_run_has_no_such_line(plan_of):
 
 
 def test_every_rule_has_a_case():
-    assert {*CASES, *ELSEWHERE} == {rule.__name__ for rule in UNPROVEN}
+    assert {*CASES, *WITH_ENGINE, *ELSEWHERE} == {rule.__name__ for rule in UNPROVEN}

@@ -21,6 +21,8 @@ CASES = [
      ("--moe-router-quantile-balancing-ema 0.5", "quantile_balancing")),
     ("--num-experts 4 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "",
      ("--moe-shared-expert-overlap", "CPU")),
+    ("--num-experts 4 --moe-alltoall-as-allgather", "",
+     ("--moe-alltoall-as-allgather", "--moe-token-dispatcher-type")),
     ("--num-experts 4 --moe-upcycling-granularity 2", "", ("--moe-upcycling-granularity 2", "--moe-use-upcycling")),
     ("--moe-layer-recompute", "", ("--moe-layer-recompute", "--num-experts")),
     ("--moe-per-layer-logging", "", ("--moe-per-layer-logging", "--num-experts")),

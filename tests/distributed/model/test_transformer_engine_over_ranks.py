@@ -79,6 +79,21 @@ def test_a_layout_computes_what_local_computes_alone(pool: WorkerPool, words: st
     assert verdict.is_good, verdict
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp2 sp dp2 gpt2 fp8delayed",
+        pytest.param("pp2 dp2 zero3 overlap uniform fp8delayed", marks=pytest.mark.nightly),
+        pytest.param("tp2 cp2 zbh1 pp2 fp8delayed", marks=pytest.mark.nightly),
+    ],
+)
+def test_delayed_scales_are_the_same_under_every_layout(pool: WorkerPool, words: str) -> None:
+    layout = Layout.of(words)
+    (reference,) = pool.run(1, with_engine, Job(layout.alone))
+    verdict = judge(reference, pool.run(layout.world_size, with_engine, Job(layout)))
+    assert verdict.is_good, verdict
+
+
 def test_a_missing_tensor_parallel_group_is_found(pool: WorkerPool) -> None:
     layout = Layout.of("tp2 sp")
     (reference,) = pool.run(1, with_local, Job(layout.alone))

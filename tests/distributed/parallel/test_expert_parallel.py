@@ -111,8 +111,8 @@ def run_rank(
         weights,
         None if given.routing.kept is None else given.routing.kept[tokens],
     )
-    dispatched = dispatcher.begin_dispatch(x, routing)()
-    out = dispatcher.combine(experts_of(dispatched, up, down), dispatched)
+    dispatched = dispatcher.begin_dispatch(x, lambda: routing)()
+    out = dispatcher.begin_combine(experts_of(dispatched, up, down), dispatched)()
     out.backward(given.gradient[tokens])
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
 

@@ -1,6 +1,6 @@
-"""Linear layers that overlap their communication with their products match those that do not; on GPUs within rounding."""
+"""Linear layers that overlap their communication with their products match those that do not: at tp 2 bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,8 +11,12 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import Bias, TensorParallel, column_linear, row_linear
 from megatrain.tools.worker_pool import WorkerPool
+
+PASSES = 4
+"""Passes of both layers: more sends than slots, so that slots are used again."""
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +25,21 @@ def two_gpus() -> Iterator[WorkerPool]:
         yield pool
 
 
+@pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_overlapped_layers_match(pool: WorkerPool, size: int) -> None:
-    check(pool.run(size, overlapped_and_plain, 24, 40, torch.float64, "cpu"), size, tolerance=1e-12)
+def test_overlapped_layers_match(pool: WorkerPool, size: int, is_deferred: bool) -> None:
+    """Deferred weight gradients are computed after later sends have overwritten the gathered rows."""
+    answers = pool.run(size, overlapped_and_plain, [(24, 40), (40, 56)], torch.float64, "cpu", is_deferred)
+    check(answers, size, tolerance=0 if size == 2 else 1e-12)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("width", "inner"), [(256, 512), (4096, 7168)])
-def test_overlapped_layers_match_on_gpus(two_gpus: WorkerPool, width: int, inner: int) -> None:
-    check(two_gpus.run(2, overlapped_and_plain, width, inner, torch.bfloat16, "cuda"), 2, tolerance=1e-2)
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_overlapped_layers_match_on_gpus(two_gpus: WorkerPool, is_deferred: bool) -> None:
+    """The second size needs larger slots than the first; products of half the rows have the bits of whole ones."""
+    sizes = [(256, 512), (4096, 7168), (256, 512)]
+    answers = two_gpus.run(2, overlapped_and_plain, sizes, torch.bfloat16, "cuda", is_deferred)
+    check(answers, 2, tolerance=0)
 
 
 def check(of_ranks: list[list[dict[str, Tensor]]], size: int, *, tolerance: float) -> None:
@@ -39,46 +49,63 @@ def check(of_ranks: list[list[dict[str, Tensor]]], size: int, *, tolerance: floa
         for name, want in plain.items():
             error = (overlapped[name].double() - want.double()).norm() / want.double().norm()
             assert want.any()
-            assert error < tolerance, f"{name} is off by {error}"
+            assert error <= tolerance, f"{name} is off by {error}"
 
 
 def overlapped_and_plain(
-    rank: int, world_size: int, width: int, inner: int, dtype: torch.dtype, device: str
+    rank: int,
+    world_size: int,
+    sizes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: str,
+    is_deferred: bool,
 ) -> list[dict[str, Tensor]]:
     grid = build_grid(GridShape(tp=world_size), rank, make_group)
     return [
-        both_layers(TensorParallel(grid.tp, grid.kv, sequence_parallel=True, is_overlapped=is_overlapped),
-                    width, inner, dtype, device)
-        for is_overlapped in (True, False)
-    ]  # fmt: skip
+        {
+            f"{name} of {width} x {inner}": value
+            for width, inner in sizes
+            for name, value in passes(
+                TensorParallel(grid.tp, grid.kv, sequence_parallel=True, peers=peers),
+                width,
+                inner,
+                dtype,
+                device,
+                is_deferred=is_deferred,
+            ).items()
+        }
+        for peers in (PeerMemory(grid.tp), None)
+    ]
 
 
-def both_layers(
-    tp: TensorParallel, width: int, inner: int, dtype: torch.dtype, device: str
+def passes(
+    tp: TensorParallel, width: int, inner: int, dtype: torch.dtype, device: str, *, is_deferred: bool
 ) -> dict[str, Tensor]:
-    """Run a column-parallel layer and a row-parallel one, each with a bias, forward and backward."""
+    """Run a column-parallel layer and a row-parallel one, each with a bias, forward and backward, a few times."""
     generator = torch.Generator().manual_seed(tp.rank)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x, dy = randn(64, 2, width).requires_grad_(), randn(64, 2, width)
     up, down = randn(inner, width) / width**0.5, randn(width, inner) / inner**0.5
     grads = {
         name: torch.zeros_like(value, dtype=torch.float32) for name, value in (("up", up), ("down", down))
     }
     grads |= {"up bias": torch.zeros(inner, device=device), "down bias": torch.zeros(width, device=device)}
-    info = PassInfo()
-    middle = column_linear(x, up, grads["up"], tp, info, Bias(randn(inner), grads["up bias"]))
-    y = row_linear(
-        middle,
-        down,
-        grads["down"],
-        tp,
-        info,
-        Bias(randn(width), grads["down bias"]),
-        activation=Activation(fn=GELU),
-    )
-    y.backward(dy)
-    assert x.grad is not None
-    return {"middle": middle.detach(), "y": y.detach(), "dx": x.grad, **grads}
+    biases = Bias(randn(inner), grads["up bias"]), Bias(randn(width), grads["down bias"])
+    deferred: list[Callable[[], None]] | None = [] if is_deferred else None
+    info = PassInfo(deferred=deferred)
+    found: dict[str, Tensor] = {}
+    for index in range(PASSES):
+        if device == "cuda" and index % tp.size == tp.rank:
+            torch.cuda._sleep(20_000_000)  # about 10 ms: the other rank's sends must wait for this one
+        x, dy = randn(64 * tp.size, 2, width).requires_grad_(), randn(64 * tp.size, 2, width)
+        middle = column_linear(x, up, grads["up"], tp, info, biases[0])
+        y = row_linear(middle, down, grads["down"], tp, info, biases[1], activation=Activation(fn=GELU))
+        y.backward(dy)
+        assert x.grad is not None
+        found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}
+    with torch.no_grad():
+        for work in deferred or ():
+            work()
+    return found | grads

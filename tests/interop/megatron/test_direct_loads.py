@@ -29,6 +29,7 @@ def test_a_damaged_one_is_skipped_and_kept(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "skipped iteration 4: " in printed
     assert f"loaded {first}: iteration 3, 6 samples consumed" in printed
+    assert "2 rows of padding are left out" in printed
     names = sorted(path.name.partition("-")[0] for path in tmp_path.glob("iter_*"))
     assert names == ["iter_0000003", "iter_0000004", "iter_0000004.megatron"]
     assert run("--load", folder, "--save", folder, "--train-iters", "5") == 0

@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-LM pass through megatrain: what is written for Megatron-LM equals what it wrote, to the last bit."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatrain.checkpoint.manifest import MANIFEST_NAME, encode, read_manifest
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.inert_pickle import Record, path_of
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
@@ -57,6 +59,23 @@ def test_an_exported_checkpoint_equals_the_original(case: str, golden_text: Path
     assert set(found.object_names) == keys
     compare_common_state(*(folder.object("common_state")[0] for folder in (found, expected)))
     assert MegatronCheckpoint(back / "iter_0000008").manifest.state["has_optimizer"]
+
+
+def test_a_model_that_megatron_cannot_compute_is_refused(
+    golden_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = golden_text.parent / "training" / "llama.ckpt"
+    assert main(["convert", "megatron-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
+    path = tmp_path / "ours" / "iter_0000008"
+    manifest = read_manifest(path)
+    values = {"use_parallel_residual": True, "softmax_scale": 0.3, "norm_position": "both"}
+    for name, value in values.items():
+        config = {**manifest.config, "model": {**manifest.config["model"], name: value}}
+        (path / MANIFEST_NAME).write_bytes(encode(dataclasses.replace(manifest, config=config)))
+        capsys.readouterr()
+        assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
+        assert f"{name} {value} cannot be written for Megatron-LM" in capsys.readouterr().err
+        assert not (tmp_path / "back").exists()
 
 
 def compare_common_state(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -257,6 +257,25 @@ def test_weighted_activation(
     near(dweights, of_weights, weights.dtype, columns)
 
 
+def test_weighted_activation_skips_rows_after_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_activations, "_PROGRAMS", 3)  # so that programs compute several rows
+    activation = Activation(fn=activations.SILU, is_gated=True)
+    x, weights, dy = drawn(20, 2 * 33), drawn(20, seed=1), drawn(20, 33, seed=2)
+    ends = torch.tensor([4, 4, 11], dtype=torch.int32, device=DEVICE)
+    expected = fused_activations.activate(x, *activation.kernel_args, weights=weights)
+    dy_of_all, dy_before = dy.clone(), dy.clone()
+    of_all = fused_activations.activate_weighted_backward(dy_of_all, x, weights, *activation.kernel_args)
+    found = fused_activations.activate(x, *activation.kernel_args, weights=weights, ends=ends)
+    dx, dweights = fused_activations.activate_weighted_backward(
+        dy, x, weights, *activation.kernel_args, ends=ends
+    )
+    assert torch.equal(found[:11], expected[:11])
+    assert torch.equal(dx[:11], of_all[0][:11])
+    assert torch.equal(dweights[:11], of_all[1][:11])
+    assert torch.equal(dy[:11], dy_of_all[:11])
+    assert torch.equal(dy[11:], dy_before[11:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (7, 5), (31, 129), (100, 768), (5000, 3072), (9000, 64)]

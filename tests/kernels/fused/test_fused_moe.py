@@ -236,6 +236,19 @@ def test_permuted_rows(dtype: torch.dtype, tokens: int, top_k: int, columns: int
     assert torch.equal(found, permute.gather_sum_reference(rows, permutation.rows))
 
 
+def test_rows_after_the_last_end_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = drawn(40, 9).topk(3).indices
+    permutation = permute.sort_by_expert(experts, num_experts=4, num_rows=200, first_expert=2)
+    num_rows, x = int(permutation.ends[-1]), drawn(40, 1030)
+    expected = permute.gather_rows_reference(x, permutation.tokens[:num_rows])
+    monkeypatch.setattr(fused_permute, "_PROGRAMS", 7)  # so that programs gather several rows
+    monkeypatch.setattr(fused_permute.torch, "empty", lambda *size, **kind: torch.full(size, 7.0, **kind))
+    found = fused_permute.gather_rows(x, permutation.assignments, 3, permutation.ends)
+    assert 0 < num_rows < 200
+    assert torch.equal(found[:num_rows], expected)
+    assert (found[num_rows:] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.float32])
 @pytest.mark.parametrize(
     ("sizes", "outputs", "inputs"), [((3, 0, 64, 130, 0), 24, 16), ((1,), 136, 8), ((0, 65), 130, 257)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.parallel.fp8.amax_history import AmaxHistory
+from megatrain.parallel.fp8.amax_history import AmaxHistory, LibraryTensor
 
 CPU = torch.device("cpu")
 
@@ -75,3 +75,24 @@ def test_a_tensor_that_the_checkpoint_lacks_has_no_history():
     found.restore({"weight": [(0, 4.0)]})
     assert found.scale(0)[1] == 448 / 4
     assert found.scale(1) is None
+
+
+def test_a_library_s_tensors_have_the_scales_of_others():
+    seen, scales = torch.zeros(2), torch.ones(2)
+    ours, theirs = history(), AmaxHistory(3, "max", 0, (), CPU)
+    theirs.add("other", torch.float8_e4m3fn)
+    for number, (name, dtype) in enumerate(
+        (("weight", torch.float8_e4m3fn), ("gradient", torch.float8_e5m2))
+    ):
+        theirs.add(name, dtype, LibraryTensor(seen[number], scales[number]))
+    for step in ((3, 1), (2, 7), (float("nan"), 0), (1, 1), (1, 1), (1, 2)):
+        after(ours, step)
+        seen += torch.tensor(step)
+        theirs.finish_step()
+        assert not seen.any()
+        assert scales.tolist() == [ours.scale(number)[1].item() for number in (0, 1)]
+    state = theirs.state()
+    assert state.pop("other") == []
+    assert state == ours.state()
+    theirs.restore({"weight": [(0, 4.0)]})
+    assert scales.tolist() == [448 / 4, 1]

@@ -31,6 +31,7 @@ def read(text, **given):
         ("A=(1 '2 3' 4); run \"${A[@]}\"", "run 1 '2 3' 4"),
         ('A=(1 2); run x"${A[@]}"y', "run x1 2y"),
         ("A=(1); A+=(2 # two\n 3); run ${A[*]} $A", "run 1 2 3 1"),
+        ("A=(1 '2 3'); run \"x ${A[*]} y\"", "run 'x 1 2 3 y'"),
         ('A=(); A+=(1); B+=2; run "${A[@]}" $B', "run 1 2"),
         ('A=(); run "${A[@]}" end', "run end"),
         ("export A=1 B=2; local C=3; run $A $B $C", "run 1 2 3"),

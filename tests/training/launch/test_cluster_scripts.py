@@ -85,6 +85,14 @@ def test_an_array_task_without_a_line_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SLURM, ids=lambda script: script.stem)
+def test_srun_gives_a_task_the_cores_of_the_job(tmp_path: Path, script: Path) -> None:
+    ended = run_script(
+        script, tmp_path, "echo cores $SRUN_CPUS_PER_TASK; exit 0", [], SLURM_CPUS_PER_TASK="12"
+    )
+    assert "cores 12" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("script", SLURM, ids=lambda script: script.stem)
 def test_a_container_is_passed_to_srun(tmp_path: Path, script: Path) -> None:
     ended = run_script(
         script, tmp_path, "exit 0", [], CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="/data:/data"

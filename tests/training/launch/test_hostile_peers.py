@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
+from hostile_messages import hostile_messages, send_and_leave
 
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import MegatrainError
@@ -93,6 +94,27 @@ def test_no_message_stops_the_server(server: WatchServer, message: bytes) -> Non
         while connection.recv(4096):
             pass
     assert_serves(server)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_a_hostile_client_changes_nothing(server: WatchServer, count: int) -> None:
+    """A rank that was there before gets no verdict, and others still join."""
+    rank = Peer(server, KEY, rank=0)
+    handshake = {
+        "nonce": new_nonce(),
+        "location": LOCATION,
+        "proof": proof_of(b"guess", "rank", ("a", "b"), LOCATION),
+    }
+    understood = [
+        json.dumps(message).encode() + b"\n"
+        for message in (handshake, {"failure": asdict(FAILURE)}, {"leaving": True}, {"refused": True})
+    ]
+    for number, message in enumerate(hostile_messages(count, seed=1, understood=understood)):
+        send_and_leave(server.port, message, is_reset=number % 3 == 0)
+    assert_serves(server)
+    rank.connection.settimeout(1)
+    with pytest.raises(TimeoutError):
+        rank.connection.recv(100)
 
 
 def test_idle_connections_do_not_keep_ranks_out(server: WatchServer) -> None:

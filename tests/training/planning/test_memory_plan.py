@@ -119,6 +119,7 @@ class LocalDist:
     "text",
     [
         "tp2 sp tied",
+        "tp2 sp tpoverlap",
         "tp4 groups1 olmo2",
         "dp4 zero1 overlap",
         "dp4 zero1 nooverlap",
@@ -227,6 +228,19 @@ def test_recomputed_norms_are_not_saved() -> None:
     parts = {"--recompute-granularity": "selective", "--recompute-modules": "layernorm"}
     saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
     assert saved == 2 * T * H * 4
+
+
+def test_the_memory_for_overlapped_sends_is_counted() -> None:
+    """Three slots for a whole sequence each, and the flags."""
+    flags: dict[str, str | None] = {
+        "--device": "cuda",
+        "--bf16": "",
+        "--world-size": "2",
+        "--tensor-model-parallel-size": "2",
+    }
+    plain = planned({**LLAMA, **flags, "--sequence-parallel": ""})
+    overlapped = planned({**LLAMA, **flags, "--sequence-parallel": "", "--tp-comm-overlap": ""})
+    assert overlapped.communication == plain.communication + 3 * T * H * 2 + 512
 
 
 def test_on_a_gpu_the_workspace_of_cublas_is_counted() -> None:

@@ -39,9 +39,7 @@ GPT_NEOX: Final = Family(
         Choice("attention_bias", {True: {}}),
         Choice(
             "use_parallel_residual",
-            {False: {}},
-            default=True,
-            reason="both branches of a layer would read its input",
+            {True: {"model.use_parallel_residual": True}, False: {}},
         ),
         Fixed({"model.normalization": "LayerNorm"}),
     ),

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, windows in every second layer, biases, and experts stored as one tensor, transposed, gate and up in turns."""
+"""gpt-oss: sinks, windows in every second layer, biases, and experts stored as one tensor, transposed, gate and up in turns, or in MXFP4."""
 
 from typing import Final
 
@@ -56,4 +56,5 @@ GPT_OSS: Final = Family(
         ),
     ),
     modules={**OUTER, **in_layers("model.layers", _LAYER)},
+    has_mxfp4=True,
 )

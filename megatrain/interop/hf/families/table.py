@@ -34,10 +34,10 @@ REFUSED: Final = {
     "Qwen3NextForCausalLM": "a table of names for linear attention",
     "Llama4ForCausalLM": "experts that scale their input",
     "Phi3SmallForCausalLM": "block-sparse attention",
-    "FalconForCausalLM": "parallel residual branches",
-    "GPTJForCausalLM": "parallel residual branches",
-    "PhiForCausalLM": "parallel residual branches",
-    "CohereForCausalLM": "parallel residual branches",
+    "FalconForCausalLM": "one norm for both branches of a layer",
+    "GPTJForCausalLM": "one norm for both branches of a layer",
+    "PhiForCausalLM": "one norm for both branches of a layer",
+    "CohereForCausalLM": "one norm for both branches of a layer",
 }
 """Architectures, with what megatrain lacks for them."""
 

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_inner": 80,
          "activation_function": "gelu", "tie_word_embeddings": False},
     ),
+    "Pythia": ("GPTNeoXForCausalLM", {**SHAPE, "hidden_dropout": 0.1}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {**SHAPE, "use_parallel_residual": False}),
     "Gemma 2": (
         "Gemma2ForCausalLM",

@@ -1,0 +1,1 @@
+"""Matrix products that overlap the communication of tensor-parallel layers."""

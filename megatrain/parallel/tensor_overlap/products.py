@@ -1,0 +1,103 @@
+"""Matrix products that overlap the communication before and after them, over `PeerMemory`.
+
+    all-gather, product        send x to the peers    | product of own rows   | products of received rows
+    product, reduce-scatter    product of peers' rows | send it, product of own rows | sum of both
+
+Copy engines send while the SMs multiply. Ranks' parts are summed in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.parallel.collectives import Transfer
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
+
+
+def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
+    """Multiply the rows of all ranks: [n, ..., i] and [i, o] -> [n * size, ..., o]. Gathered rows are not kept."""
+    received = peers.send((rank, x) for rank in peers.peers)
+    return _product_of_received(x, received, weight, peers, bias)
+
+
+def all_gather_product(x: Tensor, weight: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
+    """Gather the ranks' rows and multiply them: [n, ..., i] and [i, o] -> [n * size, ..., i] and [n * size, ..., o].
+
+    The second send after this one overwrites the gathered rows.
+    """
+    received = _gather(x, peers)
+    out = _product_of_received(x, received, weight, peers)
+    received.wait()
+    return received.parts.flatten(0, 1), out
+
+
+def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
+    """Begin to concatenate the ranks' rows: [n, ...] -> [n * size, ...]; the second send after this one overwrites them."""
+    received = _gather(x, peers)
+    return received.parts.flatten(0, 1), Transfer(received)
+
+
+def product_reduce_scatter(x: Tensor, weight: Tensor, peers: PeerMemory) -> Tensor:
+    """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
+
+    Products are rounded to the dtype of `x` before they are summed.
+    """
+    rows = x.unflatten(0, (peers.group.size, -1))
+    received = peers.send((rank, rows[rank] @ weight) for rank in peers.peers)
+    own: Tensor = rows[peers.group.rank] @ weight
+    _sum_into(own, own, received, peers)
+    return own
+
+
+def begin_reduction(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
+    """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...]."""
+    rows = x.unflatten(0, (peers.group.size, -1))
+    received = peers.send((rank, rows[rank]) for rank in peers.peers)
+    own = rows[peers.group.rank]
+    out = torch.empty_like(own)
+    return out, Transfer(_Sum(out, own, received, peers))
+
+
+def _gather(x: Tensor, peers: PeerMemory) -> ReceivedParts:
+    return peers.send((rank, x) for rank in (*peers.peers, peers.group.rank))
+
+
+def _product_of_received(
+    x: Tensor, received: ReceivedParts, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply this rank's rows, then those of the others as they arrive, into one result in the order of the ranks."""
+    group = peers.group
+    out = x.new_empty((group.size, *x.shape[:-1], weight.shape[1]))
+    for rank in (group.rank, *reversed(peers.peers)):
+        rows = (x if rank == group.rank else received.from_rank(rank)).flatten(0, -2)
+        part = out[rank].flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, weight, out=part)
+        else:
+            torch.addmm(bias, rows, weight, out=part)
+    return out.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of received parts, computed when its result is waited for."""
+
+    out: Tensor
+    own: Tensor
+    received: ReceivedParts
+    peers: PeerMemory
+
+    def wait(self) -> None:
+        _sum_into(self.out, self.own, self.received, self.peers)
+
+
+def _sum_into(out: Tensor, own: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
+    group = peers.group
+    parts = [own if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
+    if group.size == 2:  # the same bits as a stack's sum, in one pass over memory
+        torch.add(*parts, out=out)
+    else:
+        torch.sum(torch.stack(parts), 0, out=out)

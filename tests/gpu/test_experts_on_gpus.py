@@ -1,0 +1,75 @@
+"""Experts after an all-gather dispatch: the host waits for nothing, and rows after the last end change nothing."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.activations import SILU, Activation
+from megatrain.kernels.moe.routing import Routing
+from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.expert_parallel import AllGatherDispatcher
+from megatrain.parallel.grid import RankGroup
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # Triton's own
+]
+
+T, K, E, H, F = 4096, 4, 16, 256, 128
+SWIGLU = Activation(fn=SILU, is_gated=True)
+
+
+class Inputs(NamedTuple):
+    """Tokens, probabilities and weights, which get gradients; two thirds of the assignments are dropped."""
+
+    x: Tensor
+    probs: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    dy: Tensor
+
+
+def drawn() -> tuple[Inputs, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(T, H), (T, K), (E, 2 * F, H), (E, H, F), (T, H)]
+    parts = [torch.randn(shape, generator=generator) for shape in shapes]
+    experts = torch.rand(T, E, generator=generator).topk(K).indices
+    kept = torch.rand(T, K, generator=generator) < 1 / 3
+    inputs = Inputs(*parts)
+    return inputs._replace(fc1=inputs.fc1 / H**0.5, fc2=inputs.fc2 / F**0.5), experts, kept
+
+
+def one_pass(given: Inputs, experts: Tensor, kept: Tensor) -> list[Tensor]:
+    """Return output and gradients of tokens, probabilities and both weights."""
+    group = [RankGroup(name, (0,), 0) for name in ("ep", "etp")]
+    dispatcher = AllGatherDispatcher(E, *group)
+    x, probs = given.x.detach().requires_grad_(), given.probs.detach().requires_grad_()
+    grad_dtype = torch.promote_types(x.dtype, torch.float32)
+    grads = [torch.zeros_like(weight, dtype=grad_dtype) for weight in (given.fc1, given.fc2)]
+    weights = [GroupedWeight(*pair) for pair in zip((given.fc1, given.fc2), grads, strict=True)]
+    dispatched = dispatcher.begin_dispatch(x, lambda: Routing(experts, probs * kept, kept))()
+    rows, ends, row_probs, _, transfer = dispatched
+    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, PassInfo(), transfer)
+    out = dispatcher.begin_combine(out, dispatched)()
+    out.backward(given.dy)
+    return [out.detach(), x.grad, probs.grad, *grads]
+
+
+def test_the_host_does_not_wait_and_the_results_are_those_of_the_reference() -> None:
+    given, experts, kept = drawn()
+    bf16 = Inputs(*(part.bfloat16().cuda() for part in given))._replace(probs=given.probs.cuda())
+    on_gpu = (experts.cuda(), kept.cuda())
+    one_pass(bf16, *on_gpu)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = one_pass(bf16, *on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = one_pass(Inputs(*(part.double().cpu() for part in bf16)), experts, kept)
+    for one, reference in zip(found, expected, strict=True):
+        error = (one.double().cpu() - reference).norm() / reference.norm()
+        assert error < 0.02
