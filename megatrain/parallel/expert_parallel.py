@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.host_copy import HostCopy
-from megatrain.kernels.moe.grouped_gemm import grouped_gemm, grouped_gemm_backward
 from megatrain.kernels.moe.permute import (
     Permutation,
     PermuteRows,
@@ -43,7 +42,6 @@ from megatrain.kernels.moe.permute import (
     sort_by_source,
 )
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
     Transfer,
     all_gather,
@@ -423,19 +421,3 @@ def _all_to_all(splits: AllToAllSplits) -> RowTransfer:
     return RowTransfer(
         lambda x: _begin_all_to_all(x, splits), lambda dy: _begin_all_to_all(dy, splits.reversed())
     )
-
-
-class GroupedProducts:
-    """The products of rows with expert weights, in the dtype of the weights; a subclass has them in FP8."""
-
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
-        return grouped_gemm(rows, weight, ends)
-
-    def fc2(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
-        return grouped_gemm(rows, weight, ends)
-
-    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_gemm_backward(dy, weight, ends)
-
-    def fc2_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_gemm_backward(dy, weight, ends)

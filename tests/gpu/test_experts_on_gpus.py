@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.moe.routing import Routing
-from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
+from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import AllGatherDispatcher, GroupedProducts
+from megatrain.parallel.expert_parallel import AllGatherDispatcher
 from megatrain.parallel.grid import RankGroup
 
 pytestmark = [
@@ -52,7 +52,7 @@ def one_pass(given: Inputs, experts: Tensor, kept: Tensor) -> list[Tensor]:
     weights = [GroupedWeight(*pair) for pair in zip((given.fc1, given.fc2), grads, strict=True)]
     dispatched = dispatcher.begin_dispatch(x, lambda: Routing(experts, probs * kept, kept))()
     rows, ends, row_probs, _, transfer = dispatched
-    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, GroupedProducts(), PassInfo(), transfer)
+    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, PassInfo(), transfer, GroupedProducts())
     out = dispatcher.begin_combine(out, dispatched)()
     out.backward(given.dy)
     return [out.detach(), x.grad, probs.grad, *grads]

@@ -23,9 +23,8 @@ from megatrain.kernels.fp8.rows import (
     grouped_product,
     grouped_product_reference,
 )
-from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
+from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import GroupedProducts
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Recipe
@@ -192,8 +191,17 @@ def test_routed_experts_are_near_those_in_bf16() -> None:
             GroupedWeight(weight.clone().requires_grad_(), grad)
             for weight, grad in zip(weights, grads, strict=True)
         )
-        activation = Activation(fn=SILU, is_gated=True)
-        out = _GroupedMlp.apply(own_rows, own_probs, ends, fc1, fc2, activation, products, PassInfo(), None)
+        out = _GroupedMlp.apply(
+            own_rows,
+            own_probs,
+            ends,
+            fc1,
+            fc2,
+            Activation(fn=SILU, is_gated=True),
+            PassInfo(),
+            None,
+            products,
+        )
         out.backward(dy)
         assert own_rows.grad is not None
         assert own_probs.grad is not None

@@ -134,7 +134,7 @@ UNSUPPORTED_FLAGS: Final = (
     missing(
         "FP4 and MXFP8 are not supported",
         "--fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
-        instead="use --fp8-format hybrid --fp8-recipe tensorwise, or --bf16 alone",
+        instead="they require Blackwell GPUs; use --fp8-format hybrid --fp8-recipe blockwise, or --bf16 alone",
     ),
     missing(
         "the precision of single modules cannot be chosen",

@@ -14,17 +14,32 @@ from megatrain.kernels.moe.grouped_bias import (
     add_grouped_bias,
     grouped_bias_weight_gradient,
 )
-from megatrain.kernels.moe.grouped_gemm import accumulate_grouped_weight_gradient
+from megatrain.kernels.moe.grouped_gemm import (
+    accumulate_grouped_weight_gradient,
+    grouped_gemm,
+    grouped_gemm_backward,
+)
 from megatrain.model.layouts import Weights
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import (
-    DispatchedTokens,
-    ExpertParallel,
-    GroupedProducts,
-    RowTransfer,
-)
+from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
+from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import Bias
+
+
+class GroupedProducts:
+    """The products of rows with expert weights, in the dtype of the weights."""
+
+    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
+        return grouped_gemm(rows, weight, ends)
+
+    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return grouped_gemm_backward(dy, weight, ends)
+
+    fc2, fc2_backward = fc1, fc1_backward
+
+
+Products = GroupedProducts | Fp8GroupedProducts
 
 
 class LocalGroupedMlp(LaidOutModule):
@@ -40,7 +55,7 @@ class LocalGroupedMlp(LaidOutModule):
         fc2: Weights,
         parallel: ExpertParallel,
         dtype: torch.dtype,
-        products: GroupedProducts,
+        products: Products,
     ) -> None:
         super().__init__()
         self.activation, self.products = activation, products
@@ -60,7 +75,7 @@ class LocalGroupedMlp(LaidOutModule):
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
         rows, ends, probs, _, transfer = dispatched
         out: Tensor = _GroupedMlp.apply(
-            rows, probs, ends, fc1, fc2, self.activation, self.products, info, transfer
+            rows, probs, ends, fc1, fc2, self.activation, info, transfer, self.products
         )
         return out
 
@@ -99,16 +114,16 @@ class _GroupedMlp(Function):
         fc1: GroupedWeight,
         fc2: GroupedWeight,
         activation: Activation,
-        products: GroupedProducts,
         info: PassInfo,
         transfer: RowTransfer | None,
+        products: Products,
     ) -> Tensor:
         inner = products.fc1(rows, fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
         ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
-        ctx.activation, ctx.products, ctx.info, ctx.transfer = activation, products, info, transfer
+        ctx.activation, ctx.info, ctx.transfer, ctx.products = activation, info, transfer, products
         out = products.fc2(activate_weighted(inner, probs, activation, ends), fc2.value, ends, info)
         return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
 

@@ -12,7 +12,7 @@ from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
-from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
+from megatrain.model.implementations.grouped_mlp import GroupedProducts, LocalGroupedMlp
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -33,7 +33,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.expert_parallel import ExpertParallel, GroupedProducts
+from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup

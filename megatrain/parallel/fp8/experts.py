@@ -1,4 +1,4 @@
-"""Routed experts in FP8: the products of expert_parallel.py with a scale per row, under every recipe.
+"""Routed experts in FP8: their products with a scale per row, under every recipe.
 
     fc1, fc2             rows and weights by rows
     input gradients      gradients by rows, weights by columns
@@ -18,7 +18,6 @@ from torch import Tensor
 from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_product, row_amax
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.expert_parallel import GroupedProducts
 from megatrain.parallel.grid import RankGroup
 
 Layer = Literal["fc1", "fc2"]
@@ -34,7 +33,7 @@ class WeightCast(NamedTuple):
 
 
 @dataclass
-class Fp8GroupedProducts(GroupedProducts):
+class Fp8GroupedProducts:
     """The products of this rank's experts, and the casts of their weights, which all micro-batches of a step use.
 
     Args:
