@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from benchmark_optimizer import milliseconds
+from benchmarks.optimizer import milliseconds
 from roofline import plan_of
 
 from megatrain.config import Plan

@@ -1,6 +1,6 @@
 """Time the optimizer's passes over flat shards, compared with torch's fused AdamW and the memory bandwidth.
 
-    python scripts/benchmark_optimizer.py [--sizes 500000000 2000000000]        one GPU; under two minutes
+    python scripts/benchmarks/optimizer.py [--sizes 500000000 2000000000]        one GPU; under two minutes
 
 Bytes are those that a pass must move: each value that it reads or writes, once.
 """
