@@ -86,7 +86,7 @@ def moe_alltoall_as_allgather(draft: Draft) -> DerivedValue:
     experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
     number, top_k = experts.num_experts, experts.moe_router_topk
     if number is None or experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
-        return DerivedValue(False, "without --moe-token-dispatcher-type alltoall")
+        return DerivedValue(False, "--moe-token-dispatcher-type alltoall is not given")
     if ep == 1 or number % ep or top_k > number:
         return DerivedValue(False, f"--expert-model-parallel-size {ep}")
     sent = _chosen(number, ep, top_k)

@@ -52,6 +52,7 @@ def memory_remedies(plan: Plan) -> Iterator[str]:
     for remedy, helps in (
         ("--bf16", config.precision.params_dtype == "float32"),
         ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
+        ("--no-moe-alltoall-as-allgather", config.experts.moe_alltoall_as_allgather),
         ("--sequence-parallel", tp > 1 and not parallel.sequence_parallel),
         ("a smaller --micro-batch-size", training.micro_batch_size > 1),
         ("--recompute-activations", not is_recomputed),

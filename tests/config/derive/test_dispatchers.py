@@ -18,8 +18,8 @@ QWEN = "--num-experts 128 --moe-router-topk 8 --moe-token-dispatcher-type alltoa
         (f"{QWEN} --moe-token-dispatcher-type flex", 2, True, "99.7 %"),
         (f"{QWEN} --moe-router-num-groups 4 --moe-router-group-topk 2", 2, False, "83.3 %"),
         ("--num-experts 8 --moe-token-dispatcher-type alltoall", 2, False, "78.6 %"),
-        ("--num-experts 128 --moe-router-topk 8", 2, False, "without --moe-token-dispatcher-type alltoall"),
-        ("", 1, False, "without --moe-token-dispatcher-type alltoall"),
+        ("--num-experts 128 --moe-router-topk 8", 2, False, "alltoall is not given"),
+        ("", 1, False, "alltoall is not given"),
     ],
 )
 def test_all_tokens_are_gathered_where_nearly_all_go_to_each_rank(plan_of, flags, ep, expected, reason):
