@@ -1,4 +1,4 @@
-"""Time casts and products of FP8 with a scale per block or row on one Hopper GPU, and products in bf16.
+"""Time casts and products of FP8 with a scale per block or row on one Hopper GPU, and of bf16 products.
 
     PYTHONPATH=. python scripts/benchmarks/fp8_blocks.py
 

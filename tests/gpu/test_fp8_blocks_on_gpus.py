@@ -23,7 +23,8 @@ from megatrain.kernels.fp8.rows import (
     grouped_product,
     grouped_product_reference,
 )
-from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
+from megatrain.kernels.moe.grouped_gemm import GroupedProducts
+from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
@@ -198,9 +199,9 @@ def test_routed_experts_are_near_those_in_bf16() -> None:
             fc1,
             fc2,
             Activation(fn=SILU, is_gated=True),
+            products,
             PassInfo(),
             None,
-            products,
         )
         out.backward(dy)
         assert own_rows.grad is not None

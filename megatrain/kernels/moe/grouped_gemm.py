@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,20 @@ def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     for group, rows in groups_of(ends):
         torch.mm(dy[rows], weight[group], out=dx[rows])
     return dx
+
+
+class GroupedProducts:
+    """The products of rows with expert weights, in the dtype of the weights; a subclass has them in FP8."""
+
+    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: Any) -> Tensor:
+        """Return `grouped_gemm`. A subclass reads the pass of the micro-batch, `PassInfo`: the first one has new weights."""
+        return grouped_gemm(rows, weight, ends)
+
+    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Return `grouped_gemm_backward`."""
+        return grouped_gemm_backward(dy, weight, ends)
+
+    fc2, fc2_backward = fc1, fc1_backward
 
 
 def accumulate_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:

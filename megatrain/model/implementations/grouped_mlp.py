@@ -14,32 +14,12 @@ from megatrain.kernels.moe.grouped_bias import (
     add_grouped_bias,
     grouped_bias_weight_gradient,
 )
-from megatrain.kernels.moe.grouped_gemm import (
-    accumulate_grouped_weight_gradient,
-    grouped_gemm,
-    grouped_gemm_backward,
-)
+from megatrain.kernels.moe.grouped_gemm import GroupedProducts, accumulate_grouped_weight_gradient
 from megatrain.model.layouts import Weights
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
-from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import Bias
-
-
-class GroupedProducts:
-    """The products of rows with expert weights, in the dtype of the weights."""
-
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: PassInfo) -> Tensor:
-        return grouped_gemm(rows, weight, ends)
-
-    def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return grouped_gemm_backward(dy, weight, ends)
-
-    fc2, fc2_backward = fc1, fc1_backward
-
-
-Products = GroupedProducts | Fp8GroupedProducts
 
 
 class LocalGroupedMlp(LaidOutModule):
@@ -47,18 +27,13 @@ class LocalGroupedMlp(LaidOutModule):
 
     fc1: Tensor
     fc2: Tensor
+    products = GroupedProducts()
 
     def __init__(
-        self,
-        activation: Activation,
-        fc1: Weights,
-        fc2: Weights,
-        parallel: ExpertParallel,
-        dtype: torch.dtype,
-        products: Products,
+        self, activation: Activation, fc1: Weights, fc2: Weights, parallel: ExpertParallel, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation, self.products = activation, products
+        self.activation = activation
         self.num_local_experts = fc1.weight.num_matrices
         self.adds_output_bias = parallel.etp.is_first
         for name, weights in (("fc1", fc1), ("fc2", fc2)):
@@ -74,9 +49,8 @@ class LocalGroupedMlp(LaidOutModule):
         # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
         rows, ends, probs, _, transfer = dispatched
-        out: Tensor = _GroupedMlp.apply(
-            rows, probs, ends, fc1, fc2, self.activation, info, transfer, self.products
-        )
+        operations = (self.activation, self.products)
+        out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, *operations, info, transfer)
         return out
 
     def _bias(self, name: str) -> Bias | None:
@@ -114,9 +88,9 @@ class _GroupedMlp(Function):
         fc1: GroupedWeight,
         fc2: GroupedWeight,
         activation: Activation,
+        products: GroupedProducts,
         info: PassInfo,
         transfer: RowTransfer | None,
-        products: Products,
     ) -> Tensor:
         inner = products.fc1(rows, fc1.value, ends, info)
         if fc1.bias is not None:

@@ -12,7 +12,7 @@ from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
-from megatrain.model.implementations.grouped_mlp import GroupedProducts, LocalGroupedMlp
+from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -94,12 +94,10 @@ class LocalLeaves:
     def grouped_mlp(
         self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
-        products = (
-            GroupedProducts()
-            if self.fp8 is None
-            else Fp8GroupedProducts(parallel.etp, self.fp8.keeps_weights)
-        )
-        return LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype, products)
+        mlp = LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
+        if self.fp8 is not None:
+            mlp.products = Fp8GroupedProducts(parallel.etp, self.fp8.keeps_weights)
+        return mlp
 
     def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_product, row_amax
+from megatrain.kernels.moe.grouped_gemm import GroupedProducts
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
@@ -33,7 +34,7 @@ class WeightCast(NamedTuple):
 
 
 @dataclass
-class Fp8GroupedProducts:
+class Fp8GroupedProducts(GroupedProducts):
     """The products of this rank's experts, and the casts of their weights, which all micro-batches of a step use.
 
     Args:
