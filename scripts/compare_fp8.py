@@ -32,6 +32,7 @@ RUNS = (
     "transformer_engine delayed",
     "local tensorwise",
     "transformer_engine tensorwise",
+    "local blockwise",
     "transformer_engine blockwise",
 )
 """Implementation, and recipe of --fp8-format hybrid."""
@@ -39,7 +40,7 @@ BF16 = RUNS[0]
 LAST = 50
 """Iterations whose mean loss is compared."""
 LIMIT = 0.01
-COLORS = ("black", "#888888", "#1f77b4", "#17becf", "#2ca02c", "#bcbd22", "#d62728")
+COLORS = ("black", "#888888", "#1f77b4", "#17becf", "#2ca02c", "#bcbd22", "#d62728", "#9467bd")
 
 
 @dataclass(frozen=True)
