@@ -62,12 +62,13 @@ class Times:
 class Benchmark:
     """The state of one rank, and the ways to save it."""
 
-    def __init__(self, ranks: Ranks, folder: Path, rounds: int, load_threads: list[int]) -> None:
-        self.ranks, self.grid, self.rounds, self.load_threads = ranks, ranks.grid, rounds, load_threads
+    def __init__(self, ranks: Ranks, arguments: argparse.Namespace) -> None:
+        self.ranks, self.grid, self.rounds = ranks, ranks.grid, arguments.rounds
+        self.load_threads, self.skipped = arguments.load_threads, arguments.skip
         with contextlib.redirect_stdout(io.StringIO()):
             self.trainer = Trainer(ranks)
         self.optimizer = self.trainer.engine.optimizer
-        self.folder = folder / "megatrain-benchmark"
+        self.folder = arguments.folder / "megatrain-benchmark"
         self.kinds = self.optimizer.kinds
         generator = torch.Generator(ranks.device).manual_seed(ranks.grid.rank)
         for tensor in self.tensors().values():
@@ -90,17 +91,19 @@ class Benchmark:
     def run(self) -> None:
         self.time_copy()
         self.time_save("megatrain save", DirectWriter(self.optimizer, self.grid, self.kinds))
-        for num_threads in self.load_threads:
+        for num_threads in self.load_threads if "load" not in self.skipped else ():
             with mock.patch.object(reader, "_MAX_THREADS", num_threads):
                 self.time_load(f"megatrain load, {num_threads} threads", self._load)
                 with mock.patch.object(BlockFormat, "matches", return_value=True):
                     self.time_load(f"the same, unchecked, {num_threads} threads", self._load)
-        background = BackgroundWriter(self.optimizer, self.grid, self.kinds)
-        self.time_save("megatrain --async-save", background)
-        background.close()
-        self.time_dcp("DCP save", self._dcp_save)
-        self.time_load("DCP load", lambda: dcp.load(self.tensors(), checkpoint_id=self.folder / "0"))
-        self.time_dcp("DCP async_save", self._dcp_async_save)
+        if "async-save" not in self.skipped:
+            background = BackgroundWriter(self.optimizer, self.grid, self.kinds)
+            self.time_save("megatrain --async-save", background)
+            background.close()
+        if "dcp" not in self.skipped:
+            self.time_dcp("DCP save", self._dcp_save)
+            self.time_load("DCP load", lambda: dcp.load(self.tensors(), checkpoint_id=self.folder / "0"))
+            self.time_dcp("DCP async_save", self._dcp_async_save)
 
     def time_copy(self) -> None:
         with self._measured("copy to host") as times:
@@ -238,7 +241,7 @@ class Benchmark:
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
     with joined_ranks(parse(flags)) as ranks:
-        benchmark = Benchmark(ranks, arguments.folder, arguments.rounds, arguments.load_threads)
+        benchmark = Benchmark(ranks, arguments)
         if ranks.is_main:
             where = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
             print(
@@ -263,6 +266,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--load-threads", type=int, nargs="+", default=[8], help="most threads of a rank that read"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", choices=("load", "async-save", "dcp"), default=[], help="parts to leave out"
     )
     arguments = parser.parse_args(words[:split])
     return report_errors(lambda: measure(arguments, words[split + 1 :]))
