@@ -36,7 +36,7 @@ import pretrain
 from megatrain.checkpoint.disk import Disk
 
 chance = random.Random(int(sys.argv[1]))
-left = [chance.randrange(25)]
+left = [chance.randrange(1, 25)]
 
 def counted(name):
     operation = getattr(Disk, name)
@@ -49,12 +49,13 @@ def counted(name):
 
     return call
 
-if int(os.environ["RANK"]) == int(sys.argv[1]) % 2:
+if int(os.environ["RANK"]) == (0 if "--async-save" in sys.argv else int(sys.argv[1]) % 2):
     for name in ("make_folder", "create", "write", "sync", "sync_folder", "rename"):
         setattr(Disk, name, counted(name))
 sys.exit(pretrain.main(sys.argv[2:]))
 """
-"""A rank, or torchrun itself, is killed before a file operation of a save; the first argument is the seed."""
+"""A rank, or torchrun itself, is killed before a file operation of a save; the first argument is the seed. In the background, rank 1
+has none: its writer process writes."""
 
 
 def torchrun(program: str, save: Path, *flags: str, options: Sequence[str] = ()) -> CompletedProcess[str]:
@@ -90,7 +91,7 @@ def test_runs_of_torchrun_that_are_killed_during_saves_resume_to_the_bit(
     script.write_text(KILLED_AT_RANDOM)
     assert torchrun("pretrain.py", tmp_path / "unbroken", *flags).returncode == 0
     committed, num_killed = 0, 0
-    for seed in range(4):
+    for seed in range(3):
         ended = torchrun(f"{script} {seed}", save, *flags)
         num_killed += ended.returncode != 0
         started = "> started in" in ended.stdout
