@@ -34,6 +34,7 @@ CASES = [
     ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
     ("--cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl local")),
     ("--log-energy", "", ("--log-energy", "CPU")),
+    ("--error-injection-type persistent_error", "", ("--error-injection-type persistent_error", "--error-injection-rate")),
     ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
     ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
     ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),
