@@ -52,7 +52,7 @@ def one_pass(given: Inputs, experts: Tensor, kept: Tensor) -> list[Tensor]:
     weights = [GroupedWeight(*pair) for pair in zip((given.fc1, given.fc2), grads, strict=True)]
     dispatched = dispatcher.begin_dispatch(x, lambda: Routing(experts, probs * kept, kept))()
     rows, ends, row_probs, _, transfer = dispatched
-    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, PassInfo(), transfer, GroupedProducts())
+    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, GroupedProducts(), PassInfo(), transfer)
     out = dispatcher.begin_combine(out, dispatched)()
     out.backward(given.dy)
     return [out.detach(), x.grad, probs.grad, *grads]

@@ -127,6 +127,7 @@ def test_a_weight_gradient_is_that_of_the_emulation(size: tuple[int, int, int], 
 def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wgrad: bool) -> None:
     """Codes of e4m3 have 3 bits of mantissa: errors of single factors are below 1/16, those of sums smaller."""
     recipe = Fp8Recipe(
+        name="blockwise",
         format="hybrid" if numbers == "hybrid" else "e4m3",
         layers=(0,), tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True, block=128,
     )  # fmt: skip
