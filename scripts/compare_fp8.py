@@ -136,14 +136,16 @@ def curve_of(folder: Path, name: str) -> Curve:
 def table(curves: Sequence[Curve]) -> str:
     """Return the table as Markdown; the first curve is the reference."""
     lines = [
-        f"| run | loss of the last {LAST} | difference to `{curves[0].name}` | ms an iteration |",
-        "|---|---|---|---|",
+        f"| run | loss of the last {LAST} | difference to `{curves[0].name}` | median difference | ms an iteration |",
+        "|---|---|---|---|---|",
     ]
     for curve in curves:
         difference = curve.last / curves[0].last - 1
+        pairs = zip(curve.losses[-LAST:], curves[0].losses[-LAST:], strict=True)
+        median = statistics.median(found / expected - 1 for found, expected in pairs)
         mark = "" if abs(difference) <= LIMIT else f", above {LIMIT:.0%}"
         lines.append(
-            f"| `{curve.name}` | {curve.last:.4f} | {difference:+.2%}{mark} | {curve.milliseconds:.1f} |"
+            f"| `{curve.name}` | {curve.last:.4f} | {difference:+.2%}{mark} | {median:+.2%} | {curve.milliseconds:.1f} |"
         )
     return "\n".join(lines)
 
