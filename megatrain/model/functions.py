@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import norms, output_gate, rotary
-from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.layout import LaidOutModule
@@ -70,12 +69,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskS
 def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
     """Return the weight for use in plain autograd, which adds its gradient to `weight_grad`; for small weights."""
     out: Tensor = _AsLeaf.apply(weight, weight_grad)
-    return out
-
-
-def apply_activation(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation of an MLP: [..., i], or gated [..., 2 i], -> [..., i]."""
-    out: Tensor = _ApplyActivation.apply(x, activation)
     return out
 
 
@@ -166,19 +159,6 @@ class _GateOutput(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)
-
-
-class _ApplyActivation(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        return activate(x, activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return activate_backward(grads[0], x, ctx.activation), None
 
 
 class _Attend(Function):

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatrain.config.errors import ConfigError
+from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.qkv import fused_view
-from megatrain.model.functions import apply_activation
 from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.local_leaves import LocalLeaves, activation_of
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
@@ -67,7 +68,7 @@ class TransformerEngineLeaves(LocalLeaves):
             return TERowLinear(self, linear, activation)
         if self.fp8 is not None:
             return TERowLinear(
-                self, linear, functools.partial(apply_activation, activation=activation_of(spec))
+                self, linear, functools.partial(_apply_activation, activation=activation_of(spec))
             )
         return super().activation_row_linear(spec, linear)
 
@@ -374,3 +375,22 @@ class TECoreAttention(nn.Module):
             max_seqlen_kv=longest,
         )
         return out.view(b, s, -1).transpose(0, 1)
+
+
+def _apply_activation(x: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation of an MLP: [..., i], or gated [..., 2 i], -> [..., i]."""
+    out: Tensor = _ApplyActivation.apply(x, activation)
+    return out
+
+
+class _ApplyActivation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return activate(x, activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activate_backward(grads[0], x, ctx.activation), None
