@@ -28,7 +28,7 @@ def error_text(rank: int, world_size: int, flags: list[str], culprit: int, name:
                     if piece.name == name:
                         weights = trainer.engine.buffers.weights.full[number][param.start : param.stop]
                         rows = weights.view(torch.int32).view(param.entry.layout.shape)
-                        rows[piece.row] ^= 1
+                        rows[piece.row].view(-1)[0] ^= 1
     try:
         check_replicas(trainer.engine, 2)
     except ReplicaError as error:
