@@ -15,9 +15,6 @@ from unittest.mock import patch
 
 import pytest
 
-# Products have the same bits on every processor: routers of the recorded runs round to TF32, where a last bit decides 1 part in 2,000.
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-
 GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {
     "tests/distributed/model/": "layers over ranks",
