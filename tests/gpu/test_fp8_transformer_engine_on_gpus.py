@@ -3,18 +3,17 @@
 Needs a GPU with FP8 tensor cores. All tests run in other processes, see test_transformer_engine_on_gpus.py.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from stale_casts import casting_once
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
@@ -55,7 +54,12 @@ PLANTED = "import sys, test_fp8_transformer_engine_on_gpus as here; sys.exit(her
 def run(folder: Path, flags: str, *program: str, ranks: int = 1) -> list[float]:
     """Train in another process; return all losses of the folder."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    folders = [str(ROOT), str(ROOT / "tests" / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [
+        str(ROOT),
+        str(ROOT / "tests"),
+        str(ROOT / "tests" / "gpu"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     command = [sys.executable, *(launch if ranks > 1 else ()), *(program or ("pretrain.py",))]
     done = subprocess.run(
         [*command, *FLAGS.split(), *flags.split(), "--save", str(folder), "--load", str(folder)],
@@ -147,14 +151,6 @@ def run_with_stale_casts(flags: list[str]) -> int:
 
     TEFp8Linear.casting = casting_once  # type: ignore[method-assign,assignment]
     return int(pretrain.main(flags))
-
-
-@contextlib.contextmanager
-def casting_once(self: TEFp8Linear, info: PassInfo) -> Iterator[dict[str, bool | None]]:
-    is_first = not hasattr(self, "was_cast")
-    self.was_cast = True  # type: ignore[attr-defined]
-    with self.autocast:
-        yield {"is_first_microbatch": is_first if info.is_training else None}
 
 
 def test_tensor_parallel_ranks_train_like_one(bf16: list[float], tmp_path: Path) -> None:

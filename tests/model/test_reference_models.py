@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from copied_weights import CopiedWeights
+from tiny_models import ROPE3, YARN
 from torch import Tensor
 from torch.nn import functional as F
 from transformers_weights import (
@@ -115,15 +116,6 @@ class Ours:
 def with_norms(norms: dict[str, str]) -> Callable[[Weights], Weights]:
     return lambda theirs: llama_like(theirs, LAYERS, norms)
 
-
-ROPE3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-    "beta_fast": 32.0, "beta_slow": 1.0,
-}  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]] = {
     "GPT-2": (

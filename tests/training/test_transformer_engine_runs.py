@@ -1,6 +1,5 @@
 """Runs with Transformer Engine's layers, by a stand-in for the library: checkpoints and changes on resume."""
 
-import contextlib
 import importlib
 import json
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from stale_casts import casting_once
 from transformer_engine_stand_in import stand_in
 
 import pretrain
@@ -15,7 +15,6 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.plan import DerivedValue
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
-from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 
 FLAGS = (
@@ -109,12 +108,3 @@ def test_casts_of_weights_are_those_of_this_step(tmp_path: Path) -> None:
     assert run(tmp_path / "cast", ENGINE, changes=sharded) == kept
     with mock.patch.object(TEFp8Linear, "casting", casting_once):
         assert run(tmp_path / "stale", ENGINE, changes=changes) != pytest.approx(kept, rel=1e-6)
-
-
-@contextlib.contextmanager
-def casting_once(self: TEFp8Linear, info: PassInfo) -> Iterator[dict[str, bool | None]]:
-    """Keep the cast of the first step."""
-    is_first = not hasattr(self, "was_cast")
-    self.was_cast = True  # type: ignore[attr-defined]
-    with self.autocast:
-        yield {"is_first_microbatch": is_first if info.is_training else None}

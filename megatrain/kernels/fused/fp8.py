@@ -123,9 +123,8 @@ def _cast(
         x = tl.load(X + start + place, mask=inside, other=0).to(tl.float32)
     if SEES:
         bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-        if bits > tl.load(
-            SEEN, cache_modifier=".cg"
-        ):  # an earlier value only costs an operation that changes nothing
+        # A stale value of SEEN only costs an atomic operation that changes nothing.
+        if bits > tl.load(SEEN, cache_modifier=".cg"):
             tl.atomic_max(SEEN, bits)
     scaled = x * tl.load(SCALE + 1)
     # The GPU's conversion replaces infinity by the largest number; adding 0 * infinity makes it NaN before.

@@ -188,9 +188,8 @@ class _Fp8RowLinear(Function):
         dx = fp8.product(rows, w_columns, dy.dtype, fast=False)
         dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
         y, is_last = x, is_fused(x)
-        if (
-            activation is not None
-        ):  # fused, y takes the memory of dx, and dx that of x, which no other operation reads
+        if activation is not None:
+            # Fused, y takes the memory of dx, and dx that of x, which no other operation reads.
             y = dx if is_last else torch.empty_like(dx)
             dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
         if fp8.has_fp8_wgrad:
