@@ -4,9 +4,9 @@
     python3 scripts/compare_fp8.py [--output FOLDER] [--gpus 0 1] [--runs "local delayed"] [flags of pretrain.py]
     python3 scripts/compare_fp8.py --output FOLDER --only-compare --plot docs/images/fp8.svg
 
-300 iterations of 8,192 tokens, from the same initial weights and in the same order; each GPU runs one at a time. FOLDER has the
-metrics and the output of each run; runs that it has are not repeated. Prints a table last; the exit code is 1 if the mean loss of
-the last 50 iterations differs from that of bf16 by more than 1 % in any run.
+300 iterations of two sequences of 8,192 tokens, from the same initial weights and in the same order; each GPU runs one at a time.
+FOLDER has the metrics and the output of each run; runs that it has are not repeated. Prints a table last; the exit code is 1 if the
+mean training loss of the last 50 iterations, or the final validation loss, differs from that of bf16 by more than 1 % in any run.
 """
 
 from __future__ import annotations
@@ -38,23 +38,29 @@ RUNS = (
 """Implementation, and recipe of --fp8-format hybrid."""
 BF16 = RUNS[0]
 LAST = 50
-"""Iterations whose mean loss is compared."""
+"""Iterations whose mean training loss is compared."""
+TRAINING = "--train-iters 300 --global-batch-size 2 --split 90,10,0 --eval-interval 300 --eval-iters 16 --eval-global-batch-size 2"
 LIMIT = 0.01
 COLORS = ("black", "#888888", "#1f77b4", "#17becf", "#2ca02c", "#bcbd22", "#d62728", "#9467bd")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run, and its median time of an iteration."""
+    """Training losses of a run, its final validation loss, and its median time of an iteration."""
 
     name: str
     losses: list[float]
+    validation: float
     milliseconds: float
 
     @property
     def last(self) -> float:
-        """Mean loss of the last iterations."""
+        """Mean training loss of the last iterations."""
         return statistics.mean(self.losses[-LAST:])
+
+    def differences(self, reference: Curve) -> tuple[float, float]:
+        """Return the relative differences of mean training loss and validation loss."""
+        return self.last / reference.last - 1, self.validation / reference.validation - 1
 
 
 def main() -> int:
@@ -81,7 +87,7 @@ def main() -> int:
         sys.exit(f"{folder} has no run of {BF16}, with which the others are compared")
     (arguments.plot or folder / "fp8.svg").write_text(plot(curves), encoding="utf-8")
     print(table(curves))
-    return int(any(abs(curve.last / curves[0].last - 1) > LIMIT for curve in curves))
+    return int(any(abs(share) > LIMIT for curve in curves for share in curve.differences(curves[0])))
 
 
 def train_all(folder: Path, names: Sequence[str], gpus: Sequence[str], flags: Sequence[str]) -> None:
@@ -107,8 +113,7 @@ def train(folder: Path, name: str, free: queue.Queue[str], flags: Sequence[str])
     command = [
         *("pretrain.py", "--config", "configs/benchmarks/a1.yaml", "--no-mock-data", "--vocab-size", "none"),
         *("--padded-vocab-size", str(EMBEDDING_ROWS), "--metrics-file", str(part)),
-        *("--transformer-impl", implementation, *SETTINGS.split(), "--train-iters", "300"),
-        *("--global-batch-size", "1", *fp8, *flags),
+        *("--transformer-impl", implementation, *SETTINGS.split(), *TRAINING.split(), *fp8, *flags),
     ]
     gpu = free.get()
     print(f"GPU {gpu}: {name}", flush=True)
@@ -130,22 +135,24 @@ def file_of(folder: Path, name: str) -> Path:
 def curve_of(folder: Path, name: str) -> Curve:
     rows = [json.loads(line) for line in file_of(folder, name).read_text().splitlines()]
     times = [row["iteration_ms"] for row in rows if "iteration_ms" in row]
-    return Curve(name, losses_of(file_of(folder, name)), statistics.median(times[len(times) // 2 :]))
+    validation = [row["loss"] for row in rows if "validation" in row][-1]
+    milliseconds = statistics.median(times[len(times) // 2 :])
+    return Curve(name, losses_of(file_of(folder, name)), validation, milliseconds)
 
 
 def table(curves: Sequence[Curve]) -> str:
     """Return the table as Markdown; the first curve is the reference."""
     lines = [
-        f"| run | loss of the last {LAST} | difference to `{curves[0].name}` | median difference | ms an iteration |",
-        "|---|---|---|---|---|",
+        f"| run | training loss, mean of the last {LAST} | difference to `{curves[0].name}` | validation loss | difference | ms an iteration |",
+        "|---|---|---|---|---|---|",
     ]
     for curve in curves:
-        difference = curve.last / curves[0].last - 1
-        pairs = zip(curve.losses[-LAST:], curves[0].losses[-LAST:], strict=True)
-        median = statistics.median(found / expected - 1 for found, expected in pairs)
-        mark = "" if abs(difference) <= LIMIT else f", above {LIMIT:.0%}"
+        training, validation = (
+            f"{share:+.2%}{'' if abs(share) <= LIMIT else f', above {LIMIT:.0%}'}"
+            for share in curve.differences(curves[0])
+        )
         lines.append(
-            f"| `{curve.name}` | {curve.last:.4f} | {difference:+.2%}{mark} | {median:+.2%} | {curve.milliseconds:.1f} |"
+            f"| `{curve.name}` | {curve.last:.4f} | {training} | {curve.validation:.4f} | {validation} | {curve.milliseconds:.1f} |"
         )
     return "\n".join(lines)
 

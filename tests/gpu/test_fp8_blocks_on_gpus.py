@@ -137,6 +137,7 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wg
     activation = Activation(fn=SILU, is_gated=True) if kind == "row" else None
     x = drawn(256, 2, inputs * (2 if activation else 1)).requires_grad_()
     grad, info = torch.zeros(outputs, inputs, device="cuda"), PassInfo()
+    value = x.detach().clone().requires_grad_()  # the backward pass of an activation overwrites its input
     own_weight, own_bias = weight.clone().requires_grad_(), Bias(bias, bias.float() * 0)
     fp8 = recipe.linear("weight")
     y = (
@@ -145,7 +146,6 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wg
         else fp8_row_linear(fp8, x, own_weight, grad, TP, info, own_bias, activation=activation)
     )
     y.backward(dy)
-    value = x.detach().clone().requires_grad_()
     gate, up = value.chunk(2, -1)
     hidden = value if activation is None else torch.nn.functional.silu(gate) * up
     expected = hidden @ weight.t() + bias
