@@ -5,8 +5,9 @@
     python3 scripts/compare_fp8.py --output FOLDER --only-compare --plot docs/images/fp8.svg
 
 300 iterations of two sequences of 8,192 tokens, from the same initial weights and in the same order; each GPU runs one at a time.
-FOLDER has the metrics and the output of each run; runs that it has are not repeated. Prints a table last; the exit code is 1 if the
-mean training loss of the last 50 iterations, or the final validation loss, differs from that of bf16 by more than 1 % in any run.
+FOLDER has the metrics and the output of each run; runs that it has are not trained again. Two runs of the same command differ, since
+the order of some sums does: with --repeats N, losses are means of N runs. Prints a table last; the exit code is 1 if the mean training
+loss of the last 50 iterations, or the final validation loss, differs from that of bf16 by more than 1 % in any kind of run.
 """
 
 from __future__ import annotations
@@ -46,17 +47,24 @@ COLORS = ("black", "#888888", "#1f77b4", "#17becf", "#2ca02c", "#bcbd22", "#d627
 
 @dataclass(frozen=True)
 class Curve:
-    """Training losses of a run, its final validation loss, and its median time of an iteration."""
+    """Means over the repeated runs of a kind: training losses, final validation loss, median time of an iteration."""
 
     name: str
     losses: list[float]
     validation: float
     milliseconds: float
+    each: list[float]
+    """Mean training loss of the last iterations of each run."""
 
     @property
     def last(self) -> float:
         """Mean training loss of the last iterations."""
         return statistics.mean(self.losses[-LAST:])
+
+    @property
+    def spread(self) -> str:
+        """Difference of the runs from one another."""
+        return f"{max(self.each) / min(self.each) - 1:.2%}" if len(self.each) > 1 else ""
 
     def differences(self, reference: Curve) -> tuple[float, float]:
         """Return the relative differences of mean training loss and validation loss."""
@@ -72,6 +80,7 @@ def main() -> int:
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=RUNS, metavar="RUN", help="runs to train [all]"
     )
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind [1]")
     parser.add_argument("--limit-mb", type=float, default=16.0, help="megabytes of text [16]")
     parser.add_argument(
         "--only-compare", action="store_true", help="train nothing; compare the runs in FOLDER"
@@ -81,8 +90,11 @@ def main() -> int:
     folder = arguments.output.resolve()
     if not arguments.only_compare:
         data = prepare_data(folder, limit_mb=arguments.limit_mb)
-        train_all(folder, arguments.runs, arguments.gpus, [*data, *flags])
-    curves = [curve_of(folder, name) for name in RUNS if file_of(folder, name).exists()]
+        numbers = range(1, arguments.repeats + 1)
+        files = [(name, file_of(folder, name, number)) for number in numbers for name in arguments.runs]
+        train_all(files, arguments.gpus, [*data, *flags])
+    found = {name: sorted(folder.glob(file_of(folder, name, "*").name)) for name in RUNS}
+    curves = [curve_of(name, files) for name, files in found.items() if files]
     if not curves or curves[0].name != BF16:
         sys.exit(f"{folder} has no run of {BF16}, with which the others are compared")
     (arguments.plot or folder / "fp8.svg").write_text(plot(curves), encoding="utf-8")
@@ -90,24 +102,23 @@ def main() -> int:
     return int(any(abs(share) > LIMIT for curve in curves for share in curve.differences(curves[0])))
 
 
-def train_all(folder: Path, names: Sequence[str], gpus: Sequence[str], flags: Sequence[str]) -> None:
-    """Run those that the folder lacks, one per GPU at a time."""
+def train_all(files: Sequence[tuple[str, Path]], gpus: Sequence[str], flags: Sequence[str]) -> None:
+    """Run those that have no metrics file, one per GPU at a time."""
     free: queue.Queue[str] = queue.Queue()
     for gpu in gpus:
         free.put(gpu)
-    missing = [name for name in names if not file_of(folder, name).exists()]
+    missing = [(name, metrics) for name, metrics in files if not metrics.exists()]
     with ThreadPoolExecutor(len(gpus)) as pool:
-        codes = list(pool.map(lambda name: train(folder, name, free, flags), missing))
-    failed = [name for name, code in zip(missing, codes, strict=True) if code]
-    for name in failed:
-        print(f"{name} failed: {file_of(folder, name).with_suffix('.log')}", file=sys.stderr)
+        codes = list(pool.map(lambda one: train(*one, free, flags), missing))
+    for (name, metrics), code in zip(missing, codes, strict=True):
+        if code:
+            print(f"{name} failed: {metrics.with_suffix('.log')}", file=sys.stderr)
 
 
-def train(folder: Path, name: str, free: queue.Queue[str], flags: Sequence[str]) -> int:
+def train(name: str, metrics: Path, free: queue.Queue[str], flags: Sequence[str]) -> int:
     """Train on a GPU that is free; the metrics file appears when the run has ended well."""
     implementation, recipe = name.split()
     fp8 = [] if recipe == "bf16" else ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
-    metrics = file_of(folder, name)
     part = metrics.with_suffix(".part")
     part.unlink(missing_ok=True)
     command = [
@@ -128,23 +139,32 @@ def train(folder: Path, name: str, free: queue.Queue[str], flags: Sequence[str])
     return code
 
 
-def file_of(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(' ', '-')}.jsonl"
+def file_of(folder: Path, name: str, number: int | str) -> Path:
+    return folder / f"{name.replace(' ', '-')}-{number}.jsonl"
 
 
-def curve_of(folder: Path, name: str) -> Curve:
-    rows = [json.loads(line) for line in file_of(folder, name).read_text().splitlines()]
-    times = [row["iteration_ms"] for row in rows if "iteration_ms" in row]
-    validation = [row["loss"] for row in rows if "validation" in row][-1]
-    milliseconds = statistics.median(times[len(times) // 2 :])
-    return Curve(name, losses_of(file_of(folder, name)), validation, milliseconds)
+def curve_of(name: str, files: Sequence[Path]) -> Curve:
+    validations, milliseconds = [], []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        times = [row["iteration_ms"] for row in rows if "iteration_ms" in row]
+        milliseconds.append(statistics.median(times[len(times) // 2 :]))
+        validations.append([row["loss"] for row in rows if "validation" in row][-1])
+    runs = [losses_of(file) for file in files]
+    return Curve(
+        name,
+        [statistics.mean(losses) for losses in zip(*runs, strict=True)],
+        statistics.mean(validations),
+        statistics.mean(milliseconds),
+        [statistics.mean(losses[-LAST:]) for losses in runs],
+    )
 
 
 def table(curves: Sequence[Curve]) -> str:
     """Return the table as Markdown; the first curve is the reference."""
     lines = [
-        f"| run | training loss, mean of the last {LAST} | difference to `{curves[0].name}` | validation loss | difference | ms an iteration |",
-        "|---|---|---|---|---|---|",
+        f"| run | runs | training loss, mean of the last {LAST} | between runs | difference to `{curves[0].name}` | validation loss | difference | ms an iteration |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for curve in curves:
         training, validation = (
@@ -152,7 +172,7 @@ def table(curves: Sequence[Curve]) -> str:
             for share in curve.differences(curves[0])
         )
         lines.append(
-            f"| `{curve.name}` | {curve.last:.4f} | {training} | {curve.validation:.4f} | {validation} | {curve.milliseconds:.1f} |"
+            f"| `{curve.name}` | {len(curve.each)} | {curve.last:.4f} | {curve.spread} | {training} | {curve.validation:.4f} | {validation} | {curve.milliseconds:.1f} |"
         )
     return "\n".join(lines)
 
