@@ -11,6 +11,7 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
+from megatrain.config.derive.fp8 import MXFP8_BLOCK
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.schema.experts import ExpertsConfig
@@ -89,8 +90,10 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         device,
     )
     is_delayed = precision.fp8_recipe == "delayed"
-    # Plans build `local`, which has no block scales.
-    name = "tensorwise" if device.type == "meta" and not is_delayed else precision.fp8_recipe
+    # Plans build `local`, which only emulates mxfp8.
+    is_planned_for_library = device.type == "meta" and precision.fp8_recipe == "mxfp8"
+    name = "tensorwise" if is_planned_for_library else precision.fp8_recipe
+    blocks = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
     return Fp8Recipe(
         name=name,
         format=precision.fp8_format,
@@ -100,7 +103,7 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         has_fp8_wgrad=precision.fp8_wgrad,
         keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
         history=history if is_delayed else None,
-        block=precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None,
+        block=blocks.get(name),
     )
 
 

@@ -16,10 +16,17 @@ BLOCKWISE_CAPABILITY: Final = 9
 """Major compute capability of the GPUs on which cuBLAS multiplies blocks with fp32 scales: Hopper."""
 GPU_BLOCK_SIZE: Final = 128
 """Elements per block of these products."""
-MXFP8_MULTIPLE: Final = 32
+MXFP8_BLOCK: Final = 32
 """Values that share a scale of MXFP8."""
 MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 """Compute capability of Blackwell."""
+
+
+def scale_block(draft: Draft) -> int | None:
+    """Return the elements of a row that share a scale; None: a tensor has one."""
+    precision = draft.config.precision
+    sizes = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
+    return None if precision.fp8_format is None else sizes.get(precision.fp8_recipe)
 
 
 class ProductSize(NamedTuple):

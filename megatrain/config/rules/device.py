@@ -9,7 +9,7 @@ from megatrain.config.derive.fp8 import (
     GROUPED_CAPABILITY,
     MIN_CAPABILITY,
     MIN_CAPABILITY_OF_MXFP8,
-    MXFP8_MULTIPLE,
+    MXFP8_BLOCK,
     PRODUCT_MULTIPLE,
     product_sizes,
 )
@@ -96,7 +96,7 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
 
 
 def _problems_of_mxfp8(draft: Draft) -> Problems:
-    """Scales of 32 values are those of Transformer Engine, for all linear layers."""
+    """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
     flag, capability = "--fp8-recipe mxfp8", draft.facts.device_capability
     reason = local_fp8_layers(draft)
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
@@ -104,6 +104,8 @@ def _problems_of_mxfp8(draft: Draft) -> Problems:
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
             "use --fp8-recipe tensorwise, or blockwise",
         )
+    elif draft.config.training.device != "cuda":
+        return
     elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
@@ -133,7 +135,7 @@ def fp8_products_can_run(draft: Draft) -> Problems:
         )
     if draft.config.precision.fp8_recipe == "blockwise":
         yield from _blocks_can_be_multiplied(draft)
-    multiple = MXFP8_MULTIPLE if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
+    multiple = MXFP8_BLOCK if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
         if size % multiple:
             yield Problem(

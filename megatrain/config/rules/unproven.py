@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import split_sizes
+from megatrain.config.derive.fp8 import scale_block, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -83,13 +83,13 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
 def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
     """Ranks that hold parts of blocks have scales of their own for them."""
     precision = draft.config.precision
-    if precision.fp8_format is None or precision.fp8_recipe != "blockwise":
+    block = scale_block(draft)
+    if block is None:
         return
-    block = precision.fp8_block_size
     for what, flags, size in dict.fromkeys(split_sizes(draft)):
         if size % block:
             yield (
-                f"--fp8-recipe blockwise: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
+                f"--fp8-recipe {precision.fp8_recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
                 f" layout (decided by {flags})"
             )
             return

@@ -118,7 +118,7 @@ class PrecisionConfig(CheckedSection):
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the linear layers of attention, MLPs and experts in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
-    """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations. blockwise: from the largest values of blocks. mxfp8, on Blackwell with --transformer-impl transformer_engine: powers of two, per 32 values."""
+    """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations. blockwise: from the largest values of blocks. mxfp8: from those of blocks of 32 values, weights too; on GPUs Blackwell with --transformer-impl transformer_engine only."""
     fp8_block_size: int = field(default=128, metadata=in_range(at_least=1))
     """With --fp8-recipe blockwise: elements per block of inputs and gradients, and rows and columns per block of weights. GPUs support 128 only."""
     fp8_margin: int = field(default=0, metadata=in_range(at_least=0))

@@ -1,13 +1,14 @@
-"""Casts to FP8 with a scale per block, and their products: the recipe of DeepSeek-V3.
+"""Casts to FP8 with a scale per block, and their products: the recipes of DeepSeek-V3 and of MXFP8.
 
-    inputs, gradients    blocks of 1 x 128, along the inner dimension of the product
-    weights              blocks of 128 x 128
+    inputs, gradients    blocks of 1 x 128, along the inner dimension of the product; MXFP8: 1 x 32
+    weights              blocks of 128 x 128; MXFP8: 1 x 32
 
 A scale is a power of two, so that it changes no mantissa. A matrix of inputs is an operand of two products with different
 inner dimensions, and has other blocks in each: one read of it writes both casts. Blocks at the end of a row are smaller.
 
 Scales of row blocks lie as [k / 128, n] and those of square blocks as [n / 128, k / 128 padded to 4]: the order that
-cuBLAS reads. Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.2; Transformer Engine's Float8BlockScaling.
+cuBLAS reads. Products of MXFP8 are emulated: only Blackwell GPUs have them. Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3.2;
+OCP Microscaling Formats (MX) 1.0; Transformer Engine's Float8BlockScaling and MXFP8BlockScaling.
 """
 
 from __future__ import annotations
@@ -132,6 +133,15 @@ def block_product_reference(
     n, k = b.codes.shape
     factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
     out = _decoded(a, wide, block) @ (b.codes.to(wide) * factor).t()
+    return (out if bias is None else out + bias).to(dtype)
+
+
+def row_block_product_reference(
+    a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, block: int
+) -> Tensor:
+    """Compute a b^T + bias with torch operators, both in row blocks: [m, k], [n, k] -> [m, n]."""
+    wide = accumulation_dtype(dtype)
+    out = _decoded(a, wide, block) @ _decoded(b, wide, block).t()
     return (out if bias is None else out + bias).to(dtype)
 
 

@@ -3,7 +3,7 @@
     tensorwise    scale from the largest value of this tensor
     delayed       scale from the largest values of earlier steps (amax_history.py): one pass over the tensor, not two
     blockwise     scales from the largest values of blocks (kernels/fp8/blocks.py): one pass over the tensor
-    mxfp8         a power of two per 32 values, by Transformer Engine (model/implementations/transformer_engine_fp8.py)
+    mxfp8         the same with blocks of 32 values, of weights too; on GPUs by Transformer Engine
 
 A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
 the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
@@ -25,6 +25,7 @@ from megatrain.kernels.fp8.blocks import (
     block_product,
     cast_blocks,
     cast_square_blocks,
+    row_block_product_reference,
 )
 from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
@@ -149,6 +150,7 @@ class Fp8Linear:
         keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts. With one scale the
             codes stay in one order, which backward passes transpose.
         block: elements per block; None: a tensor has one scale.
+        has_square_blocks: the weight has blocks of rows and columns, not of one row.
     """
 
     input: Scaling
@@ -157,6 +159,7 @@ class Fp8Linear:
     has_fp8_wgrad: bool = True
     keeps_weight: bool = True
     block: int | None = None
+    has_square_blocks: bool = True
     _kept: Cast | None = None
 
     @property
@@ -188,6 +191,8 @@ class Fp8Linear:
         """Return x weight^T + bias; see `product`. Partial sums of blocks always keep all bits."""
         if self.block is None:
             return product(x, weight, dtype, bias, fast=fast)
+        if not self.has_square_blocks:
+            return row_block_product_reference(x, weight, dtype, bias, self.block)
         return block_product(x, weight, dtype, bias, self.block)
 
     def accumulate(self, total: Tensor, dy: Operand, x: Operand, *, is_zero: bool) -> None:
@@ -203,7 +208,7 @@ class Fp8Recipe:
     """Builder of the FP8 tensors of linear layers.
 
     Args:
-        name: value of --fp8-recipe; `linear` builds the tensors of the first two.
+        name: value of --fp8-recipe.
         format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
         layers: numbers of the layers that it applies to; those of multi-token prediction follow the others.
         tokens: ranks that process the same micro-batch.
@@ -225,7 +230,6 @@ class Fp8Recipe:
 
     def linear(self, name: str) -> Fp8Linear:
         """Build the tensors of the layer whose weight has this canonical name."""
-        assert self.name != "mxfp8", "a rule refuses mxfp8 of local"
         of_input, of_weight, of_gradient = self.tensors(name)
         return Fp8Linear(
             self._scaling(*of_input, self.tokens),
@@ -234,12 +238,15 @@ class Fp8Recipe:
             self.has_fp8_wgrad,
             self.keeps_weights,
             self.block,
+            self.name != "mxfp8",
         )
 
     def tensors(self, name: str) -> tuple[tuple[str, torch.dtype], ...]:
         """Return name and format of input, weight and output gradient of the layer whose weight has this canonical name."""
         e4m3 = torch.float8_e4m3fn
-        is_e4m3 = self.format == "e4m3" or self.block is not None  # GPUs multiply blocks in E4M3 only
+        is_e4m3 = (
+            self.format == "e4m3" or self.name == "blockwise"
+        )  # GPUs multiply blocks of 128 in E4M3 only
         gradients = e4m3 if is_e4m3 else torch.float8_e5m2
         return (f"{name}.input", e4m3), (name, e4m3), (f"{name}.output_gradient", gradients)
 
@@ -252,7 +259,7 @@ class Fp8Recipe:
         self, name: str, dtype: torch.dtype, group: RankGroup, *, is_weight: bool = False
     ) -> Scaling:
         if self.block is not None:
-            return BlockScaling(dtype, self.block, is_weight)
+            return BlockScaling(dtype, self.block, is_weight and self.name != "mxfp8")
         current = CurrentScaling(dtype, group)
         if self.history is None:
             return current

@@ -32,7 +32,7 @@ CASES = {
     "fp8_recipe_is_supported": [
         ("--fp8-format hybrid --fp8-recipe mxfp8 --bf16 --transformer-impl transformer_engine", "", H100,
          ("--fp8-recipe mxfp8", "Blackwell", "H100"), ("--fp8-recipe tensorwise", "blockwise")),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8", "", None,
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --bf16", "", Facts(device="cuda", device_name="B200", device_capability=(10, 0)),
          ("--fp8-recipe mxfp8", "--transformer-impl local"), ("--fp8-recipe tensorwise", "transformer_engine")),
         ("--fp8-format e4m3 --fp16", "--bf16", None, ("--fp8-format", "--fp16"), ("--bf16",)),
     ],

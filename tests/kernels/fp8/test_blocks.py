@@ -10,6 +10,7 @@ from megatrain.kernels.fp8.blocks import (
     cast_blocks,
     cast_square_blocks,
     power_of_two_scale,
+    row_block_product_reference,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -99,6 +100,20 @@ def test_products_of_blocks_are_those_of_the_rounded_factors(dtype, block):
         for part in (gradients.columns, inputs.columns)
     ]
     near(total, 1 + columns[0] @ columns[1].t(), total.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_products_of_row_blocks_are_those_of_the_rounded_factors(dtype):
+    """As in MXFP8, whose weights have other codes in each order."""
+    x, weight, bias = drawn(5, 150), drawn(9, 150, seed=1), drawn(9, seed=2, dtype=dtype)
+    inputs, weights = cast_blocks(x, E4M3, 32), cast_blocks(weight, E4M3, 32)
+    factors = [
+        part.codes.double() * part.scale.double().t().repeat_interleave(32, 1)[:, :150]
+        for part in (inputs.rows, weights.rows)
+    ]
+    y = row_block_product_reference(inputs.rows, weights.rows, dtype, bias, 32)
+    near(y, factors[0] @ factors[1].t() + bias, dtype)
+    assert not torch.equal(weights.rows.codes.float(), weights.columns.codes.float().t())
 
 
 def spread(scale, block):
