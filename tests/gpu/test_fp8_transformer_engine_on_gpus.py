@@ -49,7 +49,7 @@ FLAGS = (
     " --eval-interval 4 --eval-iters 1 --log-interval 100"
 )
 SLOW = "--lr 1e-4"
-"""With 1e-3 the loss falls by a tenth per iteration, so that a run a fifth of an iteration behind would differ by 2 %."""
+"""With 1e-3 the loss falls by a tenth per iteration: a run that is late by a fifth of an iteration would differ by 2 %."""
 PLANTED = "import sys, test_fp8_transformer_engine_on_gpus as here; sys.exit(here.run_with_stale_casts(sys.argv[1:]))"
 
 
