@@ -13,26 +13,21 @@ from torch import Tensor
 
 from megatrain.kernels import rotary
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.qkv import concat
+from megatrain.kernels.qkv import concat, copy_heads
 
 
-def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+def rotate_queries(
+    q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False
+) -> Tensor:
     """Apply RoPE to the last `num_rotary` channels of each head, in place.
 
     Args:
         cos, sin: tables of the positions in the accumulation dtype, [s, 1, 1, at most r/2].
+        is_backward: rotate gradients by the negative angle.
     """
     part = q[..., -num_rotary:]
-    part.copy_(rotary.apply_rope(part, cos, sin, is_interleaved=is_interleaved))
+    rotary.rotate(part, cos, sin, is_interleaved=is_interleaved, is_backward=is_backward)
     return q
-
-
-def rotate_queries_backward(
-    dq: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> Tensor:
-    """Return the gradient of `rotate_queries`."""
-    part = rotary.apply_rope(dq[..., -num_rotary:], cos, sin, is_interleaved=is_interleaved, is_backward=True)
-    return concat((dq[..., :-num_rotary], part), dim=-1)
 
 
 def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
@@ -42,8 +37,8 @@ def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
         plain: number of channels of keys in `kv`.
     """
     k = kv.new_empty((*kv.shape[:-1], plain + key.shape[-1]))
-    k[..., :plain] = kv[..., :plain]
-    k[..., plain:] = key
+    copy_heads(k[..., :plain], kv[..., :plain])
+    copy_heads(k[..., plain:], key)
     return k, kv[..., plain:]
 
 

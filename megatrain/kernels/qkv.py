@@ -25,6 +25,13 @@ def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([part.view(torch.int64) for part in parts], dim).view(dtype)
 
 
+def copy_heads(target: Tensor, source: Tensor) -> None:
+    """Copy heads of the same dtype, one for all where `source` has one; in elements of 8 bytes, as `concat`."""
+    if _has_words(target) and _has_words(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
+
+
 def _has_words(x: Tensor) -> bool:
     """Return whether `x` is a tensor of 8-byte words too."""
     each = 8 // x.element_size()

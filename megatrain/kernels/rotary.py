@@ -142,6 +142,14 @@ def apply_rope(
     return implementation(x, cos, sin, is_interleaved=is_interleaved, is_backward=is_backward)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False) -> None:
+    """Apply RoPE in place: see `apply_rope`."""
+    if is_fused(x) and x.stride(-1) == 1:
+        fused.rotate_into(x, x, cos, sin, is_interleaved, is_backward)
+    else:
+        x.copy_(apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved, is_backward=is_backward))
+
+
 def apply_rope_to_qkv(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> tuple[Tensor, ...]:

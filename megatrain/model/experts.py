@@ -69,7 +69,7 @@ class Experts(nn.Module):
         finish_dispatch = self.dispatcher.begin_dispatch(rows, lambda: self.router(x, info))
 
         def compute() -> FinishExperts:
-            dispatched = finish_dispatch()
+            dispatched = finish_dispatch()._replace(overlapped=(info.compute_late,))
             finish_combine = self.dispatcher.begin_combine(self.experts(dispatched, info), dispatched)
 
             def finish() -> Tensor:

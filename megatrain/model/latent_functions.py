@@ -11,7 +11,10 @@ from megatrain.kernels import latent_heads
 
 
 def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-    """Apply RoPE to the last channels of heads in place (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
+    """Apply RoPE to the last channels of heads in place (`kernels.latent_heads`); saves only the tables.
+
+    Neither `q` nor the gradient of the result may be reused.
+    """
     out: Tensor = _RotateQueries.apply(q, num_rotary, cos, sin, is_interleaved)
     return out
 
@@ -33,9 +36,8 @@ class _RotateQueries(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq = latent_heads.rotate_queries_backward(
-            grads[0], ctx.num_rotary, *ctx.saved_tensors, is_interleaved=ctx.is_interleaved
-        )
+        kind = {"is_interleaved": ctx.is_interleaved, "is_backward": True}
+        dq = latent_heads.rotate_queries(grads[0], ctx.num_rotary, *ctx.saved_tensors, **kind)
         return dq, None, None, None, None
 
 

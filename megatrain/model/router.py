@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.moe import router_linear
 from megatrain.kernels.moe.routing import (
     Routing,
     TopKRule,
@@ -41,7 +42,6 @@ from megatrain.kernels.moe.routing_losses import (
     score_sums,
 )
 from megatrain.kernels.random import fill_uniform, stream_key
-from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.layouts import router_layout, stream_layout
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
@@ -264,19 +264,16 @@ class _Logits(Function):
         info: PassInfo,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight_grad, ctx.bias, ctx.dtype, ctx.info = weight_grad, bias, dtype, info
-        logits = x.to(dtype) @ weight.to(dtype).t()
+        ctx.weight_grad, ctx.bias, ctx.info = weight_grad, bias, info
+        logits = router_linear.linear(x, weight, dtype)
         return logits if bias is None else logits.add_(bias.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         dy, weight_grad = grads[0], ctx.weight_grad
-        dx = (dy @ weight.to(ctx.dtype)).to(x.dtype)
-        factors = dy.dtype if x.dtype == dy.dtype else weight_grad.dtype
-        ctx.info.compute_weight_gradient(
-            lambda: accumulate_weight_gradient(weight_grad, dy.to(factors), x.to(factors))
-        )
+        dx = router_linear.linear_backward(dy, x, weight)
+        ctx.info.compute_weight_gradient(lambda: router_linear.accumulate_weight_gradient(weight_grad, dy, x))
         if ctx.bias is not None:
             ctx.bias.grad.add_(dy.sum(0))
         return dx, None, None, None, None, None

@@ -129,6 +129,8 @@ class PassInfo:
     """Factor that turns the mean of the counted token losses into this pass's part of the step's loss."""
     deferred: list[Callable[[], None]] | None = None
     """Weight gradients to compute later in the schedule; None: they are computed at once."""
+    late: list[Callable[[], None]] | None = None
+    """The newest weight gradient that overlaps with the next transfer of the backward pass; None: such are computed at once."""
     splits_backward: bool = False
     """The schedule computes weight gradients as separate actions."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -137,9 +139,18 @@ class PassInfo:
     router_metrics: dict[int, Tensor] = field(default_factory=dict)
     """Metrics of the routers of this pass, by layer number: see `model/router.py`."""
 
-    def compute_weight_gradient(self, work: Callable[[], None]) -> None:
-        """Run `work` now, or defer it to the schedule's weight-gradient action."""
-        if self.deferred is None:
-            work()
-        else:
+    def compute_weight_gradient(self, work: Callable[[], None], *, may_be_late: bool = False) -> None:
+        """Run `work` now, or defer it to the schedule's weight-gradient action or to `compute_late`."""
+        if self.deferred is not None:
             self.deferred.append(work)
+        elif may_be_late and self.late is not None:
+            self.compute_late()
+            self.late.append(work)
+        else:
+            work()
+
+    @torch.no_grad()
+    def compute_late(self) -> None:
+        """Compute the gradient in `late`."""
+        while self.late:
+            self.late.pop()()

@@ -86,6 +86,8 @@ class DispatchedTokens(NamedTuple):
     """The dispatcher's state for `begin_combine`."""
     transfer: RowTransfer | None = None
     """The last collective that sent the rows; None: none."""
+    overlapped: tuple[Callable[[], None], ...] = ()
+    """Work of the backward pass, done while the gradient of the sums is sent."""
 
 
 FinishDispatch = Callable[[], DispatchedTokens]
@@ -154,7 +156,7 @@ class AllGatherDispatcher:
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sums = RowTransfer(self._begin_reduction, self._begin_gather)
+        sums = RowTransfer(self._begin_reduction, self._begin_gather, *dispatched.overlapped)
         own = sums.begin(_unpermuted(out, dispatched.state))
         return lambda: sums.finish(own)
 
@@ -350,13 +352,13 @@ class RowTransfer:
     y = finish(x)       wait and return the rows        begin the conjugate, then do the deferred work
     """
 
-    def __init__(self, forward: BeginTransfer, backward: BeginTransfer) -> None:
+    def __init__(self, forward: BeginTransfer, backward: BeginTransfer, *work: Callable[[], None]) -> None:
         self.forward, self.backward = forward, backward
         self.appended: Tensor | None = None
         """Received columns that `forward` appended to those of x; they have no gradient."""
         self.out: Tensor | None = None
         self.pending = Transfer()
-        self.deferred: list[Callable[[], None]] = []
+        self.deferred = list(work)
         """Work of the backward pass, done while the gradient is sent."""
 
     def begin(self, x: Tensor) -> Tensor:

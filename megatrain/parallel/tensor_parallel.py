@@ -269,7 +269,8 @@ class _ColumnLinear(Function):
         dx = dy @ weight
         dx, reduction = begin_reduction(dx, tp) if peers is None else products.begin_reduction(dx, peers)
         gather.wait()
-        _accumulate_weight_gradient(ctx.weight_grad, dy, _until_accumulated(full_x, tp, ctx.info), ctx.info)
+        x = _until_accumulated(full_x, tp, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, None, None, None, None, None, None
@@ -343,9 +344,11 @@ def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 
 
-def _accumulate_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
+def _accumulate_weight_gradient(
+    weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
+) -> None:
     rows = dy.flatten(0, -2), x.flatten(0, -2)
-    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows))
+    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows), **when)
 
 
 def _until_accumulated(rows: Tensor, tp: TensorParallel, info: PassInfo) -> Tensor:

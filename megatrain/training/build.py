@@ -188,6 +188,8 @@ def build_executor(
         chunks=model.chunks,
         placement=model.placement,
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
+        has_late_gradients=grid.ep.size > 1
+        and config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim"),
     )
 
 

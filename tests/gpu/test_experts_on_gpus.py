@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.activations import SILU, Activation
+from megatrain.kernels.moe.router_linear import accumulate_weight_gradient, linear, linear_backward
 from megatrain.kernels.moe.routing import Routing
 from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
@@ -51,7 +52,7 @@ def one_pass(given: Inputs, experts: Tensor, kept: Tensor) -> list[Tensor]:
     grads = [torch.zeros_like(weight, dtype=grad_dtype) for weight in (given.fc1, given.fc2)]
     weights = [GroupedWeight(*pair) for pair in zip((given.fc1, given.fc2), grads, strict=True)]
     dispatched = dispatcher.begin_dispatch(x, lambda: Routing(experts, probs * kept, kept))()
-    rows, ends, row_probs, _, transfer = dispatched
+    rows, ends, row_probs, _, transfer, _ = dispatched
     out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, GroupedProducts(), PassInfo(), transfer)
     out = dispatcher.begin_combine(out, dispatched)()
     out.backward(given.dy)
@@ -73,3 +74,21 @@ def test_the_host_does_not_wait_and_the_results_are_those_of_the_reference() -> 
     for one, reference in zip(found, expected, strict=True):
         error = (one.double().cpu() - reference).norm() / reference.norm()
         assert error < 0.02
+
+
+def test_the_products_of_a_router_have_the_precision_of_fp32() -> None:
+    """Tensor cores truncate sums to fp32; factors in TF32 or bf16 would give errors above 3e-4."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator).bfloat16().cuda() for shape in ((T, 2048), (64, 2048))
+    )
+    dy = torch.randn(T, 64, generator=generator).cuda()
+    grad = torch.zeros(64, 2048, device="cuda")
+    accumulate_weight_gradient(grad, dy, x)
+    dx = linear_backward(dy, x, weight)
+    found = linear(x, weight, torch.float32), grad
+    x, weight, dy = x.double(), weight.double(), dy.double()
+    for one, reference in zip(found, (x @ weight.t(), dy.t() @ x), strict=True):
+        assert one.dtype == torch.float32
+        assert (one - reference).norm() / reference.norm() < 3e-5
+    assert (dx - (dy @ weight).bfloat16()).double().norm() / (dy @ weight).norm() < 3e-4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.qkv import concat, concat_heads, fused_view
+from megatrain.kernels.qkv import concat, concat_heads, copy_heads, fused_view
 
 SIZES = (4, 2, 2)
 
@@ -54,3 +54,17 @@ def test_strided_parts_are_concatenated(dtype: torch.dtype, width: int, first: i
     found = concat(parts, dim)
     assert found.dtype is dtype
     assert torch.equal(found, torch.cat(parts, dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "first"), [(8, 0), (8, 4), (8, 1), (6, 0), (7, 2)])
+@pytest.mark.parametrize("num_heads", [1, 5])
+def test_heads_are_copied_into_other_channels(
+    dtype: torch.dtype, width: int, first: int, num_heads: int
+) -> None:
+    source = torch.randn(3, 2, num_heads, 16).to(dtype)[..., first : first + width]
+    target = torch.zeros(3, 2, 5, 16, dtype=dtype)
+    copy_heads(target[..., first : first + width], source)
+    assert torch.equal(target[..., first : first + width], source.expand(3, 2, 5, width))
+    assert not target[..., :first].any()
+    assert not target[..., first + width :].any()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.expert_parallel import RowTransfer
 
@@ -56,6 +57,27 @@ def test_both_passes_begin_before_other_work_and_wait_after_it() -> None:
     assert events == ["begin gradient", "deferred", "its gradient", "wait for gradient"]
     assert torch.equal(rows, 2 * torch.ones(2, 3))
     assert torch.equal(x.grad, 6 * torch.ones(2, 3))
+
+
+def test_the_newest_late_weight_gradient_overlaps_with_the_gradient() -> None:
+    events: list[str] = []
+    info = PassInfo(late=[])
+    for name in ("older", "newest"):
+        info.compute_weight_gradient(lambda name=name: events.append(name), may_be_late=True)
+    info.compute_weight_gradient(lambda: events.append("not late"))
+    assert events == ["older", "not late"]
+
+    def sent(x: Tensor) -> tuple[Tensor, Transfer]:
+        events.append("begin")
+        return x, Transfer(Work("rows", events))
+
+    transfer = RowTransfer(sent, sent, info.compute_late)
+    rows = transfer.finish(transfer.begin(torch.ones(2, 3, requires_grad=True)))
+    events.clear()
+    rows.sum().backward()
+    assert events == ["begin", "newest", "wait for rows"]
+    info.compute_late()
+    assert len(events) == 3
 
 
 def test_appended_columns_are_received_without_a_gradient() -> None:

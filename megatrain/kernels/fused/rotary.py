@@ -19,7 +19,7 @@ def apply_rope(
 ) -> Tensor:
     """Implement `kernels.rotary.apply_rope`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rotate_into(y, x, cos, sin, is_interleaved, is_backward)
+    rotate_into(y, x, cos, sin, is_interleaved, is_backward)
     return y
 
 
@@ -28,7 +28,7 @@ def apply_rope_to_qkv(
 ) -> tuple[Tensor, ...]:
     """Implement `kernels.rotary.apply_rope_to_qkv`; the results are views of `qkv`."""
     rotated = qkv[:, :, : sizes[0] + sizes[1]]
-    _rotate_into(rotated, rotated, cos, sin, is_interleaved, False)
+    rotate_into(rotated, rotated, cos, sin, is_interleaved, False)
     return tuple(qkv.split(list(sizes), dim=2))
 
 
@@ -41,18 +41,18 @@ def apply_rope_to_qkv_backward(
     whole = fused_view(gradients)
     if whole is not None:
         rotated = whole[:, :, : sizes[0] + sizes[1]]
-        _rotate_into(rotated, rotated, cos, sin, is_interleaved, True)
+        rotate_into(rotated, rotated, cos, sin, is_interleaved, True)
         return whole
     out = torch.empty(s, b, sum(sizes), d, dtype=gradients[0].dtype, device=gradients[0].device)
     dq, dk, *others = out.split(sizes, dim=2)
-    _rotate_into(dq, gradients[0], cos, sin, is_interleaved, True)
-    _rotate_into(dk, gradients[1], cos, sin, is_interleaved, True)
+    rotate_into(dq, gradients[0], cos, sin, is_interleaved, True)
+    rotate_into(dk, gradients[1], cos, sin, is_interleaved, True)
     for other, gradient in zip(others, gradients[2:], strict=True):
         other.copy_(gradient)
     return out
 
 
-def _rotate_into(
+def rotate_into(
     y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_backward: bool
 ) -> None:
     """Write the rotated `x` to `y`, which may be `x`. Channels of a head are contiguous in both."""

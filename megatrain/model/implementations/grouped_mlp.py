@@ -48,7 +48,7 @@ class LocalGroupedMlp(LaidOutModule):
         )
         # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
-        rows, ends, probs, _, transfer = dispatched
+        rows, ends, probs, _, transfer, _ = dispatched
         operations = (self.activation, self.products)
         out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, *operations, info, transfer)
         return out

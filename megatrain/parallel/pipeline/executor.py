@@ -73,6 +73,8 @@ class Executor:
         chunks: numbers of the segments of each chunk; None: all segments are one chunk.
         placement: virtual stages of the chunks; None: one chunk per rank.
         num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
+        has_late_gradients: weight gradients may overlap with transfers of the next segment's backward pass, except in the last
+            micro-batch; `hooks` must not read gradients before that.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Executor:
         chunks: Sequence[range] | None = None,
         placement: Placement | None = None,
         num_received: Mapping[int, int] | None = None,
+        has_late_gradients: bool = False,
     ) -> None:
         self.segments = segments
         self.grid = grid
@@ -94,6 +97,7 @@ class Executor:
         self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
         self.num_received = num_received or {}
+        self.has_late_gradients = has_late_gradients
         self.dtype = dtype
         self.device = device
         self.hooks = hooks
@@ -104,17 +108,14 @@ class Executor:
         messages = PointToPoint(self.grid, self.placement)
         for action in actions:
             state = run.state(action)
+            empty = functools.partial(self._empty, action, state.info)
             match action.kind:
                 case ActionKind.POST_FORWARD | ActionKind.POST_BACKWARD:
-                    messages.post(action, self._empty(action, state.info))
+                    messages.post(action, empty())
                 case ActionKind.RECV_FORWARD:
-                    state.hidden = messages.receive(
-                        action, functools.partial(self._empty, action, state.info)
-                    )
+                    state.hidden = messages.receive(action, empty)
                 case ActionKind.RECV_BACKWARD:
-                    state.gradient = messages.receive(
-                        action, functools.partial(self._empty, action, state.info)
-                    )
+                    state.gradient = messages.receive(action, empty)
                 case ActionKind.SEND_FORWARD:
                     assert state.hidden is not None
                     messages.send(action, state.hidden)
@@ -157,6 +158,8 @@ class Executor:
         for one, number in segments_in_turn(action, self.chunks):
             methods[one.kind](run, one, number)
         for one in action.passes:
+            if one.kind is ActionKind.BACKWARD:
+                run.state(one).info.compute_late()
             self._hand_over(run, one)
 
     def _hand_over(self, run: _Run, one: Action) -> None:
@@ -195,6 +198,8 @@ class Executor:
         state = run.state(one)
         info, graph = state.info, state.graphs.pop()
         info.splits_backward, info.deferred = state.defers_weights, [] if state.defers_weights else None
+        is_last = run.num_done[number] == len(run.batches) - 1
+        info.late = (info.late or []) if self.has_late_gradients and not is_last else None
         if state.gradient is not None:
             graph.gradient.append(state.gradient)
             state.gradient = None

@@ -136,6 +136,15 @@ def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     )
 
 
+def _late_gradients_dropped() -> AbstractContextManager[Any]:
+    """Forget the weight gradients that wait for the next transfer of the backward pass."""
+
+    def forget(info: PassInfo) -> None:
+        info.late = None if info.late is None else []
+
+    return mock.patch.object(PassInfo, "compute_late", forget)
+
+
 def _experts_reversed() -> AbstractContextManager[Any]:
     """Reverse the order of a rank's experts for received rows."""
 
@@ -169,6 +178,7 @@ EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {
     "router loss logged by each stage": (_logged_loss_doubled, "pp2 mixtral auxloss"),
     "expert tensor slices not summed": (_expert_slices_not_reduced, "dp2 mixtral etp2"),
     "gradients of routing probabilities at other tokens": (_probs_of_other_tokens, "dp2 mixtral ep2"),
+    "late weight gradients dropped": (_late_gradients_dropped, "dp2 mixtral ep2"),
     "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
     "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
     "latent projections not reduced under sp": (

@@ -51,6 +51,8 @@ class Traffic:
     """Bytes of the larger of this rank's input and output."""
     milliseconds: float = 0.0
     """Time of their kernels, overlapped or not, including the wait for other ranks."""
+    exposed: float = 0.0
+    """Milliseconds of it during which no compute kernel runs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class TraceSummary:
     kernels: Sequence[tuple[str, int, float]] = ()
     """Name, count and milliseconds of the slowest kernels."""
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    """By collective and group size, if the trace records them."""
+    """By collective, size and name of its group, if the trace records them."""
     host_waits: Mapping[str, int] = field(default_factory=dict)
     """Number of times the host waited for the GPU, by call."""
 
@@ -81,11 +83,12 @@ class TraceSummary:
             everything.idle += part.idle
         lines.append(self._row("all", everything, total))
         if self.traffic:
-            lines += ["", f"{'ms/step':>9} {'launches':>9} {'GB/step':>9}  collective"]
+            lines += ["", f"{'ms/step':>9} {'exposed':>16} {'launches':>9} {'GB/step':>9}  collective"]
         for name, traffic in self.traffic.items():
             n = self.num_steps
             lines.append(
-                f"{traffic.milliseconds / n:9.2f} {traffic.count / n:9.1f} {traffic.num_bytes / n / 1e9:9.3f}  {name}"
+                f"{traffic.milliseconds / n:9.2f} {traffic.exposed / n:7.2f} ({traffic.exposed / total:6.1%}) "
+                f"{traffic.count / n:9.1f} {traffic.num_bytes / n / 1e9:9.3f}  {name}"
             )
         lines += ["", f"{'ms/step':>9} {'launches':>9}  kernel"]
         for name, count, milliseconds in self.kernels:
@@ -136,12 +139,13 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernel
     for kernel in kernels:
         longest[kernel["name"]] += kernel["dur"] / 1000
     counts = Counter(kernel["name"] for kernel in kernels)
+    times, exposed = _times(kernels, parts)
     top = sorted(longest, key=lambda name: longest[name], reverse=True)[:num_kernels]
     return TraceSummary(
         num_steps=num_steps,
-        parts=_times(kernels, parts),
+        parts=times,
         kernels=[(name, counts[name], longest[name]) for name in top],
-        traffic=_traffic(kernels),
+        traffic=_traffic(kernels, exposed),
         host_waits=dict(Counter(call["name"] for call in calls if call["name"] in _SYNCHRONIZING)),
     )
 
@@ -160,16 +164,20 @@ _WIDTHS = {
 """Bytes per element, by the dtype's name in traces."""
 
 
-def _traffic(kernels: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
-    """Return the traffic of NCCL kernels, from the arguments that torch records for each."""
+def _traffic(kernels: Sequence[Mapping[str, Any]], exposed: Mapping[int, float]) -> dict[str, Traffic]:
+    """Return the traffic of NCCL kernels, from the arguments that torch records for each.
+
+    Args:
+        exposed: milliseconds of exposed communication, by kernel.
+    """
     traffic: dict[str, Traffic] = {}
-    for kernel in kernels:
+    for number, kernel in enumerate(kernels):
         recorded = kernel["args"]
         if "Collective name" not in recorded:
             continue
-        one = traffic.setdefault(
-            f"{recorded['Collective name']} over {recorded.get('Group size', '?')}", Traffic()
-        )
+        group = f"{recorded.get('Group size', '?')} {recorded.get('Process Group Description', '')}".rstrip()
+        one = traffic.setdefault(f"{recorded['Collective name']} over {group}", Traffic())
+        one.exposed += exposed.get(number, 0.0)
         elements = max(int(recorded.get("In msg nelems", 0)), int(recorded.get("Out msg nelems", 0)))
         one.count += 1
         one.num_bytes += elements * _WIDTHS.get(recorded.get("dtype", ""), 0)
@@ -177,8 +185,16 @@ def _traffic(kernels: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
     return traffic
 
 
-def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, PartTimes]:
-    """Sum the intervals between consecutive starts and ends of kernels; each is compute, exposed or idle."""
+def _times(
+    kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]
+) -> tuple[dict[str, PartTimes], dict[int, float]]:
+    """Sum the intervals between consecutive starts and ends of kernels; each is compute, exposed or idle.
+
+    Returns:
+        The times of each part, and the exposed milliseconds of each kernel that communicates. If several do, they are those of
+        the one that started first.
+    """
+    exposed: dict[int, float] = defaultdict(float)
     times: dict[str, PartTimes] = {part: PartTimes() for part in parts}
     boundaries = sorted(
         [(kernel["ts"], True, number) for number, kernel in enumerate(kernels)]
@@ -192,7 +208,9 @@ def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[s
         if computing:
             times[parts[next(iter(computing))]].compute += length
         elif communicating:
-            times[parts[next(iter(communicating))]].exposed += length
+            first = next(iter(communicating))
+            times[parts[first]].exposed += length
+            exposed[first] += length
         else:
             times[parts[number]].idle += length
         running = communicating if "nccl" in kernels[number]["name"].lower() else computing
@@ -201,7 +219,7 @@ def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[s
         else:
             del running[number]
         before = at
-    return times
+    return times, exposed
 
 
 class _Ranges:

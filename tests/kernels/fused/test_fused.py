@@ -143,6 +143,10 @@ def test_rotary(
             rotary.apply_rope_reference(qkv[:, :, 1:], cos, sin, **kind, is_backward=is_backward),
             dtype,
         )
+        of_larger_heads = torch.cat((qkv, qkv), dim=-1)
+        fused_rotary.rotate_into(*2 * (of_larger_heads[..., d:],), cos, sin, is_interleaved, is_backward)
+        assert torch.equal(of_larger_heads[..., :d], qkv)
+        assert torch.equal(of_larger_heads[:, :, 1:, d:], found)
     gradients = [drawn(s, b, n, d, dtype=dtype, seed=seed) for seed, n in enumerate(heads)]
     gradients[1] = gradients[1].transpose(0, 1).contiguous().transpose(0, 1)
     near(

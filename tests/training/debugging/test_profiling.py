@@ -57,15 +57,16 @@ def test_intervals_are_compute_exposed_communication_or_idle() -> None:
     assert "cudaStreamSynchronize 0.5" in text
 
 
-def test_traffic_is_counted_if_the_trace_records_it() -> None:
+def test_traffic_and_its_exposed_part_are_counted_by_group_if_the_trace_records_it() -> None:
     recorded = {"Collective name": "_reduce_scatter_base", "Group size": 4, "dtype": "Float"}
+    recorded["Process Group Description"] = "ep"
     sizes = {"In msg nelems": 4_000_000, "Out msg nelems": 1_000_000}
     kernels = [span("kernel", "ncclDevKernel_ReduceScatter", at, 500) for at in (0, 1000, 2000)]
     for kernel in kernels:
         kernel["args"] |= {**recorded, **sizes}
     summary = summarize([*TRACE, *kernels], num_steps=2)
-    assert list(summary.traffic) == ["_reduce_scatter_base over 4"]
-    assert "     0.75       1.5     0.024  _reduce_scatter_base over 4" in summary.text()
+    assert list(summary.traffic) == ["_reduce_scatter_base over 4 ep"]
+    assert "     0.75    0.25 (  5.6%)       1.5     0.024  _reduce_scatter_base over 4 ep" in summary.text()
     assert "collective" not in summarize(TRACE, num_steps=1).text()
 
 

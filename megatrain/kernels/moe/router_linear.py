@@ -1,0 +1,57 @@
+"""Linear layer of a router, which computes in fp32 or fp64 while hidden states and weights may be in 16 bits.
+
+On GPUs the tensor cores compute fp32 products from bf16 factors, whose products are exact in fp32; sums are in fp32 either
+way. The gradient of the logits is in fp32, so that it is split into three bf16 numbers, whose sum has all of its 24 bits:
+
+    dx = [high, middle, low] [W, W, W]^T            dW = high^T x + middle^T x + low^T x
+
+A product with K = 384 replaces one with K = 128 in fp32, which tensor cores do not compute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels import wgrad
+from megatrain.kernels.fused.launching import is_fused
+
+_PARTS = 3
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x W^T, computed and returned in `dtype`: x [t, h], weight [E, h] -> [t, E]."""
+    if _uses_tensor_cores(x, weight, dtype):
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return x.to(dtype) @ weight.to(dtype).t()
+
+
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of x, computed in the dtype of `dy`: [t, E] -> [t, h] in the dtype of x."""
+    if _uses_tensor_cores(x, weight, dy.dtype):
+        return split_in_bf16(dy) @ weight.repeat(_PARTS, 1)
+    return (dy @ weight.to(dy.dtype)).to(x.dtype)
+
+
+def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Compute grad += dy^T x, in the dtype of `dy` or, if x has that too, of the buffer."""
+    if _uses_tensor_cores(x, x, dy.dtype):
+        parts = torch.mm(split_in_bf16(dy).t(), x, out_dtype=dy.dtype)
+        grad.add_(parts.view(_PARTS, *grad.shape).sum(0))
+        return
+    factors = dy.dtype if x.dtype == dy.dtype else grad.dtype
+    wgrad.accumulate_weight_gradient(grad, dy.to(factors), x.to(factors))
+
+
+def split_in_bf16(x: Tensor) -> Tensor:
+    """Return three bf16 numbers for each fp32 number, whose sum it is: [t, n] -> [t, 3 n], the largest ones first."""
+    parts = torch.empty(len(x), _PARTS, x.shape[1], dtype=torch.bfloat16, device=x.device)
+    parts[:, 0] = x
+    rest = x - parts[:, 0]
+    parts[:, 1] = rest
+    parts[:, 2] = rest.sub_(parts[:, 1])
+    return parts.flatten(1)
+
+
+def _uses_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    return is_fused(x) and x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
