@@ -122,16 +122,14 @@ class CheckpointReader:
                 chunk.box, box, self._part_bytes // DTYPES[stored.dtype].itemsize
             )
         ]
-
         free = self._buffers.setdefault(out.device, queue.SimpleQueue())
+        # The threads use the caller's stream, so that what the caller does next follows the copies.
         stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
             buffer = self._buffer(free, out.device)
             try:
-                with torch.cuda.stream(
-                    stream
-                ):  # the caller's: it orders the copies before what the caller does next
+                with torch.cuda.stream(stream):
                     values = self._read(file, chunk, stored.dtype, part, buffer)
                     out[slices_within(common, box)].copy_(values[slices_within(common, part)])
             finally:
