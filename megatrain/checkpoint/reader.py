@@ -15,6 +15,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -112,7 +113,7 @@ class CheckpointReader:
         return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+        """Copy a box into `out`, which has the shape of the box and any float dtype; on a GPU, in the caller's stream."""
         stored = self.kind(name, shape, kind)
         parts = [
             (self._open(chunk.file), chunk, part, common)
@@ -123,13 +124,12 @@ class CheckpointReader:
             )
         ]
         free = self._buffers.setdefault(out.device, queue.SimpleQueue())
-        # The threads use the caller's stream, so that what the caller does next follows the copies.
         stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
             buffer = self._buffer(free, out.device)
             try:
-                with torch.cuda.stream(stream):
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
                     values = self._read(file, chunk, stored.dtype, part, buffer)
                     out[slices_within(common, box)].copy_(values[slices_within(common, part)])
             finally:
