@@ -10,7 +10,7 @@ runs=/tmp/megatrain-gpu-runs
 mkdir -p "$out" "$runs"
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 
-python3 -m pytest -q tests/gpu tests/kernels tests/model/implementations/test_attention.py tests/model/implementations/test_attention_options.py tests/data/samples/test_loader.py 2>&1 | tail -15
+python3 -m pytest -q tests/gpu tests/kernels tests/model/implementations/test_attention.py tests/model/implementations/test_attention_options.py tests/data/samples/test_loader.py tests/checkpoint/test_checkpoint_blocks.py 2>&1 | tail -15
 
 if python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'; then
   timeout 300 python3 -m megatrain.tools.main parity --device cuda --transformer-impl transformer_engine 2>&1 | tee "$out/engine.log"

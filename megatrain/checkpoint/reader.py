@@ -3,7 +3,8 @@
     requested box -> the chunks that overlap it -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
                                                                           └─> thread: read, verify the blocks, copy the overlap
 
-Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread.
+Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread, and on a GPU
+one more there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -21,12 +23,13 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
-from megatrain.checkpoint.tensor_file import TensorFile, check_size
+from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, check_size
 from megatrain.parallel.layout import (
     Box,
     BoxRange,
@@ -79,7 +82,7 @@ class CheckpointReader:
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
         self._files: dict[str, TensorFile] = {}
-        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._buffers: dict[torch.device, queue.SimpleQueue[ReadBuffer]] = {}
         self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         self._hold = hold(path)
         try:
@@ -110,7 +113,7 @@ class CheckpointReader:
         return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+        """Copy a box into `out`, which has the shape of the box and any float dtype; on a GPU, in the caller's stream."""
         stored = self.kind(name, shape, kind)
         parts = [
             (self._open(chunk.file), chunk, part, common)
@@ -120,14 +123,17 @@ class CheckpointReader:
                 chunk.box, box, self._part_bytes // DTYPES[stored.dtype].itemsize
             )
         ]
+        free = self._buffers.setdefault(out.device, queue.SimpleQueue())
+        stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
-            buffer = self._buffer(out.device)
+            buffer = self._buffer(free, out.device)
             try:
-                values = self._read(file, chunk, stored.dtype, part, buffer)
-                out[slices_within(common, box)].copy_(values[slices_within(common, part)])
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    values = self._read(file, chunk, stored.dtype, part, buffer)
+                    out[slices_within(common, box)].copy_(values[slices_within(common, part)])
             finally:
-                self._buffers.put(buffer)
+                free.put(buffer)
 
         if len(parts) == 1:
             copy(*parts[0])
@@ -144,7 +150,9 @@ class CheckpointReader:
         self._close_files(keep=_MAX_OPEN_FILES)
         return values
 
-    def _read(self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: Tensor | None) -> Tensor:
+    def _read(
+        self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: ReadBuffer | None
+    ) -> Tensor:
         """Return a part of a chunk that is contiguous in it; `buffer` is its memory."""
         shape, size = box_shape(chunk.box), math.prod(box_shape(part))
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -160,13 +168,16 @@ class CheckpointReader:
             buffer=buffer,
         ).view(box_shape(part))
 
-    def _buffer(self, device: torch.device) -> Tensor:
-        """Return a free buffer for a part and the rest of its blocks; pinned for copies to a GPU."""
+    def _buffer(self, free: queue.SimpleQueue[ReadBuffer], device: torch.device) -> ReadBuffer:
+        """Return a free buffer for a part and the rest of its blocks, or a new one."""
         try:
-            return self._buffers.get_nowait()
+            return free.get_nowait()
         except queue.Empty:
             num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            if not checks_on_gpu(device, self.manifest.blocks):
+                return ReadBuffer(host)
+            return ReadBuffer(host, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     @property
     def _part_bytes(self) -> int:
@@ -195,6 +206,11 @@ class CheckpointSource:
         """Read the box into `out`, which has its shape."""
         piece = box.piece
         self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+
+
+def checks_on_gpu(device: torch.device, blocks: BlockFormat) -> bool:
+    """Return whether what is read for a device is checked there: on a GPU, in the format that is written."""
+    return device.type == "cuda" and blocks == BLOCKS
 
 
 def stored_kind(reader: TensorReader, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:

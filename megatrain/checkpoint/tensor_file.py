@@ -1,5 +1,8 @@
 """Files of chunks as tensors: `shard_file.py` writes them, and here ranges of chunks are read and checked.
 
+    to the host:  each block is read and checked while it is in the processor's cache
+    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy
+
 The safetensors library reads with mmap, where truncation of the file kills the process. Here memory is bounded by one
 chunk, and every failure is an exception.
 """
@@ -9,13 +12,14 @@ from __future__ import annotations
 import math
 import os
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.block_checksums import BlockFormat
+from megatrain.checkpoint.block_checksums import BLOCKS, NUM_SUMS, BlockFormat
 from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
@@ -33,6 +37,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class ReadBuffer:
+    """Memory for the blocks of one read, uint8."""
+
+    host: Tensor
+    """Pinned, if a copy to a GPU follows."""
+    gpu: Tensor | None = None
+    """Whole blocks on the GPU, where the checksums of `BLOCKS` are computed; None: on the host."""
 
 
 class TensorFile:
@@ -67,7 +81,7 @@ class TensorFile:
         checksums: str,
         blocks: BlockFormat,
         part: slice | None = None,
-        buffer: Tensor | None = None,
+        buffer: ReadBuffer | None = None,
     ) -> Tensor:
         """Return elements of the chunk under `key`, flat; only the blocks that hold them are read and checked.
 
@@ -75,7 +89,7 @@ class TensorFile:
             checksums: of each block of the chunk.
             blocks: format of the blocks.
             part: range of elements in row-major order; None: the chunk.
-            buffer: memory for the blocks, uint8; None or too small: it is allocated.
+            buffer: memory for the blocks and of the result; None or too small: it is allocated on the host.
 
         Raises:
             DamagedError: the chunk differs from its entry in the manifest.
@@ -86,18 +100,32 @@ class TensorFile:
         first = part.start * itemsize // blocks.num_bytes
         low = first * blocks.num_bytes
         high = min(-(-part.stop * itemsize // blocks.num_bytes) * blocks.num_bytes, size)
-        if buffer is None or len(buffer) < high - low:
-            buffer = torch.empty(high - low, dtype=torch.uint8)
-        tensor = buffer[: high - low]
-        at = self._data_start + start + low
-        for number, block in enumerate(blocks.blocks(bytes_of(tensor)), start=first):
+        if buffer is None or len(buffer.host) < high - low:
+            buffer = ReadBuffer(torch.empty(high - low, dtype=torch.uint8))
+        tensor, at = buffer.host[: high - low], self._data_start + start + low
+        if buffer.gpu is None:
+            is_intact = self._read_and_check(bytes_of(tensor), at, blocks, first, checksums)
+        else:
+            assert blocks == BLOCKS
+            read_into(self._file, bytes_of(tensor), at, self.path)
+            tensor = buffer.gpu[: high - low].copy_(tensor, non_blocking=True)
+            is_intact = matches_on_gpu(buffer.gpu, high - low, checksums[8 * first :])
+        if not is_intact:
+            raise DamagedError(f"{self.path}: {key} does not match its checksum")
+        offset = part.start * itemsize - low
+        return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
+
+    def _read_and_check(
+        self, data: memoryview, at: int, blocks: BlockFormat, first: int, checksums: str
+    ) -> bool:
+        """Fill `data` with the blocks from `first` on; return whether they match their checksums."""
+        for number, block in enumerate(blocks.blocks(data), start=first):
             read_into(self._file, block, at, self.path)
             # At once, while the block is in the processor's cache: later it would be read from memory again.
             if not blocks.matches(number, block, checksums):
-                raise DamagedError(f"{self.path}: {key} does not match its checksum")
+                return False
             at += len(block)
-        offset = part.start * itemsize - low
-        return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
+        return True
 
     def _find(self, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the first byte of a chunk, counted from the header, and its size."""
@@ -132,6 +160,23 @@ class TensorFile:
         if not isinstance(header, dict):
             raise DamagedError(f"{self.path}: the header is not a JSON object")
         return header, 8 + num_bytes
+
+
+def matches_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> bool:
+    """Return whether the blocks in the first bytes of `data` have the first of these checksums.
+
+    This is `block_checksums.checksum_of_sums` with the sums on the device of `data`. The bytes after `num_bytes` become zeros,
+    to the end of the last block: zeros change no sum. On return, copies to `data` that were enqueued before are done.
+    """
+    num_blocks = -(-num_bytes // BLOCKS.num_bytes)
+    blocks = data[: num_blocks * BLOCKS.num_bytes]
+    blocks[num_bytes:].zero_()
+    words = blocks.view(torch.int64).view(num_blocks, -1)
+    in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
+    sums = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)  # modulo 2^64
+    sums[:, : words.shape[1] - in_rows] += words[:, in_rows:]
+    found = "".join(f"{zlib.crc32(each):08x}" for each in sums.cpu().numpy())
+    return found == checksums[: len(found)]
 
 
 def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:

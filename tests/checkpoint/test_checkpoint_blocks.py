@@ -14,12 +14,13 @@ import torch
 from checkpoint_helpers import assert_same, load, one_rank, save, training_state, write_tensors
 from safetensors import safe_open
 
-from megatrain.checkpoint.block_checksums import BLOCKS, checksum_of_sums
+from megatrain.checkpoint import reader, tensor_file
+from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
 from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
-from megatrain.checkpoint.reader import CheckpointReader, verify
-from megatrain.checkpoint.tensor_file import TensorFile
+from megatrain.checkpoint.reader import CheckpointReader, checks_on_gpu, verify
+from megatrain.checkpoint.tensor_file import TensorFile, matches_on_gpu
 
 torch.set_num_threads(1)
 
@@ -152,6 +153,54 @@ def test_damage_of_a_block_changes_its_checksum() -> None:
     assert all(checksum_of_sums(memoryview(data)) != intact for data in damaged_blocks(block, chance))
 
 
+def on_gpu(data: bytes) -> torch.Tensor:
+    """The memory that `matches_on_gpu` gets: whole blocks, with the remains of an earlier read after the data."""
+    return torch.frombuffer(bytearray(data) + b"\xff" * (-len(data) % BLOCK_BYTES), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8184, 8193, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 12345])
+def test_sums_on_a_gpu_equal_those_of_the_host(size: int) -> None:
+    for data in (random.Random(size).randbytes(size), b"\xff" * size):
+        checksums = BLOCKS.checksums(memoryview(data))
+        assert matches_on_gpu(on_gpu(data), size, checksums + "00000000")
+        for number in range(len(checksums) // 8):
+            wrong = f"{int(checksums[8 * number : 8 * number + 8], 16) ^ 1:08x}"
+            others = checksums[: 8 * number], checksums[8 * number + 8 :]
+            assert not matches_on_gpu(on_gpu(data), size, wrong.join(others))
+
+
+def test_sums_on_a_gpu_find_the_damage_of_a_block() -> None:
+    chance = random.Random(1)
+    block = torch.randn(NUM_IN_BLOCK, generator=torch.Generator().manual_seed(4)).numpy().tobytes()
+    checksums = BLOCKS.checksums(memoryview(block * 2))
+    assert matches_on_gpu(on_gpu(block * 2), 2 * BLOCK_BYTES, checksums)
+    for data in list(damaged_blocks(block, chance))[::4]:
+        assert not matches_on_gpu(on_gpu(block + data), 2 * BLOCK_BYTES, checksums)
+
+
+def test_only_what_a_gpu_gets_in_the_format_that_is_written_is_checked_there() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert checks_on_gpu(gpu, BLOCKS)
+    assert not checks_on_gpu(cpu, BLOCKS)
+    assert not checks_on_gpu(gpu, BlockFormat(BLOCK_BYTES, zlib.crc32))
+    assert not checks_on_gpu(gpu, BlockFormat(2 * BLOCK_BYTES))
+
+
+@pytest.fixture(params=["cpu", "cpu, checked as on a gpu", "cuda"])
+def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The device that a box is read to; where it is checked is asserted."""
+    name, *as_on_gpu = request.param.split(",")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if as_on_gpu:
+        monkeypatch.setattr(reader, "checks_on_gpu", lambda _, blocks: blocks == BLOCKS)
+    elif name == "cpu":
+        monkeypatch.delattr(tensor_file, "matches_on_gpu")
+    if as_on_gpu or name == "cuda":
+        monkeypatch.delattr(BlockFormat, "matches")
+    return name
+
+
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch.Tensor]:
     """A checkpoint of one tensor in three chunks of rows and columns, each read in several parts; and the tensor."""
@@ -182,19 +231,19 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch
     return tmp_path, values
 
 
-def test_any_box_equals_that_of_the_tensor(stored: tuple[Path, torch.Tensor]) -> None:
+def test_any_box_equals_that_of_the_tensor(stored: tuple[Path, torch.Tensor], device: str) -> None:
     path, values = stored
     chance = random.Random(1)
     boxes = [tuple((0, size) for size in values.shape), ((699, 700), (1, 2), (1099, 1100))]
     boxes += [
         tuple(tuple(sorted(chance.sample(range(size + 1), 2))) for size in values.shape) for _ in range(20)
     ]
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path) as checkpoint:
         for box in boxes:
             wanted = values[tuple(slice(*pair) for pair in box)]
-            out = torch.empty(wanted.shape, dtype=torch.float64)
-            reader.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
-            assert torch.equal(out, wanted.double()), box
+            out = torch.empty(wanted.shape, dtype=torch.float64, device=device)
+            checkpoint.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
+            assert torch.equal(out.cpu(), wanted.double()), box
 
 
 def test_a_box_reads_only_its_blocks(
@@ -208,9 +257,9 @@ def test_a_box_reads_only_its_blocks(
         read_into(file, target, offset, path)
 
     out = torch.empty(3, 2, 1100)
-    with CheckpointReader(path) as reader:
-        monkeypatch.setattr("megatrain.checkpoint.tensor_file.read_into", counted)
-        reader.read_box(
+    with CheckpointReader(path) as checkpoint:
+        monkeypatch.setattr(tensor_file, "read_into", counted)
+        checkpoint.read_box(
             out, kind="weight", name="t", shape=tuple(values.shape), box=((0, 3), (0, 2), (0, 1100))
         )
     assert max(read) <= BLOCK_BYTES
@@ -218,14 +267,16 @@ def test_a_box_reads_only_its_blocks(
     assert torch.equal(out, values[:3])
 
 
-def test_damage_in_a_part_is_an_error_of_the_box(stored: tuple[Path, torch.Tensor]) -> None:
+def test_damage_in_a_part_is_an_error_of_the_box(stored: tuple[Path, torch.Tensor], device: str) -> None:
     path, values = stored
     file = path / "a.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     box = tuple((0, size) for size in values.shape)
-    with CheckpointReader(path) as reader, pytest.raises(DamagedError, match="does not match its checksum"):
-        reader.read_box(
-            torch.empty(values.shape), kind="weight", name="t", shape=tuple(values.shape), box=box
-        )
+    out = torch.empty(values.shape, device=device)
+    with (
+        CheckpointReader(path) as checkpoint,
+        pytest.raises(DamagedError, match="does not match its checksum"),
+    ):
+        checkpoint.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
