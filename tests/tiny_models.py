@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralForCausalLM", {**GQA, "sliding_window": 5}),
     "Mistral without window": ("MistralForCausalLM", {**GQA, "sliding_window": None}),
     "Qwen2": ("Qwen2ForCausalLM", {**GQA, "tie_word_embeddings": True}),
+    "Qwen2.5": ("Qwen2ForCausalLM", {**GQA, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     "Qwen2 with windows": (
         "Qwen2ForCausalLM",
         {**GQA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
@@ -22,6 +23,7 @@ from megatrain.checkpoint.tensor_file import check_size
 RELEASE_NAME = "release"
 """Folder of weights without an iteration, which Megatron-LM's converters write."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+OF_MEGATRON: Final = "a checkpoint of Megatron-LM, which pretrain.py, `megatrain generate` and `megatrain convert megatron-to-megatrain` read"
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
 
@@ -94,6 +96,14 @@ def leftovers(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
+def newest_of_megatron(path: Path) -> Path | None:
+    """Return the newest checkpoint of Megatron-LM in a folder, or the one at `path`; None if there is none."""
+    if is_of_megatron(path):
+        return path
+    found = list_candidates(path) if path.is_dir() else []
+    return next((one.path for one in found if is_of_megatron(one.path)), None)
+
+
 def is_of_megatron(path: Path) -> bool:
     """Return whether Megatron-LM wrote the checkpoint at `path`, by the names of its files. None of them is opened."""
     names = (".metadata", "common.pt", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
@@ -121,7 +131,7 @@ def check_folder(path: Path, iteration: int) -> Manifest:
 
 def _problem_of(candidate: Candidate) -> str | None:
     if is_of_megatron(candidate.path):
-        return "a checkpoint of Megatron-LM, which pretrain.py and `megatrain convert` read"
+        return OF_MEGATRON
     try:
         check_folder(candidate.path, candidate.iteration)
     except (DamagedError, MismatchError) as error:

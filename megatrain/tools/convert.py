@@ -9,7 +9,7 @@ from typing import Final
 
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import MismatchError
-from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, list_candidates
+from megatrain.checkpoint.find import TRACKER_NAME, folder_name, newest_of_megatron
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
@@ -47,7 +47,9 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     manifest = reader.manifest
     print(f"iteration {manifest.iteration}, {manifest.consumed_train_samples} samples consumed")
     for note in padding_notes(reader.padded_vocab_size, reader.vocab_size):
-        print(f"{note}, here and in training")
+        print(
+            f"{note}; for equal losses keep them with --vocab-size {reader.padded_vocab_size}, here and in training"
+        )
     if not manifest.state["has_optimizer"]:
         print("it has no optimizer state: start from the weights with --finetune, or add --no-load-optim")
     print("the states of random generators are left out: dropout draws other masks than Megatron-LM would")
@@ -155,10 +157,9 @@ def _newest(path: Path) -> Path:
     Raises:
         NoCheckpointError: there is none.
     """
-    found = [path, path / "release", *(candidate.path for candidate in list_candidates(path))]
-    checkpoints = [one for one in found if is_of_megatron(one)]
-    if checkpoints:
-        return checkpoints[0]
+    found = newest_of_megatron(path)
+    if found is not None:
+        return found
     raise NoCheckpointError(
         f"{path} has no checkpoint of Megatron-LM",
         fix="name its --save folder, or one of its iter_NNNNNNN folders",

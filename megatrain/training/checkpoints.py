@@ -158,7 +158,9 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
 def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
     """Yield what the user should know of a checkpoint of Megatron-LM."""
     if is_of_megatron(loaded.path):
-        yield from padding_notes(loaded.config["model"]["padded_vocab_size"], plan.derived.vocab_size)
+        padded = loaded.config["model"]["padded_vocab_size"]
+        for note in padding_notes(padded, plan.derived.vocab_size):
+            yield f"{note}; for equal losses keep them with --vocab-size {padded}"
 
 
 def _upcycling(plan: Plan) -> Upcycling:

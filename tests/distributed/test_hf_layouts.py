@@ -1,7 +1,4 @@
-"""Weights of transformers pass through runs of several ranks: what comes back from each layout's checkpoint is equal.
-
-The learning rate is too small to change any weight, so that the checkpoints have the weights that the runs started from.
-"""
+"""Models of transformers in runs of several ranks: weights, greedy texts and losses from each layout's checkpoint are its own."""
 
 import json
 from pathlib import Path
@@ -11,30 +8,40 @@ import torch
 from run_here import trainer_of_command_line
 from safetensors.torch import load_file
 from tiny_models import MODELS, tiny_model, write
+from torch import Tensor
+from transformers_reference import (
+    END,
+    LEARNING_RATE,
+    TRAINING,
+    global_batches,
+    greedy_tokens,
+    logged_losses,
+    training_losses,
+)
 
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 
-RUN = (
-    "--seq-length 16 --mock-data --micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-30"
-    " --weight-decay 0 --eval-iters 0 --device cpu --log-interval 1000 --attention-dropout 0 --hidden-dropout 0"
-    " --moe-router-bias-update-rate 0"
-).split()
+GLOBAL_BATCH = 2
+RUN = [*TRAINING, *f"--micro-batch-size 1 --global-batch-size {GLOBAL_BATCH}".split()]
+FROZEN = "--train-iters 1 --lr 1e-30".split()
+"""The learning rate is too small to change any weight: the checkpoint has the weights that the run started from."""
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
     "ep2": "--expert-model-parallel-size 2",
 }
-FAMILIES = {kind: name for name, (kind, _) in reversed(MODELS.items())}
-"""The first model of each architecture."""
+FAMILIES = (
+    *("Llama 2", "Llama 3", "Mistral", "Qwen2", "Qwen2.5", "Qwen3", "OLMo-2", "Phi-3", "GPT-2", "GPT-NeoX", "Pythia"),
+    *("Gemma 2", "Gemma 3", "Qwen2-MoE", "Qwen3-MoE", "Mixtral", "OLMoE", "DeepSeek-V2", "DeepSeek-V3", "gpt-oss"),
+)  # fmt: skip
 CASES = [
-    (name, layout, start)
-    for name in FAMILIES.values()
+    (name, layout)
+    for name in FAMILIES
     for layout in LAYOUTS
-    for start in ("folder", "checkpoint")
     if layout != "ep2" or any("expert" in key for key in MODELS[name][1])
 ]
-ALWAYS = [("Llama 2", "pp2", "checkpoint"), ("DeepSeek-V3", "ep2", "folder")]
+ALWAYS = [("Llama 2", "pp2"), ("DeepSeek-V3", "ep2")]
 
 
 def train(rank: int, world_size: int, words: list[str]) -> int:
@@ -43,32 +50,51 @@ def train(rank: int, world_size: int, words: list[str]) -> int:
     return trainer.train()
 
 
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tensor]]:
+    """The global batches of these runs: all models have the same vocabulary."""
+    pytest.importorskip("transformers")
+    folder = write(tiny_model("Llama 2"), tmp_path_factory.mktemp("theirs"))
+    return global_batches([*RUN, "--from-hf", str(folder)], num_samples=GLOBAL_BATCH)
+
+
 @pytest.mark.parametrize(
-    ("model", "layout", "start"),
+    ("model", "layout"),
     [pytest.param(*case, marks=[] if case in ALWAYS else pytest.mark.nightly) for case in CASES],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_weights_come_back_from_any_layout(
-    model: str, layout: str, start: str, tmp_path: Path, pool: WorkerPool
+def test_a_layout_s_checkpoint_has_the_model_of_transformers(
+    model: str,
+    layout: str,
+    tmp_path: Path,
+    pool: WorkerPool,
+    batches: list[tuple[Tensor, Tensor]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Start from the folder of transformers itself (hf:), or from a checkpoint that it was converted to."""
-    pytest.importorskip("transformers")
-    write(tiny_model(model), tmp_path / "theirs")
-    if start == "folder":
-        source = f"--from-hf {tmp_path}/theirs --pretrained-checkpoint hf:{tmp_path}/theirs"
-    else:
-        assert main(["convert", "hf-to-megatrain", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
-        source = f"--use-checkpoint-args --pretrained-checkpoint {tmp_path}/ours"
-    folders = f"{source} --load {tmp_path}/run --save {tmp_path}/run".split()
-    assert set(pool.run(2, train, [*RUN, *folders, *LAYOUTS[layout].split()])) == {0}
-    assert json.loads((tmp_path / "run" / "iter_0000001" / "manifest.json").read_text())["iteration"] == 1
+    """Ranks read the folder, save, continue from what they saved; tensors come back and one process writes text from it."""
+    theirs = tiny_model(model)
+    folder, run = write(theirs, tmp_path / "theirs"), tmp_path / "run"
+    split = LAYOUTS[layout].split()
+    source = f"--from-hf {folder} --pretrained-checkpoint hf:{folder} --load {run} --save {run}".split()
+    assert set(pool.run(2, train, [*RUN, *FROZEN, *source, *split])) == {0}
+    assert json.loads((run / "iter_0000001" / "manifest.json").read_text())["iteration"] == 1
+
+    back = tmp_path / "back"
     words = ["--no-compare", "--architecture", MODELS[model][0]]
-    assert main(["convert", "megatrain-to-hf", str(tmp_path / "run"), str(tmp_path / "back"), *words]) == 0
-    found = {
-        name: tensor
-        for file in (tmp_path / "back").glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert main(["convert", "megatrain-to-hf", str(run), str(back), *words]) == 0
+    found = {name: one for file in back.glob("*.safetensors") for name, one in load_file(file).items()}
+    expected = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+    capsys.readouterr()
+    prompt = [29, 5]  # with 15 tokens more, as many as the runs' context has
+    flags = ["--temperature", "0", "--max-new-tokens", "15", "--termination-id", str(END), "--json"]
+    assert main(["generate", "--load", str(run), "--prompt", " ".join(map(str, prompt)), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == greedy_tokens(theirs, prompt)
+
+    metrics = tmp_path / "metrics.jsonl"
+    again = f"--use-checkpoint-args --load {run} --finetune --metrics-file {metrics}".split()
+    assert set(pool.run(2, train, [*RUN, *again, *split])) == {0}
+    expected_losses = training_losses(theirs, batches, lr=LEARNING_RATE)
+    assert logged_losses(metrics) == pytest.approx(expected_losses, rel=1e-5)

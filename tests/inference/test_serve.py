@@ -232,6 +232,13 @@ def test_models_and_health(server: Server) -> None:
     )
 
 
+def test_the_last_token_of_a_text_needs_no_context(server: Server) -> None:
+    """As in `megatrain generate`: it is sampled, and never an input."""
+    status, found = server.complete("1 " * 200, max_tokens=1)
+    assert (status, found["choices"][0]["finish_reason"]) in {(200, "length"), (200, "stop")}
+    assert server.complete("1 " * 200, max_tokens=2)[0] == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param", "words"),
     [

@@ -5,44 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import VOCAB, tiny_model, write
+from tiny_models import MODELS, tiny_model, write
+from transformers_reference import END, greedy_tokens, ids_of, write_tokenizer
 
 from megatrain.tools.main import main
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = ["add", "a longer prompt, with (words)", "x = "]
-ALWAYS = ("Llama 3",)
-NAMES = (
-    "Llama 3",
-    "Gemma 2",
-    "Mistral",
-    "GPT-2",
-    "Qwen3-MoE",
-    "Mixtral",
-    "OLMo-2",
-    "Phi-3, partial RoPE",
-    "Llama, YaRN",
-)
-
-
-def write_tokenizer(folder: Path, *, size: int = VOCAB) -> None:
-    """Write a tokenizer of characters; token 2 ends documents."""
-    texts = ["<unk>", "<s>", "</s>", *map(chr, range(32, 32 + size - 3))]
-    model = {
-        "type": "BPE",
-        "vocab": {text: number for number, text in enumerate(texts)},
-        "merges": [],
-        "unk_token": "<unk>",
-    }
-    content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-
-
-def ids_of(prompt: str) -> list[int]:
-    return [ord(character) - 29 for character in prompt]
+ALWAYS = ("Llama 3", "DeepSeek-V3")
+"""Models of every test run, with and without latent attention. Nightly runs have all."""
 
 
 def generated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -52,7 +24,7 @@ def generated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in ALWAYS else pytest.mark.nightly) for one in NAMES]
+    "name", [pytest.param(one, marks=[] if one in ALWAYS else pytest.mark.nightly) for one in MODELS]
 )
 def test_greedy_texts_are_those_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -64,20 +36,11 @@ def test_greedy_texts_are_those_of_transformers(
     for penalty in (1.0, 1.3):
         found = generated(capsys, "--load", f"hf:{folder}", *flags, "--repetition-penalty", str(penalty))
         for prompt, one in zip(PROMPTS, found, strict=True):
-            ids = torch.tensor([ids_of(prompt)])
-            whole = theirs.generate(
-                ids,
-                do_sample=False,
-                max_new_tokens=15,
-                repetition_penalty=penalty,
-                eos_token_id=2,
-                pad_token_id=0,
-            )
-            assert one["tokens"] == whole[0, ids.shape[1] :].tolist()
-            assert one["num_prompt_tokens"] == ids.shape[1]
-            shown = [token for token in one["tokens"] if token != 2]
-            assert one["finish_reason"] == ("stop" if one["tokens"][-1] == 2 else "length")
-            if min(shown) > 2:
+            assert one["tokens"] == greedy_tokens(theirs, ids_of(prompt), repetition_penalty=penalty)
+            assert one["num_prompt_tokens"] == len(prompt)
+            shown = [token for token in one["tokens"] if token != END]
+            assert one["finish_reason"] == ("stop" if one["tokens"][-1] == END else "length")
+            if all(token > END for token in shown):
                 assert ids_of(one["text"]) == shown
     assert main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "ours")]) == 0
     again = generated(capsys, "--load", str(tmp_path / "ours"), *flags, "--repetition-penalty", "1.3")

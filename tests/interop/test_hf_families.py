@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, VOCAB, tiny_model, write
 from torch import Tensor
-from torch.nn import functional as F
+from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logged_losses, training_losses
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, parse
@@ -27,11 +27,7 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
-TRAINING = (
-    "--use-checkpoint-args --seq-length 16 --mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 5 --lr 1e-3"
-    " --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 0 --eval-iters 0 --device cpu --log-interval 1"
-    " --hidden-dropout 0 --attention-dropout 0 --no-calculate-per-token-loss --moe-router-bias-update-rate 0"
-).split()
+FLAGS = ["--use-checkpoint-args", *TRAINING, *"--micro-batch-size 1 --global-batch-size 1".split()]
 REQUIRED = {
     *"hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings rms_norm_eps".split(),
     *"moe_intermediate_size n_embd n_layer n_head n_positions".split(),
@@ -98,58 +94,29 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
 def steps_here(folder: Path, tmp_path: Path) -> list[float]:
     """Return the losses of five iterations that start from a converted checkpoint."""
     metrics = tmp_path / "metrics.jsonl"
-    flags = [*TRAINING, "--pretrained-checkpoint", str(folder), "--load", str(tmp_path / "run")]
+    flags = [*FLAGS, "--pretrained-checkpoint", str(folder), "--load", str(tmp_path / "run")]
     flags += ["--save", str(tmp_path / "run"), "--metrics-file", str(metrics)]
     with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
         assert trainer.train() == 0
-    return [
-        line["lm_loss"] for line in map(json.loads, metrics.read_text().splitlines()) if "lm_loss" in line
-    ]
-
-
-def samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and labels of the samples of these iterations."""
-    found = []
-    for number in range(5):
-        capsys.readouterr()
-        which = ["--load", str(folder), "--finetune", "--of", "train", "--index", str(number), "--json"]
-        assert main(["data", "sample", *TRAINING, *which]) == 0
-        sample = json.loads(capsys.readouterr().out)
-        found.append((torch.tensor([sample["tokens"]]), torch.tensor([sample["labels"]])))
-    return found
-
-
-def steps_of_transformers(model: Any, batches: list[tuple[Tensor, Tensor]], *, lr: float) -> list[float]:
-    """Return the losses of the same iterations, with the same samples, in transformers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses = []
-    for tokens, labels in batches:
-        loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return logged_losses(metrics)
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "DeepSeek-V3" else pytest.mark.nightly) for name in MODELS],
 )
-def test_five_iterations_have_the_losses_of_transformers(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_five_iterations_have_the_losses_of_transformers(name: str, tmp_path: Path) -> None:
     """Both sides drop nothing."""
     theirs = tiny_model(name)
     assert (
         main(["convert", "hf-to-megatrain", str(write(theirs, tmp_path / "theirs")), str(tmp_path / "ours")])
         == 0
     )
-    batches = samples(tmp_path / "ours", capsys)
-    untrained = steps_of_transformers(theirs, batches, lr=0.0)
-    expected = steps_of_transformers(theirs, batches, lr=1e-3)
+    batches = global_batches([*FLAGS, "--load", str(tmp_path / "ours"), "--finetune"], num_samples=1)
+    untrained = training_losses(theirs, batches, lr=0.0)
+    expected = training_losses(theirs, batches, lr=LEARNING_RATE)
     found = steps_here(tmp_path / "ours", tmp_path)
     assert max(abs(one - other) for one, other in zip(expected, untrained, strict=True)) > 1e-3
     assert found == pytest.approx(expected, rel=1e-5)

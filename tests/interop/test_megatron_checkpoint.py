@@ -253,6 +253,32 @@ def test_the_common_state_of_older_versions_is_read(stored: Path, tmp_path: Path
     assert MegatronCheckpoint(path).manifest.consumed_train_samples == 6
 
 
+def test_commands_for_other_folders_name_the_conversion(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, conversion = stored.parent, "megatrain convert megatron-to-megatrain"
+    for words, exit_code in (
+        (["convert", "megatrain-to-hf", str(run), str(tmp_path / "out")], 3),
+        (["convert", "hf-to-megatrain", str(run), str(tmp_path / "out")], 2),
+        (["generate", "--load", f"hf:{run}", "--prompt", "5"], 2),
+        (["checkpoint", "verify", str(run)], 3),
+        (["checkpoint", "verify", str(stored)], 3),
+    ):
+        assert main(words) == exit_code
+        assert conversion in capsys.readouterr().err
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert conversion in printed
+    assert "damaged" not in printed
+
+
+def test_text_generation_names_the_padding_that_it_leaves_out(
+    stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--load", str(stored.parent), "--prompt", "5", "--max-new-tokens", "1"]) == 0
+    assert "2 rows of padding are left out" in capsys.readouterr().out
+
+
 def test_a_folder_without_a_checkpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,10 @@ class NullTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Parse the numbers of a text. Raises ValueError if a word is not an id."""
-        ids = [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError(f"NullTokenizer reads numbers, such as '5 3', as token ids: {error}") from error
         wrong = next((number for number in ids if not 0 <= number < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"id {wrong} is outside the vocabulary of {self.vocab_size}")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.disk import open_regular_file, read_into, read_small_file
 from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.find import OF_MEGATRON, newest_of_megatron
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.checkpoint.untrusted_json import (
@@ -88,7 +89,8 @@ class HfFolder:
         if not (path / CONFIG_NAME).exists():
             raise InputError(
                 f"{path}: has no {CONFIG_NAME}",
-                fix="name a folder that save_pretrained of transformers wrote",
+                fix="name a folder that save_pretrained of transformers wrote"
+                + (f"; {path} has {OF_MEGATRON}" if newest_of_megatron(path) else ""),
             )
         self.config = ConfigFile(path / CONFIG_NAME, self._json(CONFIG_NAME, _MAX_CONFIG_BYTES))
 

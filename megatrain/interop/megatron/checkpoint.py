@@ -50,8 +50,8 @@ def padding_notes(padded_vocab_size: int, vocab_size: int) -> Iterator[str]:
     """Yield a sentence if rows of padding of the vocabulary's tensors are left out."""
     if padded_vocab_size > vocab_size:
         yield (
-            f"{padded_vocab_size - vocab_size} rows of padding are left out of the vocabulary's tensors. Megatron-LM counts them in"
-            f" the softmax, megatrain does not: for equal losses keep them with --vocab-size {padded_vocab_size}"
+            f"{padded_vocab_size - vocab_size} rows of padding are left out of the vocabulary's tensors: Megatron-LM counts them in"
+            " the softmax, megatrain does not"
         )
 
 
@@ -234,7 +234,8 @@ def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | Torch
         return TorchFiles(path)
     raise MismatchError(
         f"{path} has the format torch, whose files are pickled as a whole",
-        fix="add --allow-pickle to read it (no code in it is run), or save it in Megatron-LM once more with --ckpt-format torch_dist",
+        fix="add --allow-pickle to pretrain.py or `megatrain convert megatron-to-megatrain` (no code in it is run), or save it in"
+        " Megatron-LM once more with --ckpt-format torch_dist",
     )
 
 

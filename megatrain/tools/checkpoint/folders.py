@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import base_folder, find_checkpoints, leftovers, newest_valid
+from megatrain.checkpoint.find import (
+    OF_MEGATRON,
+    Candidate,
+    base_folder,
+    find_checkpoints,
+    leftovers,
+    newest_valid,
+)
 from megatrain.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
@@ -28,7 +35,7 @@ class Entry:
     """A folder that is, or may become, a checkpoint."""
 
     path: str
-    status: Literal["committed", "partial", "damaged"]
+    status: Literal["committed", "partial", "damaged", "Megatron"]
     num_bytes: int
     iteration: int | None = None
     consumed_train_samples: int | None = None
@@ -64,7 +71,7 @@ def entries_of(folder: Path) -> Iterator[Entry]:
         samples = None if found.problem else read_manifest(found.path).consumed_train_samples
         yield Entry(
             path=str(found.path),
-            status="damaged" if found.problem else "committed",
+            status=_status(found),
             num_bytes=_size(found.path),
             iteration=found.iteration,
             consumed_train_samples=samples,
@@ -80,9 +87,15 @@ def entries_of(folder: Path) -> Iterator[Entry]:
             )
 
 
+def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
+    if found.problem == OF_MEGATRON:
+        return "Megatron"
+    return "damaged" if found.problem else "committed"
+
+
 def verify_all(arguments: argparse.Namespace) -> int:
     """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
-    found = find_checkpoints(Path(arguments.path))
+    found = [one for one in find_checkpoints(Path(arguments.path)) if one.problem != OF_MEGATRON]
     if not found:
         raise no_checkpoint(Path(arguments.path))
     num_damaged = 0

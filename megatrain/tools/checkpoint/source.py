@@ -11,7 +11,13 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.find import base_folder, find_checkpoints, is_of_megatron, newest_valid
+from megatrain.checkpoint.find import (
+    OF_MEGATRON,
+    base_folder,
+    find_checkpoints,
+    newest_of_megatron,
+    newest_valid,
+)
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import NoCheckpointError
@@ -49,9 +55,12 @@ def opened(path: Path) -> Iterator[CheckpointReader]:
 
 def no_checkpoint(path: Path) -> NoCheckpointError:
     """Return the error for a path without a valid checkpoint."""
+    if newest_of_megatron(path) is not None:
+        return NoCheckpointError(
+            f"{path} has {OF_MEGATRON}",
+            fix=f"convert it first: megatrain convert megatron-to-megatrain {path} TARGET",
+        )
     reasons = "".join(f"\n  {one.path}: {one.problem}" for one in find_checkpoints(path))
-    if is_of_megatron(path) or is_of_megatron(path / "release"):
-        reasons = ": it is a checkpoint of Megatron-LM, which `megatrain convert` reads"
     return NoCheckpointError(
         f"{path} has no valid checkpoint{reasons}",
         fix=f"name the --save folder of a run, or one of its iter_NNNNNNN folders; `megatrain checkpoint ls {base_folder(path)}`"

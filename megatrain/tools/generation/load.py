@@ -24,7 +24,7 @@ from megatrain.config.schema.training import HF_PREFIX
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.training.launch.rank_watch import RankWatch
@@ -158,7 +158,12 @@ def _foreign_reader(name: str, process: Process) -> TensorReader | None:
     if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
         return _transformers_folder(folder, process)
     newest = next(iter(list_candidates(folder)), Candidate(0, folder))
-    return MegatronCheckpoint(newest.path) if is_of_megatron(newest.path) else None
+    if not is_of_megatron(newest.path):
+        return None
+    reader = MegatronCheckpoint(newest.path)
+    for note in padding_notes(reader.padded_vocab_size, reader.vocab_size):
+        process.note(note)
+    return reader
 
 
 def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:
