@@ -4,7 +4,8 @@ import math
 from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.schema.values import whole
+from megatrain.config.product_algorithms import ProductAlgorithms, digest_of
+from megatrain.config.schema.values import UnresolvedError, whole
 
 _MIN_STARTUP_MINUTES: Final = 60
 _MIN_SENT: Final = 0.9
@@ -31,6 +32,23 @@ def params_dtype(draft: Draft) -> DerivedValue:
 def master_dtype(draft: Draft) -> DerivedValue:
     weights = draft.config.precision.params_dtype
     return DerivedValue("float64" if weights == "float64" else "float32", f"for {weights} weights")
+
+
+def product_algorithms(draft: Draft) -> DerivedValue:
+    path, text = draft.config.training.product_algorithms, draft.facts.product_algorithms
+    if path is None:
+        return DerivedValue(None, "--product-algorithms is not given")
+    if text is None:
+        raise UnresolvedError  # `data_problems` has the reason.
+    return DerivedValue(ProductAlgorithms.from_json(text), f"read from {path}")
+
+
+def product_algorithms_digest(draft: Draft) -> DerivedValue:
+    if draft.derived.product_algorithms is None:
+        return DerivedValue(None, "--product-algorithms is not given")
+    return DerivedValue(
+        digest_of(draft.facts.product_algorithms or ""), f"of {draft.config.training.product_algorithms}"
+    )
 
 
 def distributed_backend(draft: Draft) -> DerivedValue:
