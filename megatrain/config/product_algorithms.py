@@ -80,7 +80,9 @@ class ProductAlgorithms:
             _check(found, _TYPES_OF_PRODUCT, f"product {number}")
             product = Product(*(found.pop(name) for name in Product._fields))
             if min(product[:3]) < 1 or len(bytes.fromhex(found["algorithm"])) != _ALGORITHM_BYTES:
-                raise ValueError(f"product {number} has a size below 1, or no algorithm of {_ALGORITHM_BYTES} bytes")
+                raise ValueError(
+                    f"product {number} has a size below 1, or no algorithm of {_ALGORITHM_BYTES} bytes"
+                )
             if product in entries:
                 raise ValueError(f"product {number} has two entries")
             entries[product] = MeasuredAlgorithm(product=product, **found)

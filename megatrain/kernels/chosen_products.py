@@ -1,8 +1,8 @@
 """Products of bf16 matrices with measured algorithms (--product-algorithms). Others use torch's choice.
 
-    y = x W^T       a is x, b is W stored as [n, k]
-    dx = dy W       a is dy, b is W
-    dW += dy^T x    a is dy stored as [k, m], b is x; fp32
+y = x W^T       a is x, b is W stored as [n, k]
+dx = dy W       a is dy, b is W
+dW += dy^T x    a is dy stored as [k, m], b is x; fp32
 """
 
 from __future__ import annotations

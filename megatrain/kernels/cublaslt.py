@@ -12,7 +12,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
-from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    byref,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -241,7 +253,14 @@ class _Product:
         ctypes.memmove(choice.algorithm, algorithm, ctypes.sizeof(choice.algorithm))
         layout_b, layout_a, layout_out = self.layouts
         status = self.library.cublasLtMatmulAlgoCheck(
-            self.handle, self.description, layout_b, layout_a, layout_out, layout_out, byref(choice.algorithm), byref(found)
+            self.handle,
+            self.description,
+            layout_b,
+            layout_a,
+            layout_out,
+            layout_out,
+            byref(choice.algorithm),
+            byref(found),
         )
         choice.workspace_bytes = found.workspace_bytes
         return None if status or found.status or found.workspace_bytes > _WORKSPACE_BYTES else choice

@@ -9,6 +9,8 @@ clocks; a gain is the median over rounds of the quotient of both times in a roun
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +86,10 @@ class Candidates:
             x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
             return x.normal_(generator=generator)
 
-        self.a, self.b = drawn(k, m) if transposes_a else drawn(m, k), drawn(n, k) if transposes_b else drawn(k, n)
+        self.a, self.b = (
+            drawn(k, m) if transposes_a else drawn(m, k),
+            drawn(n, k) if transposes_b else drawn(k, n),
+        )
         self.out = torch.zeros(m, n, dtype=torch.float32 if accumulates else torch.bfloat16, device=device)
         self.runs: dict[bytes, Callable[[], object]] = {_TORCH: self._torch}
         self.add(algorithms_of(problem_of(one, device)))
@@ -99,7 +104,7 @@ class Candidates:
         """Add algorithms, which the library has checked."""
         for algorithm in algorithms:
             one = prepared(self.product, algorithm, self.device)
-            self.runs.setdefault(algorithm, lambda one=one: one.run(self.out, self.a, self.b))
+            self.runs.setdefault(algorithm, functools.partial(one.run, self.out, self.a, self.b))
 
     def add_variants(self, algorithms: Sequence[bytes], limit: int) -> None:
         """Add up to `limit` variants of algorithms, drawn at random."""
@@ -143,7 +148,9 @@ def fastest(candidates: Candidates, *, num_rounds: int, num_variants: int) -> Me
     )
 
 
-def measure(runs: Mapping[bytes, Callable[[], object]], names: Sequence[bytes], num_rounds: int) -> dict[bytes, float]:
+def measure(
+    runs: Mapping[bytes, Callable[[], object]], names: Sequence[bytes], num_rounds: int
+) -> dict[bytes, float]:
     """Return the gain of each algorithm over torch's choice, as a quotient of times."""
     return gains_of(interleaved(runs, names, num_rounds))
 
@@ -172,7 +179,7 @@ def interleaved(
                 runs[name]()
             event.record()
         torch.cuda.synchronize()
-        elapsed = [a.elapsed_time(b) / repeats for a, b in zip(events, events[1:], strict=False)]
+        elapsed = [a.elapsed_time(b) / repeats for a, b in itertools.pairwise(events)]
         if number < 0:
             repeats = max(1, round(_MIN_SECONDS * 1e3 / statistics.median(elapsed)))
             continue

@@ -18,9 +18,15 @@ def add_flags(commands: Any) -> None:
         description="Find the bf16 products of a run, measure torch's choice and cuBLASLt's algorithms for each on this GPU,"
         " and write those that are faster. FLAGS are the flags of pretrain.py; --world-size N stands for N ranks.",
     )
-    tune.add_argument("--output", required=True, metavar="FILE", help="file to write, for --product-algorithms")
     tune.add_argument(
-        "--rounds", type=int, default=40, metavar="N", help="measurements of each finalist (default: %(default)s)"
+        "--output", required=True, metavar="FILE", help="file to write, for --product-algorithms"
+    )
+    tune.add_argument(
+        "--rounds",
+        type=int,
+        default=40,
+        metavar="N",
+        help="measurements of each finalist (default: %(default)s)",
     )
     tune.add_argument(
         "--min-gain", type=float, default=1.5, metavar="PERCENT",

@@ -36,7 +36,10 @@ def use_product_algorithms(plan: Plan, environment: LaunchEnvironment) -> None:
     Raises:
         ConfigError: they are of another GPU or version of the library, or the library refuses one.
     """
-    found, flag = plan.derived.product_algorithms, f"--product-algorithms {plan.config.training.product_algorithms}"
+    found, flag = (
+        plan.derived.product_algorithms,
+        f"--product-algorithms {plan.config.training.product_algorithms}",
+    )
     if found is None or plan.config.training.device != "cuda":
         choose_algorithms((), torch.device("cpu"))
         return
