@@ -139,7 +139,9 @@ def num_algorithms(problem: Problem, *, has_scales: bool) -> int:
 
 def algorithms_of(problem: Problem) -> list[bytes]:
     """Return the algorithms that the library offers, in its own order of preference, as `cublasLtMatmulAlgo_t`."""
-    return [bytes(choice.algorithm) for choice in _product(problem, False).choices]
+    product = _product(problem, False)
+    found = [bytes(choice.algorithm) for choice in product.choices]
+    return [one for one in dict.fromkeys(found) if product.check(one) is not None]
 
 
 def variants_of(problem: Problem, algorithm: bytes) -> list[bytes]:
@@ -159,6 +161,10 @@ def variants_of(problem: Problem, algorithm: bytes) -> list[bytes]:
         for value in of_attribute
     ]
     return [one for one in dict.fromkeys(found) if one != algorithm and product.check(one) is not None]
+
+
+class ProductError(RuntimeError):
+    """The library has not launched a product."""
 
 
 def library_version() -> int:
@@ -200,7 +206,7 @@ class PreparedProduct:
             c_void_p(torch._C._cuda_getCurrentRawStream(self._device)),  # noqa: SLF001 (a tenth of current_stream's time)
         )  # fmt: skip
         if status:
-            raise RuntimeError(f"cublasLtMatmul of cuBLASLt failed with status {status}")
+            raise ProductError(f"cublasLtMatmul of cuBLASLt failed with status {status}")
 
 
 class _Product:

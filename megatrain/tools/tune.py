@@ -9,6 +9,7 @@ clocks; a gain is the median over rounds of the quotient of both times in a roun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import random
@@ -25,13 +26,13 @@ from megatrain.config.environment import read_environment
 from megatrain.config.errors import ConfigError
 from megatrain.config.product_algorithms import MeasuredAlgorithm, Product, ProductAlgorithms
 from megatrain.kernels.chosen_products import prepared, problem_of, recorded_products
-from megatrain.kernels.cublaslt import algorithms_of, library_version, variants_of
+from megatrain.kernels.cublaslt import ProductError, algorithms_of, library_version, variants_of
 from megatrain.kernels.linear import product
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.training.planning.dry_run import examine
 
 _SCREENING_ROUNDS, _NUM_PARENTS, _NUM_FINALISTS = 3, 3, 4
-_MIN_SECONDS: Final = 1.5e-3
+_MIN_MS: Final = 1.5
 """Least time of a measurement: a product that takes less is repeated."""
 _ROUNDING: Final = {torch.bfloat16: 2**-7, torch.float32: 2**-11}
 """Largest difference from torch's result, relative to its largest value."""
@@ -101,10 +102,13 @@ class Candidates:
             product(self.a, self.b.t() if self.product.transposes_b else self.b, out=self.out)
 
     def add(self, algorithms: Sequence[bytes]) -> None:
-        """Add algorithms, which the library has checked."""
+        """Add those of the algorithms that run: a launch may refuse what the library's check accepts."""
         for algorithm in algorithms:
             one = prepared(self.product, algorithm, self.device)
-            self.runs.setdefault(algorithm, functools.partial(one.run, self.out, self.a, self.b))
+            run = functools.partial(one.run, self.out, self.a, self.b)
+            with contextlib.suppress(ProductError):
+                run()
+                self.runs.setdefault(algorithm, run)
 
     def add_variants(self, algorithms: Sequence[bytes], limit: int) -> None:
         """Add up to `limit` variants of algorithms, drawn at random."""
@@ -128,11 +132,12 @@ class Candidates:
 
 def fastest(candidates: Candidates, *, num_rounds: int, num_variants: int) -> MeasuredAlgorithm | None:
     """Return the fastest algorithm that is right, as measured; None: the library offers none."""
-    gains = measure(candidates.runs, list(candidates.runs), _SCREENING_ROUNDS)
-    if num_variants:
-        candidates.add_variants(sorted(gains, key=gains.__getitem__)[-_NUM_PARENTS:], num_variants)
-        gains = measure(candidates.runs, list(candidates.runs), _SCREENING_ROUNDS)
+    gains = gains_of(interleaved(candidates.runs, list(candidates.runs), _SCREENING_ROUNDS))
     best = sorted(gains, key=gains.__getitem__, reverse=True)
+    if num_variants:
+        candidates.add_variants(best[:_NUM_PARENTS], num_variants)
+        gains = gains_of(interleaved(candidates.runs, list(candidates.runs), _SCREENING_ROUNDS))
+        best = sorted(gains, key=gains.__getitem__, reverse=True)
     finalists = [one for one in best[: 2 * _NUM_FINALISTS] if candidates.is_right(one)][:_NUM_FINALISTS]
     if not finalists:
         return None
@@ -148,14 +153,8 @@ def fastest(candidates: Candidates, *, num_rounds: int, num_variants: int) -> Me
     )
 
 
-def measure(
-    runs: Mapping[bytes, Callable[[], object]], names: Sequence[bytes], num_rounds: int
-) -> dict[bytes, float]:
-    """Return the gain of each algorithm over torch's choice, as a quotient of times."""
-    return gains_of(interleaved(runs, names, num_rounds))
-
-
 def gains_of(times: Mapping[bytes, Sequence[float]]) -> dict[bytes, float]:
+    """Return the gain of each algorithm over torch's choice, as a quotient of times."""
     return {
         name: statistics.median(a / b for a, b in zip(times[_TORCH], own, strict=True))
         for name, own in times.items()
@@ -173,6 +172,7 @@ def interleaved(
         shift = number % len(names)
         order = [*names[shift:], *names[:shift]]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
+        runs[order[-1]]()  # the GPU computes while the host launches the first
         events[0].record()
         for name, event in zip(order, events[1:], strict=True):
             for _ in range(repeats):
@@ -181,7 +181,7 @@ def interleaved(
         torch.cuda.synchronize()
         elapsed = [a.elapsed_time(b) / repeats for a, b in itertools.pairwise(events)]
         if number < 0:
-            repeats = max(1, round(_MIN_SECONDS * 1e3 / statistics.median(elapsed)))
+            repeats = max(1, round(_MIN_MS / statistics.median(elapsed)))
             continue
         for name, ms in zip(order, elapsed, strict=True):
             times[name].append(ms)

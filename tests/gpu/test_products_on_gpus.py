@@ -118,7 +118,8 @@ def losses(folder: Path, *flags: str) -> list[float]:
     folder.mkdir()
     command = [*RUN.split(), "--metrics-file", str(folder / "metrics.jsonl"), *flags]
     assert pretrain.main(command) == 0
-    return [json.loads(line)["lm loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["lm_loss"] for row in rows if "lm_loss" in row]
 
 
 def test_a_tuned_run_trains_the_same_and_repeats_its_bits(tmp_path: Path) -> None:
