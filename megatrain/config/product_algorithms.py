@@ -57,7 +57,7 @@ class ProductAlgorithms:
     entries: tuple[MeasuredAlgorithm, ...]
 
     def __str__(self) -> str:
-        return f"{len(self.entries)} products, measured on {self.gpu} with cuBLASLt {self.cublaslt}"
+        return f"{len(self.entries)} product{'s' * (len(self.entries) != 1)}, measured on {self.gpu} with cuBLASLt {self.cublaslt}"
 
     def to_json(self) -> str:
         """Return the text of the file."""

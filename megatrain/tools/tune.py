@@ -43,6 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
     if not torch.cuda.is_available():
         raise ConfigError("megatrain tune requires a GPU, and torch finds none", fix="check `nvidia-smi`")
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds {arguments.rounds} is below 1", fix="give --rounds a positive number")
+    try:
+        Path(arguments.output).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"--output cannot be written: {error}", fix="name a file in a folder that exists"
+        ) from error
     device = torch.device("cuda", torch.cuda.current_device())
     products = products_of(arguments.run_flags)
     print(f"{len(products)} products on {torch.cuda.get_device_name(device)}, cuBLASLt {library_version()}")

@@ -60,7 +60,7 @@ def test_the_plan_has_the_algorithms_and_stores_the_digest(plan_of):
     assert plan.config.to_dict()["training"]["product_algorithms_digest"] == digest_of(TEXT)
     (note,) = [note for note in plan.notes if "--product-algorithms" in note]
     assert note == (
-        "--product-algorithms a.json: 1 products, measured on NVIDIA H200 with cuBLASLt 130100; others use torch's choice"
+        "--product-algorithms a.json: 1 product, measured on NVIDIA H200 with cuBLASLt 130100; others use torch's choice"
     )
     assert Facts.from_json(GPU.to_json()).product_algorithms == TEXT
     assert plan_of("").derived.product_algorithms is None

@@ -5,7 +5,7 @@ from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.product_algorithms import ProductAlgorithms, digest_of
-from megatrain.config.schema.values import UnresolvedError, whole
+from megatrain.config.schema.values import whole
 
 _MIN_STARTUP_MINUTES: Final = 60
 _MIN_SENT: Final = 0.9
@@ -36,10 +36,8 @@ def master_dtype(draft: Draft) -> DerivedValue:
 
 def product_algorithms(draft: Draft) -> DerivedValue:
     path, text = draft.config.training.product_algorithms, draft.facts.product_algorithms
-    if path is None:
-        return DerivedValue(None, "--product-algorithms is not given")
-    if text is None:
-        raise UnresolvedError  # `data_problems` has the reason.
+    if path is None or text is None:
+        return DerivedValue(None, f"--product-algorithms is {'not given' if path is None else 'not read'}")
     return DerivedValue(ProductAlgorithms.from_json(text), f"read from {path}")
 
 

@@ -162,9 +162,8 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
 
 def product_algorithms_have_their_digest(draft: Draft) -> Problems:
     training, text = draft.config.training, draft.facts.product_algorithms
-    is_read = draft.derived.product_algorithms is not None
-    digest, given = digest_of(text or "") if is_read else None, training.product_algorithms_digest
-    if given != digest:
+    digest, given = text and digest_of(text), training.product_algorithms_digest
+    if given != digest and (text is not None or training.product_algorithms is None):
         yield Problem(
             f"--product-algorithms {training.product_algorithms or 'none'}: the digest is {digest or 'none'}, and"
             f" --product-algorithms-digest (from the saved configuration) is {given or 'none'}",
