@@ -202,7 +202,10 @@ def mutable_globals(module: Module) -> list[str]:
     return findings
 
 
-PROCESS_STATE = {"megatrain.kernels.fused.launching": {"FusedKernels"}}
+PROCESS_STATE = {
+    "megatrain.kernels.fused.launching": {"FusedKernels"},
+    "megatrain.kernels.chosen_products": {"ChosenProducts"},
+}
 """State of the whole process by module; the class documents the reason."""
 MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 

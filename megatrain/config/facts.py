@@ -165,6 +165,8 @@ class Facts:
     """The custom layers of --spec."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
+    product_algorithms: str | None = None
+    """Contents of the file of --product-algorithms."""
     datasets: tuple[DatasetFacts, ...] = ()
     """Datasets of --data-path and the flags per split, in order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()

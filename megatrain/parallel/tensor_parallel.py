@@ -32,7 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.linear import linear
+from megatrain.kernels.linear import linear, product
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -266,7 +266,7 @@ class _ColumnLinear(Function):
             x, ctx.recompute_fn = ctx.recompute_fn(), None
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
-        dx = dy @ weight
+        dx = product(dy, weight)
         dx, reduction = begin_reduction(dx, tp) if peers is None else products.begin_reduction(dx, peers)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
@@ -314,9 +314,9 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        x, weight, y = ctx.saved_tensors
+        x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0]
-        dy, dx = (dy, dy @ weight) if peers is None else products.all_gather_product(dy, weight, peers)
+        dy, dx = (dy, product(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:

@@ -16,6 +16,7 @@ from megatrain.config.derive.fp8 import (
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.product_algorithms import digest_of
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 
@@ -159,6 +160,17 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
         )
 
 
+def product_algorithms_have_their_digest(draft: Draft) -> Problems:
+    training, text = draft.config.training, draft.facts.product_algorithms
+    digest, given = text and digest_of(text), training.product_algorithms_digest
+    if given != digest and (text is not None or training.product_algorithms is None):
+        yield Problem(
+            f"--product-algorithms {training.product_algorithms or 'none'}: the digest is {digest or 'none'}, and"
+            f" --product-algorithms-digest (from the saved configuration) is {given or 'none'}",
+            "give --product-algorithms the file of that run, or remove --product-algorithms-digest",
+        )
+
+
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     device_is_available,
     each_rank_has_a_gpu,
@@ -168,4 +180,5 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     cublas_is_deterministic,
     fp8_recipe_is_supported,
     fp8_products_can_run,
+    product_algorithms_have_their_digest,
 )

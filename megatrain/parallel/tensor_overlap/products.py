@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.kernels.linear import product
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 
 
 def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of all ranks: [n, ..., i] and [i, o] -> [n * size, ..., o]. Gathered rows are not kept."""
-    received = peers.send((rank, x) for rank in peers.peers)
-    return _product_of_received(x, received, weight, peers, bias)
+    return _product_of_received(x, peers.send((rank, x) for rank in peers.peers), weight, peers, bias)
 
 
 def all_gather_product(x: Tensor, weight: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,8 @@ def product_reduce_scatter(x: Tensor, weight: Tensor, peers: PeerMemory) -> Tens
     Products are rounded to the dtype of `x` before they are summed.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
-    received = peers.send((rank, rows[rank] @ weight) for rank in peers.peers)
-    own: Tensor = rows[peers.group.rank] @ weight
+    received = peers.send((rank, product(rows[rank], weight)) for rank in peers.peers)
+    own = product(rows[peers.group.rank], weight)
     _sum_into(own, own, received, peers)
     return own
 
@@ -75,7 +75,7 @@ def _product_of_received(
         rows = (x if rank == group.rank else received.from_rank(rank)).flatten(0, -2)
         part = out[rank].flatten(0, -2)
         if bias is None:
-            torch.mm(rows, weight, out=part)
+            product(rows, weight, out=part)
         else:
             torch.addmm(bias, rows, weight, out=part)
     return out.flatten(0, 1)

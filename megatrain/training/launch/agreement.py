@@ -28,6 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
+from megatrain.training.launch.product_algorithms import use_product_algorithms
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
 from megatrain.training.logging.status_file import write_refused_start
 
@@ -46,7 +47,7 @@ def agreed_plan(
         if store is None or environment.rank == 0:
             agreed = _plan_of_rank_0(request, environment, store, locks)
         else:
-            agreed = _plan_of_another_rank(request, store)
+            agreed = _plan_of_another_rank(request, environment, store)
     except MegatrainError as error:
         if not error.is_reported:
             print_error(error)
@@ -158,6 +159,7 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
+        use_product_algorithms(plan, environment)
         locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
@@ -172,13 +174,16 @@ def _plan_of_rank_0(
     return facts, plan
 
 
-def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, Plan]:
+def _plan_of_another_rank(
+    request: Request, environment: LaunchEnvironment, store: dist.Store
+) -> tuple[Facts, Plan]:
     answer = json.loads(store.get("rank 0"))
     if answer["facts"] is None:
         raise _reported_elsewhere(answer["exit_code"])
     facts = Facts.from_json(answer["facts"])
     try:
         plan = resolve(request, facts)
+        use_product_algorithms(plan, environment)
     except ConfigError as error:
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
         raise

@@ -34,6 +34,7 @@ from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.failure import exit_code_of
+from megatrain.training.launch.product_algorithms import local_gpu
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
@@ -247,8 +248,7 @@ def join_store(environment: LaunchEnvironment) -> dist.Store:
 def _select_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
     if plan.config.training.device == "cpu":
         return torch.device("cpu")
-    sees_one_gpu = environment.binds_gpus and torch.cuda.device_count() == 1
-    device = torch.device("cuda", 0 if sees_one_gpu else environment.local_rank)
+    device = local_gpu(environment)
     torch.cuda.set_device(device)
     return device
 

@@ -50,6 +50,10 @@ CASES = {
         ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 64 --bf16", "", CUDA,
          ("--fp8-block-size 64", "128"), ("--fp8-block-size 128",)),
     ],
+    "product_algorithms_have_their_digest": [
+        ("--product-algorithms-digest 0123", "", None,
+         ("--product-algorithms none", "0123"), ("give --product-algorithms", "remove --product-algorithms-digest")),
+    ],
     "cublas_is_deterministic": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
          ("--deterministic-mode", ":0:0"), ("unset CUBLAS_WORKSPACE_CONFIG", ":4096:8")),
