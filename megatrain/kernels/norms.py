@@ -59,15 +59,26 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, dtotal: Tensor | None, output: NormOutput, weight: Tensor, offset: float = 0.0
+    dy: Tensor,
+    dtotal: Tensor | None,
+    output: NormOutput,
+    weight: Tensor,
+    offset: float = 0.0,
+    dy_term: Tensor | None = None,
 ) -> NormGradients:
-    """Return the gradients of `norm`; `dtotal` is the gradient of the sum, None if it has no other use. `output.y` is not read."""
+    """Return the gradients of `norm`.
+
+    Args:
+        dtotal: gradient of the sum, None if it has no other use.
+        output: result of `norm`; its `y` is not read.
+        dy_term: added to `dy` first, and the sum rounded; or None.
+    """
     if is_fused(dy):
         dx, dweight, dbias = fused.norm_backward(
-            dy, dtotal, output.total, weight, output.mean, output.rstd, offset
+            dy, dtotal, output.total, weight, output.mean, output.rstd, offset, dy_term
         )
         return NormGradients(dx, dweight, dbias)
-    return norm_backward_reference(dy, dtotal, output, weight, offset)
+    return norm_backward_reference(dy, dtotal, output, weight, offset, dy_term)
 
 
 def norm_reference(
@@ -87,9 +98,15 @@ def norm_reference(
 
 
 def norm_backward_reference(
-    dy: Tensor, dtotal: Tensor | None, output: NormOutput, weight: Tensor, offset: float = 0.0
+    dy: Tensor,
+    dtotal: Tensor | None,
+    output: NormOutput,
+    weight: Tensor,
+    offset: float = 0.0,
+    dy_term: Tensor | None = None,
 ) -> NormGradients:
     """Compute the gradients with torch operators."""
+    dy = dy if dy_term is None else dy + dy_term
     total, _, mean, rstd = output
     xw = total.to(rstd.dtype)
     normed = (xw if mean is None else xw - mean) * rstd

@@ -13,14 +13,25 @@ from megatrain.kernels import norms, output_gate, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor_overlap.products import PendingTerm
 
 
 def norm(
-    x: Tensor, delta: Tensor | None, module: LaidOutModule, eps: float, offset: float
+    x: Tensor,
+    delta: Tensor | None,
+    module: LaidOutModule,
+    eps: float,
+    offset: float,
+    dy_term: PendingTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum."""
+    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum.
+
+    `dy_term`: a term of the norm's gradient, which its backward pass adds.
+    """
     grads, bias = module.weight_grads, getattr(module, "bias", None)
-    total, y = _Norm.apply(x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
+    total, y = _Norm.apply(
+        x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset, dy_term
+    )
     return total, y
 
 
@@ -89,10 +100,12 @@ class _Norm(Function):
         bias_grad: Tensor | None,
         eps: float,
         offset: float,
+        dy_term: PendingTerm | None,
     ) -> tuple[Tensor, Tensor]:
         normed = norms.norm(x, delta, weight, bias, eps, offset)
         ctx.save_for_backward(normed.total, weight, normed.mean, normed.rstd)
         ctx.grads, ctx.has_delta, ctx.offset = (weight_grad, bias_grad), delta is not None, offset
+        ctx.dy_term = dy_term
         ctx.set_materialize_grads(False)
         return normed.total, normed.y
 
@@ -102,12 +115,13 @@ class _Norm(Function):
         total, weight, mean, rstd = ctx.saved_tensors
         assert dy is not None
         normed = norms.NormOutput(total, total, mean, rstd)
-        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset)
+        dy_term = None if ctx.dy_term is None else ctx.dy_term.take()
+        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
         weight_grad, bias_grad = ctx.grads
         weight_grad.add_(dweight)
         if dbias is not None:
             bias_grad.add_(dbias)
-        return dx, dx if ctx.has_delta else None, None, None, None, None, None, None
+        return dx, dx if ctx.has_delta else None, *[None] * 7
 
 
 class _ApplyRope(Function):

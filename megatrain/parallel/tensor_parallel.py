@@ -130,6 +130,7 @@ def column_linear(
     bias: Bias | None = None,
     *,
     recompute_fn: Callable[[], Tensor] | None = None,
+    dx_term: products.PendingTerm | None = None,
 ) -> Tensor:
     """y = x W^T + bias with the rows of W (columns of the output) split over tp.
 
@@ -139,10 +140,11 @@ def column_linear(
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
         recompute_fn: returns x in the backward pass, and x is not kept.
+        dx_term: receives a term of the gradient of x, which the backward pass of the operation before has to add.
     Returns:
         [s, b, o/tp].
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, recompute_fn)
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, recompute_fn, dx_term)
     return out
 
 
@@ -249,16 +251,17 @@ class _ColumnLinear(Function):
         tp: TensorParallel,
         info: PassInfo,
         recompute_fn: Callable[[], Tensor] | None,
+        dx_term: products.PendingTerm | None,
     ) -> Tensor:
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
-        ctx.recompute_fn = recompute_fn
+        ctx.recompute_fn, ctx.dx_term = recompute_fn, dx_term
         if tp.peers is not None:
             return products.gathered_product(x, weight.t(), tp.peers, bias and bias.value)
         return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
@@ -267,13 +270,16 @@ class _ColumnLinear(Function):
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
         dx = dy @ weight
-        dx, reduction = begin_reduction(dx, tp) if peers is None else products.begin_reduction(dx, peers)
+        if peers is None:
+            dx, reduction = begin_reduction(dx, tp)
+        else:
+            dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
-        return dx, None, None, None, None, None, None
+        return dx, *[None] * 7
 
 
 def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:

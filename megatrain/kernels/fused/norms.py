@@ -47,9 +47,10 @@ def norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     offset: float,
+    dy_term: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Implement `kernels.norms.norm_backward`."""
-    assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd))
+    assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd, dy_term))
     x = x.contiguous()
     columns = x.shape[-1]
     dx = torch.empty_like(x)
@@ -60,10 +61,11 @@ def norm_backward(
     dbias = None if mean is None else torch.empty_like(dweight)
     launch(
         _backward, (programs,),
-        dy.contiguous(), dy if dtotal is None else dtotal.contiguous(), x, weight,
-        rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
+        dy.contiguous(), dy if dy_term is None else dy_term, dy if dtotal is None else dtotal.contiguous(),
+        x, weight, rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
         count, columns, offset, programs,
-        HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+        HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
+        ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
@@ -104,8 +106,9 @@ def _forward(
 
 @jit
 def _backward(
-    DY, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
-    HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DY, DY2, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
+    HAS_TERM: tl.constexpr, HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -124,6 +127,9 @@ def _backward(
             x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
         normed = x * rstd
         dy = tl.load(DY + index, mask=inside, other=0).to(tl.float32)
+        if HAS_TERM:  # rounded, as a sum in memory is
+            dy += tl.load(DY2 + index, mask=inside, other=0).to(tl.float32)
+            dy = dy.to(DY.dtype.element_ty).to(tl.float32)
         dweight += tl.sum(dy * normed, axis=0)
         if IS_CENTRED:
             dbias += tl.sum(dy, axis=0)

@@ -17,6 +17,7 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor_overlap.products import PendingTerm
 from megatrain.parallel.tensor_parallel import (
     Bias,
     TensorParallel,
@@ -39,9 +40,11 @@ class LocalNorm(LaidOutModule):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a leaf)
         return self.add_and_norm(x, None)[1]
 
-    def add_and_norm(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return hidden + delta and its norm."""
-        return functions.norm(hidden, delta, self, self.epsilon, self.offset)
+    def add_and_norm(
+        self, hidden: Tensor, delta: Tensor | None, dy_term: PendingTerm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden + delta and its norm, whose gradient has the term `dy_term`."""
+        return functions.norm(hidden, delta, self, self.epsilon, self.offset, dy_term)
 
     def recompute(self, total: Tensor) -> Tensor:
         """Return the norm that `add_and_norm` returned with this sum, bit for bit, without autograd."""
@@ -73,12 +76,17 @@ class LocalColumnLinear(LaidOutModule):
             self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        hidden, normed = self.norm.add_and_norm(hidden, delta)
+        if self.fp8 is None and isinstance(self.norm, LocalNorm):
+            dx_term = PendingTerm()
+            hidden, normed = self.norm.add_and_norm(hidden, delta, dx_term)
+            linear = functools.partial(column_linear, dx_term=dx_term)
+        else:
+            hidden, normed = self.norm.add_and_norm(hidden, delta)
+            linear = column_linear if self.fp8 is None else functools.partial(fp8_column_linear, self.fp8)
         recompute_fn = (
             functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         )
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        linear = column_linear if self.fp8 is None else functools.partial(fp8_column_linear, self.fp8)
         return hidden, linear(normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn)
 
 

@@ -17,6 +17,21 @@ from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 
 
+@dataclass
+class PendingTerm:
+    """The term of a sum that another rank sent, left to the operation that reads the sum; None: the sum is complete.
+
+    The second send after its own overwrites the term.
+    """
+
+    value: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        """Return the term once."""
+        value, self.value = self.value, None
+        return value
+
+
 def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of all ranks: [n, ..., i] and [i, o] -> [n * size, ..., o]. Gathered rows are not kept."""
     received = peers.send((rank, x) for rank in peers.peers)
@@ -52,11 +67,16 @@ def product_reduce_scatter(x: Tensor, weight: Tensor, peers: PeerMemory) -> Tens
     return own
 
 
-def begin_reduction(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
-    """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...]."""
+def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
+    """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...].
+
+    Two ranks with a `term` do not compute the sum: they return this rank's rows of `x`, and the term is those of the other.
+    """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, rows[rank]) for rank in peers.peers)
     own = rows[peers.group.rank]
+    if term is not None and peers.group.size == 2:
+        return own, Transfer(_Term(term, received, peers))
     out = torch.empty_like(own)
     return out, Transfer(_Sum(out, own, received, peers))
 
@@ -92,6 +112,18 @@ class _Sum:
 
     def wait(self) -> None:
         _sum_into(self.out, self.own, self.received, self.peers)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """What another rank sends, which becomes a term when it is waited for."""
+
+    term: PendingTerm
+    received: ReceivedParts
+    peers: PeerMemory
+
+    def wait(self) -> None:
+        self.term.value = self.received.from_rank(self.peers.peers[0])
 
 
 def _sum_into(out: Tensor, own: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
