@@ -87,31 +87,31 @@ class TensorParallel:
         return rows * self.size if self.sequence_parallel else rows
 
 
+_GroupFn = Callable[[Tensor, RankGroup], Tensor]
+
+
 def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the whole sequence on every rank: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
-    return _apply(_AllGather if tp.sequence_parallel else _Copy, x, tp.group)
+    return all_gather_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _copy, _sum)
 
 
 def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
-    return _apply(_ReduceScatter if tp.sequence_parallel else _AllReduce, x, tp.group)
+    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _sum, _copy)
 
 
 def all_gather_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' rows, differentiably: [n, ...] -> [n * size, ...]."""
-    return _apply(_AllGather, x, group)
+    return _conjugate(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks and keep this rank's rows, differentiably: [n * size, ...] -> [n, ...]."""
-    return _apply(_ReduceScatter, x, group)
+    return _conjugate(x, group, reduce_scatter, all_gather)
 
 
-def _apply(function: type[Function], x: Tensor, group: RankGroup) -> Tensor:
-    if group.size == 1:
-        return x
-    out: Tensor = function.apply(x, group)
-    return out
+def _conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+    return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)  # type: ignore[no-any-return]
 
 
 class Bias(NamedTuple):
@@ -197,47 +197,25 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
     return rows
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
+class _Conjugate(Function):
+    """Apply `forward_fn` to x, and `backward_fn` to its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.group), None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+        ctx.group, ctx.backward_fn = group, backward_fn
+        return forward_fn(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_fn(grads[0], ctx.group), None, None, None
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0].clone(), ctx.group), None
+def _copy(x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG001 (the signature of a collective)
+    return x.view_as(x)
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG004 (autograd's signature)
-        return all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grads[0], None
+def _sum(x: Tensor, group: RankGroup) -> Tensor:
+    return all_reduce(x.clone(), group)
 
 
 class _ColumnLinear(Function):
