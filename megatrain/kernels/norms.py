@@ -48,7 +48,7 @@ def norm(
 
     Args:
         x: [..., h], in the dtype of the weight or a higher precision.
-        delta: added to x first, or None.
+        delta: added to x first, or None; with one dimension more than x, two terms whose sum is rounded and added.
         weight, bias: [h]; RMSNorm without a bias.
         eps: added to the variance.
         offset: added to the weight; 1 for weights stored as the difference from 1.
@@ -81,11 +81,21 @@ def norm_backward(
     return norm_backward_reference(dy, dtotal, output, weight, offset, dy_term)
 
 
+def add_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Add the sum of two terms, rounded: [..., h] and [2, ..., h] -> [..., h]."""
+    return fused.add_terms(x, terms) if is_fused(x) else add_terms_reference(x, terms)
+
+
+def add_terms_reference(x: Tensor, terms: Tensor) -> Tensor:
+    """Add with torch operators."""
+    return x + (terms[0] + terms[1])
+
+
 def norm_reference(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
 ) -> NormOutput:
     """Add and normalize with torch operators."""
-    total = x if delta is None else x + delta
+    total = x if delta is None else add_terms_reference(x, delta) if delta.dim() > x.dim() else x + delta
     xw = total.to(accumulation_dtype(x.dtype))
     gain = weight.to(xw.dtype) + offset
     if bias is None:

@@ -35,6 +35,11 @@ def norm(
     return total, y
 
 
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """Return x + delta; a delta with one dimension more has two terms."""
+    return x + delta if delta.dim() == x.dim() else _AddTerms.apply(x, delta)  # type: ignore[no-any-return]
+
+
 def recompute_norm(total: Tensor, module: LaidOutModule, eps: float, offset: float) -> Tensor:
     """Compute the norm that `norm` returned with this sum, bit for bit, without autograd."""
     assert isinstance(module.weight, Tensor)
@@ -104,7 +109,11 @@ class _Norm(Function):
     ) -> tuple[Tensor, Tensor]:
         normed = norms.norm(x, delta, weight, bias, eps, offset)
         ctx.save_for_backward(normed.total, weight, normed.mean, normed.rstd)
-        ctx.grads, ctx.has_delta, ctx.offset = (weight_grad, bias_grad), delta is not None, offset
+        ctx.grads, ctx.delta, ctx.offset = (
+            (weight_grad, bias_grad),
+            None if delta is None else delta.shape,
+            offset,
+        )
         ctx.dy_term = dy_term
         ctx.set_materialize_grads(False)
         return normed.total, normed.y
@@ -121,7 +130,18 @@ class _Norm(Function):
         weight_grad.add_(dweight)
         if dbias is not None:
             bias_grad.add_(dbias)
-        return dx, dx if ctx.has_delta else None, *[None] * 7
+        return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
+
+
+class _AddTerms(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, terms: Tensor) -> Tensor:
+        ctx.shape = terms.shape
+        return norms.add_terms(x, terms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].expand(ctx.shape)
 
 
 class _ApplyRope(Function):

@@ -48,7 +48,7 @@ class TransformerLayer(nn.Module):
         residual, delta = hidden, None  # delta: output of the branch before, not yet added
         for branch in self.branches:
             residual, delta = branch(residual, delta, info)
-        return residual if delta is None else residual + delta
+        return residual if delta is None else functions.add(residual, delta)
 
 
 class ParallelLayer(TransformerLayer):

@@ -157,6 +157,7 @@ def row_linear(
     bias: Bias | None = None,
     *,
     activation: Activation | None = None,
+    keeps_parts: bool = False,
 ) -> Tensor:
     """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
 
@@ -165,11 +166,12 @@ def row_linear(
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
+        keeps_parts: with overlapped products and no bias, return the terms of the sum, which the next send but one overwrites.
     Returns:
-        [s/tp, b, o] with sp, else [s, b, o].
+        [s/tp, b, o] with sp, else [s, b, o]; terms have a dimension of ranks before these.
     """
     fused_bias = bias if tp.size == 1 else None
-    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
+    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info, keeps_parts)
     out = exit_tp_region(out, tp) if tp.peers is None else out
     if bias is not None and tp.size > 1:
         out = AddBias.apply(out, bias)
@@ -287,19 +289,21 @@ class _Linear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
+        keeps_parts: bool,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and is_fused(x)
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
+        ctx.keeps_parts = keeps_parts
         if tp.peers is not None:
-            return products.product_reduce_scatter(y, weight.t(), tp.peers)
+            return products.product_reduce_scatter(y, weight.t(), tp.peers, keeps_parts=keeps_parts)
         return linear(y, weight, bias and bias.value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, y = ctx.saved_tensors
-        peers, dy = ctx.tp.peers, grads[0]
+        peers, dy = ctx.tp.peers, grads[0][0] if ctx.keeps_parts else grads[0]
         dy, dx = (dy, dy @ weight) if peers is None else products.all_gather_product(dy, weight, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
@@ -308,7 +312,7 @@ class _Linear(Function):
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
         _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
         accumulate_bias_gradient(ctx.bias, dy)
-        return dx, None, None, None, None, None, None
+        return dx, *[None] * 7
 
 
 class AddBias(Function):

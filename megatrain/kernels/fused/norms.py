@@ -30,13 +30,36 @@ def norm(
     mean = None if bias is None else torch.empty_like(rstd)
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
+    has_terms = delta is not None and delta.dim() > x.dim()
+    deltas = (
+        (x, x) if delta is None else delta.contiguous().unbind() if has_terms else (delta.contiguous(), x)
+    )
     launch(
         _forward, (cdiv(count, rows),),
-        x, x if delta is None else delta.contiguous(), weight, weight if bias is None else bias,
+        x, *deltas, weight, weight if bias is None else bias,
         total, y, rstd if mean is None else mean, rstd, count, columns, eps, offset,
-        HAS_DELTA=delta is not None, IS_CENTRED=bias is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+        HAS_DELTA=delta is not None, HAS_TERMS=has_terms, IS_CENTRED=bias is not None,
+        ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return total, y, mean, rstd
+
+
+def add_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Implement `kernels.norms.add_terms`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    count = x.numel()
+    launch(
+        _add_terms,
+        (cdiv(count, _TILE),),
+        x,
+        *terms.contiguous().unbind(),
+        out,
+        count,
+        BLOCK=_TILE,
+        num_warps=8,
+    )
+    return out
 
 
 def norm_backward(
@@ -78,9 +101,26 @@ def _tile(columns: int) -> tuple[int, int, int]:
 
 
 @jit
+def _add_terms(X, A, B, OUT, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    total = _rounded_sum(tl.load(A + index, mask=inside).to(tl.float32), A, B, index, inside)
+    total += tl.load(X + index, mask=inside).to(tl.float32)
+    tl.store(OUT + index, total.to(OUT.dtype.element_ty), mask=inside)
+
+
+@jit
+def _rounded_sum(term, A, B, index, inside):
+    """Add an element of B to one of A in fp32, and round the sum as one in memory is."""
+    total = term + tl.load(B + index, mask=inside, other=0).to(tl.float32)
+    return total.to(A.dtype.element_ty).to(tl.float32)
+
+
+@jit
 def _forward(
-    X, D, W, B, T, Y, M, R, count, columns, eps, offset,
-    HAS_DELTA: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, D, D2, W, B, T, Y, M, R, count, columns, eps, offset,
+    HAS_DELTA: tl.constexpr, HAS_TERMS: tl.constexpr, IS_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -88,7 +128,10 @@ def _forward(
     inside = (row < count)[:, None] & (column < columns)[None, :]
     x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
     if HAS_DELTA:
-        total = (x + tl.load(D + index, mask=inside, other=0).to(tl.float32)).to(T.dtype.element_ty)
+        delta = tl.load(D + index, mask=inside, other=0).to(tl.float32)
+        if HAS_TERMS:
+            delta = _rounded_sum(delta, D, D2, index, inside)
+        total = (x + delta).to(T.dtype.element_ty)
         tl.store(T + index, total, mask=inside)
         x = total.to(tl.float32)
     if IS_CENTRED:
@@ -127,9 +170,8 @@ def _backward(
             x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
         normed = x * rstd
         dy = tl.load(DY + index, mask=inside, other=0).to(tl.float32)
-        if HAS_TERM:  # rounded, as a sum in memory is
-            dy += tl.load(DY2 + index, mask=inside, other=0).to(tl.float32)
-            dy = dy.to(DY.dtype.element_ty).to(tl.float32)
+        if HAS_TERM:
+            dy = _rounded_sum(dy, DY, DY2, index, inside)
         dweight += tl.sum(dy * normed, axis=0)
         if IS_CENTRED:
             dbias += tl.sum(dy, axis=0)

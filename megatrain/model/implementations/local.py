@@ -113,6 +113,8 @@ class LocalRowLinear(LaidOutModule):
     weight: Tensor
 
     activation: Activation | None = None
+    keeps_parts = False
+    """Returns the terms of the sum over tp, [tp, s/tp, b, h] (`row_linear`)."""
 
     def __init__(
         self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
@@ -126,7 +128,10 @@ class LocalRowLinear(LaidOutModule):
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        linear = row_linear if self.fp8 is None else functools.partial(fp8_row_linear, self.fp8)
+        if self.fp8 is None:
+            linear = functools.partial(row_linear, keeps_parts=self.keeps_parts)
+        else:
+            linear = functools.partial(fp8_row_linear, self.fp8)
         return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 
 

@@ -55,13 +55,23 @@ def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
     return received.parts.flatten(0, 1), Transfer(received)
 
 
-def product_reduce_scatter(x: Tensor, weight: Tensor, peers: PeerMemory) -> Tensor:
+def product_reduce_scatter(
+    x: Tensor, weight: Tensor, peers: PeerMemory, *, keeps_parts: bool = False
+) -> Tensor:
     """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
 
     Products are rounded to the dtype of `x` before they are summed.
+
+    Args:
+        keeps_parts: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, rows[rank] @ weight) for rank in peers.peers)
+    if keeps_parts:
+        own_rows, own_part = rows[peers.group.rank], received.parts[peers.group.rank]
+        torch.mm(own_rows.flatten(0, -2), weight, out=own_part.flatten(0, -2))
+        received.wait()
+        return received.parts.detach()  # detached, it is no view of the slots for autograd
     own: Tensor = rows[peers.group.rank] @ weight
     _sum_into(own, own, received, peers)
     return own

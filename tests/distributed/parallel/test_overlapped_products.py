@@ -108,7 +108,12 @@ def passes(
         total, normed = functions.norm(x, None, norm, 1e-5, 0.0, term)
         middle = column_linear(normed, up, grads["up"], tp, info, biases[0], dx_term=term)
         y = row_linear(middle, down, grads["down"], tp, info, biases[1], activation=Activation(fn=GELU))
-        y = y + total
+        inner = 2 * middle
+        keeps_parts = tp.peers is not None and tp.size == 2
+        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
+        y, normed = functions.norm(y + total, delta, norm, 1e-5, 0.0)
+        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
+        y = functions.add(y + normed, delta)
         y.backward(dy)
         assert x.grad is not None
         found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}
