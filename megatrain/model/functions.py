@@ -13,7 +13,7 @@ from megatrain.kernels import norms, output_gate, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor_overlap.products import PendingTerm
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 def norm(
@@ -24,20 +24,12 @@ def norm(
     offset: float,
     dy_term: PendingTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum.
-
-    `dy_term`: a term of the norm's gradient, which its backward pass adds.
-    """
+    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum. Its backward pass adds `dy_term`."""
     grads, bias = module.weight_grads, getattr(module, "bias", None)
     total, y = _Norm.apply(
         x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset, dy_term
     )
     return total, y
-
-
-def add(x: Tensor, delta: Tensor) -> Tensor:
-    """Return x + delta; a delta with one dimension more has two terms."""
-    return x + delta if delta.dim() == x.dim() else _AddTerms.apply(x, delta)  # type: ignore[no-any-return]
 
 
 def recompute_norm(total: Tensor, module: LaidOutModule, eps: float, offset: float) -> Tensor:
@@ -131,17 +123,6 @@ class _Norm(Function):
         if dbias is not None:
             bias_grad.add_(dbias)
         return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
-
-
-class _AddTerms(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, terms: Tensor) -> Tensor:
-        ctx.shape = terms.shape
-        return norms.add_terms(x, terms)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].expand(ctx.shape)
 
 
 class _ApplyRope(Function):

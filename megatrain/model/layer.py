@@ -34,6 +34,7 @@ from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.specs import AttentionSpec, GptSpec, MlpSpec, NormPosition
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
+from megatrain.parallel.tensor_overlap.terms import add_terms
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
@@ -48,7 +49,9 @@ class TransformerLayer(nn.Module):
         residual, delta = hidden, None  # delta: output of the branch before, not yet added
         for branch in self.branches:
             residual, delta = branch(residual, delta, info)
-        return residual if delta is None else functions.add(residual, delta)
+        if delta is not None and delta.dim() > residual.dim():
+            return add_terms(residual, delta)
+        return residual if delta is None else residual + delta
 
 
 class ParallelLayer(TransformerLayer):

@@ -47,6 +47,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_overlap import products
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
 
 
 def _conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
-    return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)  # type: ignore[no-any-return]
+    return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)
 
 
 class Bias(NamedTuple):
@@ -130,7 +131,7 @@ def column_linear(
     bias: Bias | None = None,
     *,
     recompute_fn: Callable[[], Tensor] | None = None,
-    dx_term: products.PendingTerm | None = None,
+    dx_term: PendingTerm | None = None,
 ) -> Tensor:
     """y = x W^T + bias with the rows of W (columns of the output) split over tp.
 
@@ -231,7 +232,7 @@ class _ColumnLinear(Function):
         tp: TensorParallel,
         info: PassInfo,
         recompute_fn: Callable[[], Tensor] | None,
-        dx_term: products.PendingTerm | None,
+        dx_term: PendingTerm | None,
     ) -> Tensor:
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor_overlap.products import PendingTerm
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 from megatrain.parallel.tensor_parallel import (
     Bias,
     TensorParallel,
@@ -76,6 +77,7 @@ class LocalColumnLinear(LaidOutModule):
             self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        linear: Callable[..., Tensor]
         if self.fp8 is None and isinstance(self.norm, LocalNorm):
             dx_term = PendingTerm()
             hidden, normed = self.norm.add_and_norm(hidden, delta, dx_term)
@@ -113,8 +115,7 @@ class LocalRowLinear(LaidOutModule):
     weight: Tensor
 
     activation: Activation | None = None
-    keeps_parts = False
-    """Returns the terms of the sum over tp, [tp, s/tp, b, h] (`row_linear`)."""
+    keeps_parts = False  # True: see `row_linear`
 
     def __init__(
         self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
@@ -128,9 +129,8 @@ class LocalRowLinear(LaidOutModule):
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        if self.fp8 is None:
-            linear = functools.partial(row_linear, keeps_parts=self.keeps_parts)
-        else:
+        linear: Callable[..., Tensor] = functools.partial(row_linear, keeps_parts=self.keeps_parts)
+        if self.fp8 is not None:
             linear = functools.partial(fp8_row_linear, self.fp8)
         return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 

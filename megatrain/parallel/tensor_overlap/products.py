@@ -15,21 +15,7 @@ from torch import Tensor
 
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
-
-
-@dataclass
-class PendingTerm:
-    """The term of a sum that another rank sent, left to the operation that reads the sum; None: the sum is complete.
-
-    The second send after its own overwrites the term.
-    """
-
-    value: Tensor | None = None
-
-    def take(self) -> Tensor | None:
-        """Return the term once."""
-        value, self.value = self.value, None
-        return value
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:

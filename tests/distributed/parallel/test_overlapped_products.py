@@ -14,7 +14,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
-from megatrain.parallel.tensor_overlap.products import PendingTerm
+from megatrain.parallel.tensor_overlap.terms import PendingTerm, add_terms
 from megatrain.parallel.tensor_parallel import Bias, TensorParallel, column_linear, row_linear
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -113,7 +113,7 @@ def passes(
         delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
         y, normed = functions.norm(y + total, delta, norm, 1e-5, 0.0)
         delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
-        y = functions.add(y + normed, delta)
+        y = add_terms(y + normed, delta) if keeps_parts else y + normed + delta
         y.backward(dy)
         assert x.grad is not None
         found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}
