@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import norms, output_gate, rotary
+from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.layout import LaidOutModule
@@ -60,12 +60,6 @@ def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Split [s, b, heads, d] into parts of these sizes; gradients in adjacent memory are joined without a copy."""
     parts: tuple[Tensor, ...] = _SplitHeads.apply(qkv, sizes)
     return parts
-
-
-def gate_output(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute x * sigmoid(gate), both [s, b, n d]; saves both."""
-    out: Tensor = _GateOutput.apply(x, gate)
-    return out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
@@ -163,17 +157,6 @@ class _SplitHeads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return concat_heads(grads), None
-
-
-class _GateOutput(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return output_gate.gate_output(x, gate)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)
 
 
 class _Attend(Function):

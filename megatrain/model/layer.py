@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 from megatrain.model import functions
-from megatrain.model.attention_parts import attention_projection, core_attention, qk_norm
+from megatrain.model.attention_parts import attention_projection, core_attention, gate_output, qk_norm
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
     Columns,
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
         heads = self.core(q, k, v, info)
         for gate in gates:
-            heads = functions.gate_output(heads, gate.flatten(2))
+            heads = gate_output(heads, gate.flatten(2))
         return residual, self.output(self.proj(heads, info), info)
 
     def split_heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
