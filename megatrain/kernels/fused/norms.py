@@ -13,8 +13,8 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, t
 
 _TILE = 2048
 """Elements per tile, unless a row is longer."""
-_WARPS = 132 * 32
-"""Maximum warps of the backward pass: half the capacity of an H200's multiprocessors."""
+_WARPS = 132 * 16
+"""Maximum warps of the backward pass: an H200's multiprocessors hold them all at once, with at most 128 registers a thread."""
 
 
 def norm(
@@ -156,7 +156,6 @@ def _backward(
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     is_column = column < columns
-    weight = tl.load(W + column, mask=is_column, other=0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(first, tl.cdiv(count, ROWS), programs):
@@ -166,6 +165,8 @@ def _backward(
         inside = is_row[:, None] & is_column[None, :]
         x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
         rstd = tl.load(R + row, mask=is_row, other=0)[:, None]
+        if HAS_TOTAL:  # before the sums over the row, which later loads would wait for
+            dtotal = tl.load(DT + index, mask=inside, other=0)
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
         normed = x * rstd
@@ -175,6 +176,9 @@ def _backward(
         dweight += tl.sum(dy * normed, axis=0)
         if IS_CENTRED:
             dbias += tl.sum(dy, axis=0)
+        weight = (
+            tl.load(W + column, mask=is_column, other=0).to(tl.float32) + offset
+        )  # again: registers are few
         dnormed = dy * weight[None, :]
         along = tl.sum(dnormed * normed, axis=1) / columns
         dx = dnormed - normed * along[:, None]
@@ -182,7 +186,7 @@ def _backward(
             dx -= (tl.sum(dnormed, axis=1) / columns)[:, None]
         dx *= rstd
         if HAS_TOTAL:
-            dx += tl.load(DT + index, mask=inside, other=0).to(tl.float32)
+            dx += dtotal.to(tl.float32)
         tl.store(DX + index, dx.to(DX.dtype.element_ty), mask=inside)
     tl.store(DW + first * columns + column, dweight, mask=is_column)
     if IS_CENTRED:
