@@ -48,7 +48,7 @@ def norm(
 
     Args:
         x: [..., h], in the dtype of the weight or a higher precision.
-        delta: added to x first, or None.
+        delta: added to x first, or None; with one dimension more than x, two terms whose sum is rounded and added.
         weight, bias: [h]; RMSNorm without a bias.
         eps: added to the variance.
         offset: added to the weight; 1 for weights stored as the difference from 1.
@@ -59,22 +59,43 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, dtotal: Tensor | None, output: NormOutput, weight: Tensor, offset: float = 0.0
+    dy: Tensor,
+    dtotal: Tensor | None,
+    output: NormOutput,
+    weight: Tensor,
+    offset: float = 0.0,
+    dy_term: Tensor | None = None,
 ) -> NormGradients:
-    """Return the gradients of `norm`; `dtotal` is the gradient of the sum, None if it has no other use. `output.y` is not read."""
+    """Return the gradients of `norm`.
+
+    Args:
+        dtotal: gradient of the sum, None if it has no other use.
+        output: result of `norm`; its `y` is not read.
+        dy_term: added to `dy` first, and the sum rounded; or None.
+    """
     if is_fused(dy):
         dx, dweight, dbias = fused.norm_backward(
-            dy, dtotal, output.total, weight, output.mean, output.rstd, offset
+            dy, dtotal, output.total, weight, output.mean, output.rstd, offset, dy_term
         )
         return NormGradients(dx, dweight, dbias)
-    return norm_backward_reference(dy, dtotal, output, weight, offset)
+    return norm_backward_reference(dy, dtotal, output, weight, offset, dy_term)
+
+
+def add_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Add the sum of two terms, rounded: [..., h] and [2, ..., h] -> [..., h]."""
+    return fused.add_terms(x, terms) if is_fused(x) else add_terms_reference(x, terms)
+
+
+def add_terms_reference(x: Tensor, terms: Tensor) -> Tensor:
+    """Add with torch operators."""
+    return x + (terms[0] + terms[1])
 
 
 def norm_reference(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
 ) -> NormOutput:
     """Add and normalize with torch operators."""
-    total = x if delta is None else x + delta
+    total = x if delta is None else add_terms_reference(x, delta) if delta.dim() > x.dim() else x + delta
     xw = total.to(accumulation_dtype(x.dtype))
     gain = weight.to(xw.dtype) + offset
     if bias is None:
@@ -87,9 +108,15 @@ def norm_reference(
 
 
 def norm_backward_reference(
-    dy: Tensor, dtotal: Tensor | None, output: NormOutput, weight: Tensor, offset: float = 0.0
+    dy: Tensor,
+    dtotal: Tensor | None,
+    output: NormOutput,
+    weight: Tensor,
+    offset: float = 0.0,
+    dy_term: Tensor | None = None,
 ) -> NormGradients:
     """Compute the gradients with torch operators."""
+    dy = dy if dy_term is None else dy + dy_term
     total, _, mean, rstd = output
     xw = total.to(rstd.dtype)
     normed = (xw if mean is None else xw - mean) * rstd

@@ -1,11 +1,14 @@
-"""Parts of an attention layer, built from its spec: core attention, projection, norms of queries and keys."""
+"""Parts of an attention layer, built from its spec: core attention, projection, norms of queries and keys, gate of the output."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Function
 
+from megatrain.kernels import output_gate
 from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
 from megatrain.model.layouts import (
     Columns,
@@ -57,3 +60,20 @@ def qk_norm(
         channels = dataclasses.replace(columns, name=f"{name}.weight")
         return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, gain, decays=decays)), norm)]
     return []
+
+
+def gate_output(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate), both [s, b, n d]; saves both."""
+    out: Tensor = _GateOutput.apply(x, gate)
+    return out
+
+
+class _GateOutput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return output_gate.gate_output(x, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)

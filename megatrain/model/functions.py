@@ -9,18 +9,26 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import norms, output_gate, rotary
+from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 def norm(
-    x: Tensor, delta: Tensor | None, module: LaidOutModule, eps: float, offset: float
+    x: Tensor,
+    delta: Tensor | None,
+    module: LaidOutModule,
+    eps: float,
+    offset: float,
+    dy_term: PendingTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum."""
+    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum. Its backward pass adds `dy_term`."""
     grads, bias = module.weight_grads, getattr(module, "bias", None)
-    total, y = _Norm.apply(x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
+    total, y = _Norm.apply(
+        x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset, dy_term
+    )
     return total, y
 
 
@@ -54,12 +62,6 @@ def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     return parts
 
 
-def gate_output(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute x * sigmoid(gate), both [s, b, n d]; saves both."""
-    out: Tensor = _GateOutput.apply(x, gate)
-    return out
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
     """Compute attention of q [s, b, n, d] to k and v [s, b, g, d] by one call of a kernel."""
     out: Tensor = _Attend.apply(q, k, v, kernel, mask)
@@ -89,10 +91,16 @@ class _Norm(Function):
         bias_grad: Tensor | None,
         eps: float,
         offset: float,
+        dy_term: PendingTerm | None,
     ) -> tuple[Tensor, Tensor]:
         normed = norms.norm(x, delta, weight, bias, eps, offset)
         ctx.save_for_backward(normed.total, weight, normed.mean, normed.rstd)
-        ctx.grads, ctx.has_delta, ctx.offset = (weight_grad, bias_grad), delta is not None, offset
+        ctx.grads, ctx.delta, ctx.offset = (
+            (weight_grad, bias_grad),
+            None if delta is None else delta.shape,
+            offset,
+        )
+        ctx.dy_term = dy_term
         ctx.set_materialize_grads(False)
         return normed.total, normed.y
 
@@ -102,12 +110,13 @@ class _Norm(Function):
         total, weight, mean, rstd = ctx.saved_tensors
         assert dy is not None
         normed = norms.NormOutput(total, total, mean, rstd)
-        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset)
+        dy_term = None if ctx.dy_term is None else ctx.dy_term.take()
+        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
         weight_grad, bias_grad = ctx.grads
         weight_grad.add_(dweight)
         if dbias is not None:
             bias_grad.add_(dbias)
-        return dx, dx if ctx.has_delta else None, None, None, None, None, None, None
+        return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
 
 
 class _ApplyRope(Function):
@@ -148,17 +157,6 @@ class _SplitHeads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return concat_heads(grads), None
-
-
-class _GateOutput(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return output_gate.gate_output(x, gate)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)
 
 
 class _Attend(Function):

@@ -22,6 +22,7 @@ from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, 
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
 from megatrain.model.latent_attention import LatentAttention
@@ -308,7 +309,25 @@ def _layer(
         recompute_norm = recompute.has_part("layernorm") and not is_recomputed
         mlp = Mlp(layer.mlp, spec, position, f"{prefix}.mlp", leaves, tp, recompute_norm=recompute_norm)
         branches.append(RecomputedModule(mlp) if is_recomputed else mlp)
-    return (ParallelLayer if layer.is_parallel else TransformerLayer)(branches)
+    if layer.is_parallel:
+        return ParallelLayer(branches)
+    if tp.peers is not None and tp.size == 2:
+        _leave_sums_to_residual(branches)
+    return TransformerLayer(branches)
+
+
+def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
+    """Let dense branches return the terms of their output where a norm or the end of the layer reads and adds them."""
+    firsts = [getattr(branch, "qkv" if isinstance(branch, Attention) else "fc1", None) for branch in branches]
+    if not all(
+        isinstance(first, LocalColumnLinear) and isinstance(first.norm, LocalNorm) for first in firsts
+    ):
+        return
+    for branch in branches:
+        last = branch.proj if isinstance(branch, Attention) else branch.fc2
+        is_plain = isinstance(branch.output, Sequential) and not branch.output.steps
+        if is_plain and isinstance(last, LocalRowLinear) and last.fp8 is None and not hasattr(last, "bias"):
+            last.keeps_parts = True
 
 
 class _RotaryEmbeddings:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 from megatrain.model import functions
-from megatrain.model.attention_parts import attention_projection, core_attention, qk_norm
+from megatrain.model.attention_parts import attention_projection, core_attention, gate_output, qk_norm
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
     Columns,
@@ -34,6 +34,7 @@ from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.specs import AttentionSpec, GptSpec, MlpSpec, NormPosition
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
+from megatrain.parallel.tensor_overlap.terms import add_terms
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
@@ -48,6 +49,8 @@ class TransformerLayer(nn.Module):
         residual, delta = hidden, None  # delta: output of the branch before, not yet added
         for branch in self.branches:
             residual, delta = branch(residual, delta, info)
+        if delta is not None and delta.dim() > residual.dim():
+            return add_terms(residual, delta)
         return residual if delta is None else residual + delta
 
 
@@ -108,7 +111,7 @@ class Attention(nn.Module):
         q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
         heads = self.core(q, k, v, info)
         for gate in gates:
-            heads = functions.gate_output(heads, gate.flatten(2))
+            heads = gate_output(heads, gate.flatten(2))
         return residual, self.output(self.proj(heads, info), info)
 
     def split_heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:

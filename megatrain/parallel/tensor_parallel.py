@@ -47,6 +47,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_overlap import products
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 @dataclass(frozen=True)
@@ -87,31 +88,31 @@ class TensorParallel:
         return rows * self.size if self.sequence_parallel else rows
 
 
+_GroupFn = Callable[[Tensor, RankGroup], Tensor]
+
+
 def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the whole sequence on every rank: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
-    return _apply(_AllGather if tp.sequence_parallel else _Copy, x, tp.group)
+    return all_gather_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _copy, _sum)
 
 
 def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
-    return _apply(_ReduceScatter if tp.sequence_parallel else _AllReduce, x, tp.group)
+    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _sum, _copy)
 
 
 def all_gather_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' rows, differentiably: [n, ...] -> [n * size, ...]."""
-    return _apply(_AllGather, x, group)
+    return _conjugate(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks and keep this rank's rows, differentiably: [n * size, ...] -> [n, ...]."""
-    return _apply(_ReduceScatter, x, group)
+    return _conjugate(x, group, reduce_scatter, all_gather)
 
 
-def _apply(function: type[Function], x: Tensor, group: RankGroup) -> Tensor:
-    if group.size == 1:
-        return x
-    out: Tensor = function.apply(x, group)
-    return out
+def _conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+    return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)
 
 
 class Bias(NamedTuple):
@@ -130,6 +131,7 @@ def column_linear(
     bias: Bias | None = None,
     *,
     recompute_fn: Callable[[], Tensor] | None = None,
+    dx_term: PendingTerm | None = None,
 ) -> Tensor:
     """y = x W^T + bias with the rows of W (columns of the output) split over tp.
 
@@ -139,10 +141,11 @@ def column_linear(
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
         recompute_fn: returns x in the backward pass, and x is not kept.
+        dx_term: receives a term of the gradient of x, which the backward pass of the operation before has to add.
     Returns:
         [s, b, o/tp].
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, recompute_fn)
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, recompute_fn, dx_term)
     return out
 
 
@@ -155,6 +158,7 @@ def row_linear(
     bias: Bias | None = None,
     *,
     activation: Activation | None = None,
+    keeps_parts: bool = False,
 ) -> Tensor:
     """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
 
@@ -163,11 +167,12 @@ def row_linear(
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
+        keeps_parts: with overlapped products and no bias, return the terms of the sum, which the next send but one overwrites.
     Returns:
-        [s/tp, b, o] with sp, else [s, b, o].
+        [s/tp, b, o] with sp, else [s, b, o]; terms have a dimension of ranks before these.
     """
     fused_bias = bias if tp.size == 1 else None
-    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info)
+    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info, keeps_parts)
     out = exit_tp_region(out, tp) if tp.peers is None else out
     if bias is not None and tp.size > 1:
         out = AddBias.apply(out, bias)
@@ -195,47 +200,25 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
     return rows
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
+class _Conjugate(Function):
+    """Apply `forward_fn` to x, and `backward_fn` to its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.group), None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+        ctx.group, ctx.backward_fn = group, backward_fn
+        return forward_fn(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_fn(grads[0], ctx.group), None, None, None
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0].clone(), ctx.group), None
+def _copy(x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG001 (the signature of a collective)
+    return x.view_as(x)
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG004 (autograd's signature)
-        return all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grads[0], None
+def _sum(x: Tensor, group: RankGroup) -> Tensor:
+    return all_reduce(x.clone(), group)
 
 
 class _ColumnLinear(Function):
@@ -249,16 +232,17 @@ class _ColumnLinear(Function):
         tp: TensorParallel,
         info: PassInfo,
         recompute_fn: Callable[[], Tensor] | None,
+        dx_term: PendingTerm | None,
     ) -> Tensor:
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
-        ctx.recompute_fn = recompute_fn
+        ctx.recompute_fn, ctx.dx_term = recompute_fn, dx_term
         if tp.peers is not None:
             return products.gathered_product(x, weight.t(), tp.peers, bias and bias.value)
         return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
@@ -267,13 +251,16 @@ class _ColumnLinear(Function):
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
         dx = product(dy, weight)
-        dx, reduction = begin_reduction(dx, tp) if peers is None else products.begin_reduction(dx, peers)
+        if peers is None:
+            dx, reduction = begin_reduction(dx, tp)
+        else:
+            dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
-        return dx, None, None, None, None, None, None
+        return dx, *[None] * 7
 
 
 def begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
@@ -303,20 +290,22 @@ class _Linear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
+        keeps_parts: bool,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and is_fused(x)
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
+        ctx.keeps_parts = keeps_parts
         if tp.peers is not None:
-            return products.product_reduce_scatter(y, weight.t(), tp.peers)
+            return products.product_reduce_scatter(y, weight.t(), tp.peers, keeps_parts=keeps_parts)
         return linear(y, weight, bias and bias.value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        x, w, y = ctx.saved_tensors
-        peers, dy = ctx.tp.peers, grads[0]
-        dy, dx = (dy, product(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, y = ctx.saved_tensors
+        peers, dy = ctx.tp.peers, grads[0][0] if ctx.keeps_parts else grads[0]
+        dy, dx = (dy, product(dy, weight)) if peers is None else products.all_gather_product(dy, weight, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
@@ -324,7 +313,7 @@ class _Linear(Function):
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
         _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
         accumulate_bias_gradient(ctx.bias, dy)
-        return dx, None, None, None, None, None, None
+        return dx, *[None] * 7
 
 
 class AddBias(Function):

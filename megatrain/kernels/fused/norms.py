@@ -13,8 +13,8 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, t
 
 _TILE = 2048
 """Elements per tile, unless a row is longer."""
-_WARPS = 132 * 32
-"""Maximum warps of the backward pass: half the capacity of an H200's multiprocessors."""
+_WARPS = 132 * 16
+"""Maximum warps of the backward pass: an H200's multiprocessors hold them all at once, with at most 128 registers a thread."""
 
 
 def norm(
@@ -30,13 +30,36 @@ def norm(
     mean = None if bias is None else torch.empty_like(rstd)
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
+    has_terms = delta is not None and delta.dim() > x.dim()
+    deltas = (
+        (x, x) if delta is None else delta.contiguous().unbind() if has_terms else (delta.contiguous(), x)
+    )
     launch(
         _forward, (cdiv(count, rows),),
-        x, x if delta is None else delta.contiguous(), weight, weight if bias is None else bias,
+        x, *deltas, weight, weight if bias is None else bias,
         total, y, rstd if mean is None else mean, rstd, count, columns, eps, offset,
-        HAS_DELTA=delta is not None, IS_CENTRED=bias is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+        HAS_DELTA=delta is not None, HAS_TERMS=has_terms, IS_CENTRED=bias is not None,
+        ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return total, y, mean, rstd
+
+
+def add_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Implement `kernels.norms.add_terms`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    count = x.numel()
+    launch(
+        _add_terms,
+        (cdiv(count, _TILE),),
+        x,
+        *terms.contiguous().unbind(),
+        out,
+        count,
+        BLOCK=_TILE,
+        num_warps=8,
+    )
+    return out
 
 
 def norm_backward(
@@ -47,9 +70,10 @@ def norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     offset: float,
+    dy_term: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Implement `kernels.norms.norm_backward`."""
-    assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd))
+    assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd, dy_term))
     x = x.contiguous()
     columns = x.shape[-1]
     dx = torch.empty_like(x)
@@ -60,10 +84,11 @@ def norm_backward(
     dbias = None if mean is None else torch.empty_like(dweight)
     launch(
         _backward, (programs,),
-        dy.contiguous(), dy if dtotal is None else dtotal.contiguous(), x, weight,
-        rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
+        dy.contiguous(), dy if dy_term is None else dy_term, dy if dtotal is None else dtotal.contiguous(),
+        x, weight, rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
         count, columns, offset, programs,
-        HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+        HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
+        ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
@@ -76,9 +101,26 @@ def _tile(columns: int) -> tuple[int, int, int]:
 
 
 @jit
+def _add_terms(X, A, B, OUT, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    total = _rounded_sum(tl.load(A + index, mask=inside).to(tl.float32), A, B, index, inside)
+    total += tl.load(X + index, mask=inside).to(tl.float32)
+    tl.store(OUT + index, total.to(OUT.dtype.element_ty), mask=inside)
+
+
+@jit
+def _rounded_sum(term, A, B, index, inside):
+    """Add an element of B to one of A in fp32, and round the sum as one in memory is."""
+    total = term + tl.load(B + index, mask=inside, other=0).to(tl.float32)
+    return total.to(A.dtype.element_ty).to(tl.float32)
+
+
+@jit
 def _forward(
-    X, D, W, B, T, Y, M, R, count, columns, eps, offset,
-    HAS_DELTA: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, D, D2, W, B, T, Y, M, R, count, columns, eps, offset,
+    HAS_DELTA: tl.constexpr, HAS_TERMS: tl.constexpr, IS_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -86,7 +128,10 @@ def _forward(
     inside = (row < count)[:, None] & (column < columns)[None, :]
     x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
     if HAS_DELTA:
-        total = (x + tl.load(D + index, mask=inside, other=0).to(tl.float32)).to(T.dtype.element_ty)
+        delta = tl.load(D + index, mask=inside, other=0).to(tl.float32)
+        if HAS_TERMS:
+            delta = _rounded_sum(delta, D, D2, index, inside)
+        total = (x + delta).to(T.dtype.element_ty)
         tl.store(T + index, total, mask=inside)
         x = total.to(tl.float32)
     if IS_CENTRED:
@@ -104,13 +149,13 @@ def _forward(
 
 @jit
 def _backward(
-    DY, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
-    HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DY, DY2, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
+    HAS_TERM: tl.constexpr, HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     is_column = column < columns
-    weight = tl.load(W + column, mask=is_column, other=0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(first, tl.cdiv(count, ROWS), programs):
@@ -120,13 +165,20 @@ def _backward(
         inside = is_row[:, None] & is_column[None, :]
         x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
         rstd = tl.load(R + row, mask=is_row, other=0)[:, None]
+        if HAS_TOTAL:  # before the sums over the row, which later loads would wait for
+            dtotal = tl.load(DT + index, mask=inside, other=0)
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
         normed = x * rstd
         dy = tl.load(DY + index, mask=inside, other=0).to(tl.float32)
+        if HAS_TERM:
+            dy = _rounded_sum(dy, DY, DY2, index, inside)
         dweight += tl.sum(dy * normed, axis=0)
         if IS_CENTRED:
             dbias += tl.sum(dy, axis=0)
+        weight = (
+            tl.load(W + column, mask=is_column, other=0).to(tl.float32) + offset
+        )  # again: registers are few
         dnormed = dy * weight[None, :]
         along = tl.sum(dnormed * normed, axis=1) / columns
         dx = dnormed - normed * along[:, None]
@@ -134,7 +186,7 @@ def _backward(
             dx -= (tl.sum(dnormed, axis=1) / columns)[:, None]
         dx *= rstd
         if HAS_TOTAL:
-            dx += tl.load(DT + index, mask=inside, other=0).to(tl.float32)
+            dx += dtotal.to(tl.float32)
         tl.store(DX + index, dx.to(DX.dtype.element_ty), mask=inside)
     tl.store(DW + first * columns + column, dweight, mask=is_column)
     if IS_CENTRED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 from megatrain.parallel.tensor_parallel import (
     Bias,
     TensorParallel,
@@ -39,9 +41,11 @@ class LocalNorm(LaidOutModule):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a leaf)
         return self.add_and_norm(x, None)[1]
 
-    def add_and_norm(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return hidden + delta and its norm."""
-        return functions.norm(hidden, delta, self, self.epsilon, self.offset)
+    def add_and_norm(
+        self, hidden: Tensor, delta: Tensor | None, dy_term: PendingTerm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden + delta and its norm, whose gradient has the term `dy_term`."""
+        return functions.norm(hidden, delta, self, self.epsilon, self.offset, dy_term)
 
     def recompute(self, total: Tensor) -> Tensor:
         """Return the norm that `add_and_norm` returned with this sum, bit for bit, without autograd."""
@@ -73,12 +77,18 @@ class LocalColumnLinear(LaidOutModule):
             self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        hidden, normed = self.norm.add_and_norm(hidden, delta)
+        linear: Callable[..., Tensor]
+        if self.fp8 is None and isinstance(self.norm, LocalNorm):
+            dx_term = PendingTerm()
+            hidden, normed = self.norm.add_and_norm(hidden, delta, dx_term)
+            linear = functools.partial(column_linear, dx_term=dx_term)
+        else:
+            hidden, normed = self.norm.add_and_norm(hidden, delta)
+            linear = column_linear if self.fp8 is None else functools.partial(fp8_column_linear, self.fp8)
         recompute_fn = (
             functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         )
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        linear = column_linear if self.fp8 is None else functools.partial(fp8_column_linear, self.fp8)
         return hidden, linear(normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn)
 
 
@@ -105,6 +115,7 @@ class LocalRowLinear(LaidOutModule):
     weight: Tensor
 
     activation: Activation | None = None
+    keeps_parts = False  # True: see `row_linear`
 
     def __init__(
         self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
@@ -118,7 +129,9 @@ class LocalRowLinear(LaidOutModule):
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        linear = row_linear if self.fp8 is None else functools.partial(fp8_row_linear, self.fp8)
+        linear: Callable[..., Tensor] = functools.partial(row_linear, keeps_parts=self.keeps_parts)
+        if self.fp8 is not None:
+            linear = functools.partial(fp8_row_linear, self.fp8)
         return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 
 

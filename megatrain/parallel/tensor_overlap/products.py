@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.kernels.linear import product
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
+from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
@@ -40,23 +41,37 @@ def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
     return received.parts.flatten(0, 1), Transfer(received)
 
 
-def product_reduce_scatter(x: Tensor, weight: Tensor, peers: PeerMemory) -> Tensor:
+def product_reduce_scatter(
+    x: Tensor, weight: Tensor, peers: PeerMemory, *, keeps_parts: bool = False
+) -> Tensor:
     """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
 
     Products are rounded to the dtype of `x` before they are summed.
+
+    Args:
+        keeps_parts: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, product(rows[rank], weight)) for rank in peers.peers)
+    if keeps_parts:
+        product(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
+        received.wait()
+        return received.parts.detach()  # detached, it is no view of the slots for autograd
     own = product(rows[peers.group.rank], weight)
     _sum_into(own, own, received, peers)
     return own
 
 
-def begin_reduction(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
-    """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...]."""
+def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
+    """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...].
+
+    Two ranks with a `term` do not compute the sum: they return this rank's rows of `x`, and the term is those of the other.
+    """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, rows[rank]) for rank in peers.peers)
     own = rows[peers.group.rank]
+    if term is not None and peers.group.size == 2:
+        return own, Transfer(_Term(term, received, peers))
     out = torch.empty_like(own)
     return out, Transfer(_Sum(out, own, received, peers))
 
@@ -92,6 +107,18 @@ class _Sum:
 
     def wait(self) -> None:
         _sum_into(self.out, self.own, self.received, self.peers)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """What another rank sends, which becomes a term when it is waited for."""
+
+    term: PendingTerm
+    received: ReceivedParts
+    peers: PeerMemory
+
+    def wait(self) -> None:
+        self.term.value = self.received.from_rank(self.peers.peers[0])
 
 
 def _sum_into(out: Tensor, own: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:

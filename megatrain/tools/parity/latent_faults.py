@@ -23,10 +23,10 @@ _LATENT_NORMS = (".q_norm.weight", ".kv_norm.weight")
 def _latent_norms_skipped() -> AbstractContextManager[Any]:
     add_and_norm = LocalNorm.add_and_norm
 
-    def skipping(self: LocalNorm, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def skipping(self: LocalNorm, hidden: Tensor, delta: Tensor | None, *terms: Any) -> tuple[Tensor, Tensor]:
         name = self.layouts["weight"].pieces[0].name
         is_skipped = name.endswith(_LATENT_NORMS) and dist.get_rank() == dist.get_world_size() - 1
-        return (hidden, hidden) if is_skipped else add_and_norm(self, hidden, delta)
+        return (hidden, hidden) if is_skipped else add_and_norm(self, hidden, delta, *terms)
 
     return mock.patch.object(LocalNorm, "add_and_norm", skipping)
 

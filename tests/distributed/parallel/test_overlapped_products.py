@@ -1,17 +1,20 @@
 """Linear layers that overlap their communication with their products match those that do not: at tp 2 bit for bit."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatrain.kernels.activations import GELU, Activation
+from megatrain.model import functions
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.terms import PendingTerm, add_terms
 from megatrain.parallel.tensor_parallel import Bias, TensorParallel, column_linear, row_linear
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -81,7 +84,7 @@ def overlapped_and_plain(
 def passes(
     tp: TensorParallel, width: int, inner: int, dtype: torch.dtype, device: str, *, is_deferred: bool
 ) -> dict[str, Tensor]:
-    """Run a column-parallel layer and a row-parallel one, each with a bias, forward and backward, a few times."""
+    """Run a norm, a column-parallel layer and a row-parallel one with biases, forward and backward, a few times."""
     generator = torch.Generator().manual_seed(tp.rank)
 
     def randn(*shape: int) -> Tensor:
@@ -92,6 +95,7 @@ def passes(
         name: torch.zeros_like(value, dtype=torch.float32) for name, value in (("up", up), ("down", down))
     }
     grads |= {"up bias": torch.zeros(inner, device=device), "down bias": torch.zeros(width, device=device)}
+    norm = SimpleNamespace(weight=randn(width), weight_grads={"weight": torch.zeros(width, device=device)})
     biases = Bias(randn(inner), grads["up bias"]), Bias(randn(width), grads["down bias"])
     deferred: list[Callable[[], None]] | None = [] if is_deferred else None
     info = PassInfo(deferred=deferred)
@@ -100,12 +104,20 @@ def passes(
         if device == "cuda" and index % tp.size == tp.rank:
             torch.cuda._sleep(20_000_000)  # about 10 ms: the other rank's sends must wait for this one
         x, dy = randn(64 * tp.size, 2, width).requires_grad_(), randn(64 * tp.size, 2, width)
-        middle = column_linear(x, up, grads["up"], tp, info, biases[0])
+        term = PendingTerm()
+        total, normed = functions.norm(x, None, norm, 1e-5, 0.0, term)
+        middle = column_linear(normed, up, grads["up"], tp, info, biases[0], dx_term=term)
         y = row_linear(middle, down, grads["down"], tp, info, biases[1], activation=Activation(fn=GELU))
+        inner = 2 * middle
+        keeps_parts = tp.peers is not None and tp.size == 2
+        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
+        y, normed = functions.norm(y + total, delta, norm, 1e-5, 0.0)
+        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
+        y = add_terms(y + normed, delta) if keeps_parts else y + normed + delta
         y.backward(dy)
         assert x.grad is not None
         found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}
     with torch.no_grad():
         for work in deferred or ():
             work()
-    return found | grads
+    return found | grads | {"norm": norm.weight_grads["weight"]}

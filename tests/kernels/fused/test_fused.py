@@ -44,9 +44,22 @@ def test_norm(
     near(found.y, expected.y, dtype)
     near(found.mean, expected.mean, torch.float32, columns)
     near(found.rstd, expected.rstd, torch.float32, columns)
-    for along in (None, dtotal):
-        gradients = fused_norms.norm_backward(dy, along, found.total, weight, found.mean, found.rstd, 1.0)
-        references = norms.norm_backward_reference(dy, along, found, weight, 1.0)
+    term = drawn(rows, 1, columns, dtype=dtype, seed=6)
+    if delta is not None:
+        terms = torch.stack((delta, term))
+        of_terms = fused_norms.norm(x, terms, weight, bias, 1e-5, 1.0)
+        assert torch.equal(of_terms[0], norms.norm_reference(x, terms, weight, bias, 1e-5, 1.0).total)
+        assert torch.equal(of_terms[0], fused_norms.add_terms(x, terms))
+        assert torch.equal(of_terms[1], fused_norms.norm(x, delta + term, weight, bias, 1e-5, 1.0)[1])
+    for along, dy_term in ((None, None), (dtotal, None), (dtotal, term)):
+        gradients = fused_norms.norm_backward(
+            dy, along, found.total, weight, found.mean, found.rstd, 1.0, dy_term
+        )
+        references = norms.norm_backward_reference(dy, along, found, weight, 1.0, dy_term)
+        summed = dy if dy_term is None else dy + dy_term
+        of_sum = fused_norms.norm_backward(summed, along, found.total, weight, found.mean, found.rstd, 1.0)
+        assert torch.equal(gradients[0], of_sum[0])
+        assert torch.equal(gradients[1], of_sum[1])
         near(gradients[0], references[0], dtype)
         near(gradients[1], references[1], torch.float32, rows)
         near(gradients[2], references[2], torch.float32, rows)
