@@ -68,6 +68,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
             again = max((_layer_bytes(workload, whole, sizes) for sizes in layers), default=0.0)
         found.append(
             _held_bytes(layout, weights[rank])
+            + _code_bytes(workload, layout, weights[rank])
             + _unsharded_bytes(layout, weights[rank], max(len(layers), 1))
             + sum(saved) * _in_flight(workload, layout, rank)
             + again
@@ -90,6 +91,14 @@ def _held_bytes(layout: Layout, weights: RankWeights) -> float:
             case "optim_grads_params":
                 total += 18 / shards * number
     return total
+
+
+def _code_bytes(workload: Workload, layout: Layout, weights: RankWeights) -> float:
+    """Return bytes of the FP8 codes of weights, which ranks keep for a step: in one order, with blocks or experts in both."""
+    precision = workload.plan.config.precision
+    if precision.fp8_format is None or layout.sharding == "optim_grads_params":
+        return 0.0
+    return weights.dense * (1 if precision.fp8_recipe in ("delayed", "tensorwise") else 2) + 2 * weights.experts
 
 
 def _unsharded_bytes(layout: Layout, weights: RankWeights, num_layers: int) -> float:
@@ -147,5 +156,8 @@ def _mlp_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
         return 2.0 * workload.hidden
     width = experts.latent_size or workload.hidden
     one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
-    routed = experts.top_k * layout.etp / tp * one
+    rows = experts.top_k * layout.etp / tp
+    if layout.ep > 1 and workload.gathers_tokens(layout.ep):  # memory for every possible assignment
+        rows *= min(layout.ep, experts.num_experts / experts.top_k)
+    routed = rows * one
     return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / tp
