@@ -243,7 +243,10 @@ class LayerTimes:
             one = group.all_reduce(num_bytes)
             return Times(pairs * one, pairs * one * rates.tensor_exposed)
         has_codes = self.fp8 is not None and self.fp8.gather_size > 1
-        gather, reduction = group.all_gather(num_bytes / 2 if has_codes else num_bytes), group.all_gather(num_bytes)
+        gather, reduction = (
+            group.all_gather(num_bytes / 2 if has_codes else num_bytes),
+            group.all_gather(num_bytes),
+        )
         overlapped = (gather + reduction) * rates.tensor_exposed
         return Times(pairs * (gather + reduction), pairs * (gather + overlapped))
 

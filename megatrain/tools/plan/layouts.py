@@ -44,6 +44,11 @@ class Workload:
         return self.plan.derived.layer_table.layers
 
     @functools.cached_property
+    def all_layers(self) -> tuple[LayerSizes, ...]:
+        """Sizes of each layer, those of multi-token prediction last."""
+        return (*self.layers, *self.plan.derived.layer_table.mtp_layers)
+
+    @functools.cached_property
     def kinds(self) -> tuple[tuple[LayerSizes, bool], ...]:
         """Sizes of each layer, and whether its linear layers are in FP8."""
         fp8_layers = frozenset(self.plan.derived.fp8_layers)

@@ -150,7 +150,8 @@ class Product:
         dy = self.rows * self.outputs / (size if self.is_row_parallel else 1)
         weights = self.weights * fp8.casts_per_weight
         return Times(
-            cluster.cast_seconds(_READ * (x + weights)) + reduction, cluster.cast_seconds(_READ * dy) + reduction
+            cluster.cast_seconds(_READ * (x + weights)) + reduction,
+            cluster.cast_seconds(_READ * dy) + reduction,
         )
 
     def _experts_in_fp8(self, cluster: Cluster, fp8: Fp8) -> Times:
