@@ -141,7 +141,7 @@ class Rates:
     """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
     host_wait_seconds: float = 1e-3
     """Time in which the GPU has no work after the host has read the counts of an all-to-all: with all-gathers, whose counts
-    the host does not read, a step is 93 and 149 ms shorter [B6, B7]; 57 and 70 of these are communication, and 64 and 56 waits
+    the host does not read, a step is 93 and 149 ms shorter [B6, B7]; 49 and 51 of these are communication, and 64 and 56 waits
     are saved. Depends on the host."""
     reduce_exposed: float = 0.3
     """Fraction of overlapped gradient reductions that costs time all the same, as they share SMs and memory [B1]."""
