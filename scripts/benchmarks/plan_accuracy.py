@@ -10,13 +10,16 @@ from megatrain.tools.plan.measured import MEASURED, predicted
 
 
 def main() -> None:
-    print(f"{'case':<12} {'ms':>7} {'predicted':>9} {'ratio':>6}   {'GB':>6} {'planned':>7} {'ratio':>6}")
+    print(f"{'case':<16}{'ms':>14}{'predicted':>11}  {'ratio':<13}{'GB':>7}{'planned':>9}{'ratio':>7}")
     for case in MEASURED:
         found = predicted(case)
         milliseconds, gigabytes = found.time.total * 1e3, found.memory_bytes / 1e9
+        measured = " to ".join(f"{one:.0f}" for one in case.milliseconds)
+        ratios = ", ".join(f"{milliseconds / one:.3f}" for one in case.milliseconds)
         print(
-            f"{case.name:<12} {case.milliseconds:7.0f} {milliseconds:9.0f} {milliseconds / case.milliseconds:6.3f}"
-            f"   {case.gigabytes:6.1f} {gigabytes:7.1f} {gigabytes / case.gigabytes:6.3f}  {case.note}".rstrip()
+            f"{case.name:<16}{measured:>14}{milliseconds:>11.0f}  {ratios:<13}"
+            f"{case.gigabytes:>7.1f}{gigabytes:>9.1f}{gigabytes / case.gigabytes:>7.3f}  {case.note}".rstrip(),
+            flush=True,
         )
 
 

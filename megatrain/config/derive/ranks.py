@@ -5,6 +5,7 @@ from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.product_algorithms import ProductAlgorithms, digest_of
+from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.values import whole
 
 _MIN_STARTUP_MINUTES: Final = 60
@@ -99,7 +100,11 @@ def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
 
 
 def moe_alltoall_as_allgather(draft: Draft) -> DerivedValue:
-    experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
+    return all_gather_of_tokens(draft.config.experts, draft.config.parallel.expert_model_parallel_size)
+
+
+def all_gather_of_tokens(experts: ExpertsConfig, ep: int) -> DerivedValue:
+    """Decide whether all-gathers replace the all-to-all among `ep` expert ranks."""
     number, top_k = experts.num_experts, experts.moe_router_topk
     if number is None or experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
         return DerivedValue(False, "--moe-token-dispatcher-type alltoall is not given")

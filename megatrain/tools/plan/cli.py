@@ -106,9 +106,21 @@ def _text(
         yield f"  {'  '.join([*cells, row[-1]])}"
     if given is None:
         yield "  the flags' own layout does not start on these GPUs"
-    is_fp8 = one_run.request.known("precision.fp8_format") is not None
-    yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts" + (
-        ", FP8 (all products count as bf16)" * is_fp8
+    yield from _fp8_text(one_run, workload)
+    yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
+
+
+def _fp8_text(one_run: Run, workload: Workload) -> Iterator[str]:
+    """Yield the FP8 recipe of the predictions."""
+    precision = workload.plan.config.precision
+    if precision.fp8_format is None:
+        return
+    is_default = one_run.request.origins["precision.fp8_recipe"].kind == "default"
+    count = len(workload.all_layers)
+    yield (
+        f"FP8: --fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}{' (the default)' if is_default else ''},"
+        f" {len(workload.plan.derived.fp8_layers)} of {count} layers; the output layer is in bf16"
+        + ("; rates of mxfp8 are assumed" if precision.fp8_recipe == "mxfp8" else "")
     )
 
 

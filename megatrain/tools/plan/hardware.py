@@ -87,12 +87,19 @@ GPUS: Final = {
 class Rates:
     """Calibrated constants. Fractions are of the GPU's data sheet, times in seconds.
 
-    Sources: [A1], [S1], [B3], [B6], [B7] cases of docs/benchmarks.md and docs/internals/performance.md on H200;
+    Sources: [A1], [A2], [S1], [B3], [B6], [B7] cases of docs/benchmarks.md and docs/internals/performance.md on H200;
     [limits] the limits measured kernel by kernel on the same machines.
     """
 
     products: float = 0.68
     """Matrix products, of the peak: 673 TFLOP/s within steps of [A1], 700 of [S1], with gradient sums."""
+    fp8_products: float = 1.36
+    """Products in FP8 of forward passes: 1,253 to 1,419 TFLOP/s for the layers of [A2] [limits]."""
+    fp8_exact_products: float = 1.27
+    """Products in FP8 that keep all bits of partial sums, of backward passes: 1,193 to 1,312 TFLOP/s [limits]."""
+    fp8_block_products: float = 0.99
+    """Products in FP8 with scales of blocks: 980 TFLOP/s. A layer of 4096 x 14336 of Transformer Engine takes 3.21 ms with
+    blocks and 2.41 with `delayed` scales [limits]; casts and norm take 0.25 of both. `mxfp8` is assumed as fast as one scale."""
     product_seconds: float = 10e-6
     """Fixed time of a product: a product of 5e10 FLOPs reaches three quarters of the rate of large ones [limits]."""
     grouped_rows: float = 350.0
@@ -112,6 +119,8 @@ class Rates:
     """Backward with dropout: 196 of 498 TFLOP/s."""
     memory: float = 0.83
     """Memory-bound kernels, of the memory's rate: 4.0 of 4.8 TB/s [A1]."""
+    casts: float = 0.77
+    """Casts to FP8 and passes for largest values, of the memory's rate: 3.58 to 3.86 TB/s (scripts/benchmarks/fp8.py)."""
     links: float = 0.55
     """Collectives within a node, of NVLink's rate in one direction: 250 GB/s of 450 [B3]."""
     messages: float = 0.71
@@ -125,11 +134,15 @@ class Rates:
     hop_seconds: float = 3e-6
     """Latency of one more step of a ring, or of a level of a tree. Assumed, not measured."""
     tensor_exposed: float = 0.5
-    """Fraction of overlapped collectives of tensor parallelism that still costs time: NCCL shares the SMs [B3]."""
-    tensor_overlap: float = 0.6
-    """Fraction of the time of collectives of tensor parallelism that --tp-comm-overlap still costs: products of halves, sums of parts [B3]."""
+    """Fraction of overlapped collectives of NCCL that still costs time, since NCCL shares the SMs [B3]."""
+    tensor_overlap: float = 0.05
+    """Fraction by which kernels are slower while copy engines send (--tp-comm-overlap): 3 to 8 % [B3]."""
     all_to_all: float = 0.44
     """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
+    host_wait_seconds: float = 1e-3
+    """Time in which the GPU has no work after the host has read the counts of an all-to-all: with all-gathers, whose counts
+    the host does not read, a step is 93 and 149 ms shorter [B6, B7]; 49 and 51 of these are communication, and 64 and 56 waits
+    are saved. Depends on the host."""
     reduce_exposed: float = 0.3
     """Fraction of overlapped gradient reductions that costs time all the same, as they share SMs and memory [B1]."""
     step_seconds: float = 6e-3
@@ -158,3 +171,7 @@ class Cluster:
     def memory_seconds(self, num_bytes: float) -> float:
         """Return the time of memory-bound kernels that read and write `num_bytes`."""
         return num_bytes / (self.gpu.memory_rate * self.rates.memory)
+
+    def cast_seconds(self, num_bytes: float) -> float:
+        """Return the time of casts to FP8 that read and write `num_bytes`."""
+        return num_bytes / (self.gpu.memory_rate * self.rates.casts)

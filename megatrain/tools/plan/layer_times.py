@@ -18,56 +18,10 @@ from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.derive.model import attention_weights, pair_channels
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
+from megatrain.tools.plan.linear_times import Fp8, Product, Times
 from megatrain.tools.plan.network import Group
 
 _BF16 = 2
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of the passes of one micro-batch through a part of the model."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    """Gradients of the inputs, with what is recomputed for them."""
-    weight: float = 0.0
-    """Weight gradients."""
-
-    def __add__(self, other: Times) -> Times:
-        return Times(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
-
-    def __mul__(self, count: float) -> Times:
-        return Times(self.forward * count, self.backward * count, self.weight * count)
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer on one rank: rows [t, inputs] -> [t, outputs], or one for each of several experts."""
-
-    rows: float
-    """Rows of all experts."""
-    outputs: float
-    inputs: float
-    num_experts: int = 0
-    """Experts of a grouped product; 0: a plain one."""
-
-    @property
-    def weights(self) -> float:
-        return self.outputs * self.inputs * max(self.num_experts, 1)
-
-    def times(self, cluster: Cluster) -> Times:
-        """Return the times; a weight gradient is also added to its fp32 sum, which half hides in the product."""
-        rates = cluster.rates
-        rate = cluster.compute_rate(rates.products)
-        if self.num_experts:
-            per_expert = self.rows / self.num_experts
-            rate *= per_expert / (per_expert + rates.grouped_rows)
-        one = 2 * self.rows * self.outputs * self.inputs / rate + rates.product_seconds
-        return Times(one, one, one + cluster.memory_seconds(4 * self.weights))
 
 
 @dataclass(frozen=True)
@@ -77,6 +31,8 @@ class LayerTimes:
     workload: Workload
     layout: Layout
     cluster: Cluster
+    fp8: Fp8 | None = None
+    """Products of linear layers in FP8; None: in bf16."""
 
     @property
     def tokens(self) -> float:
@@ -88,13 +44,14 @@ class LayerTimes:
         mixer, mlp = self._mixer(sizes), self._mlp(sizes)
         dropout = 20 if self.workload.plan.config.model.hidden_dropout else 0
         norms = self._memory((22 + dropout) * self.workload.hidden * self._rows_of_norms)
-        times = mixer + mlp + norms + self._tensor_parallel(sizes)
+        times = mixer + mlp + norms
+        times += self._tensor_parallel(sizes, times)
         return times + Times(backward=self._recomputed(times, mixer, mlp, norms))
 
     def head(self) -> Times:
         """Return the times of the output layer with its loss."""
         rows = self.workload.vocabulary / self.layout.tp
-        product = Product(self.tokens, rows, self.workload.hidden).times(self.cluster)
+        product = Product(self.tokens, rows, self.workload.hidden).times(self.cluster)  # never in FP8
         logits = Times(self.cluster.memory_seconds(6 * rows * self.tokens))
         return product + logits + self._gathered(1)
 
@@ -107,7 +64,7 @@ class LayerTimes:
         """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
         table = self.workload.plan.derived.layer_table
         h = self.workload.hidden
-        projection = Product(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster)
+        projection = Product(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
         depths = [self.layer(sizes) + projection + self.head() for sizes in table.mtp_layers]
         return sum(depths, Times())
 
@@ -116,7 +73,7 @@ class LayerTimes:
         bias = (
             0 if self.workload.plan.config.model.disable_bias_linear else 2 * product.rows * product.outputs
         )
-        return product.times(self.cluster) + Times(weight=self.cluster.memory_seconds(bias))
+        return product.times(self.cluster, self.fp8) + Times(weight=self.cluster.memory_seconds(bias))
 
     @property
     def tensor_group(self) -> Group:
@@ -162,7 +119,7 @@ class LayerTimes:
                 yield Product(t, queries, latent.query_rank)
             yield Product(t, latent.kv_rank + latent.rotary_channels, h)
             yield Product(t, heads * (latent.plain_channels + latent.value_channels) / tp, latent.kv_rank)
-        yield Product(t, h, heads * sizes.value_channels / tp)
+        yield Product(t, h, heads * sizes.value_channels / tp, is_row_parallel=True)
 
     def _attention(self, sizes: LayerSizes) -> Times:
         """Return the times of causal attention; a ring of context ranks overlaps its messages with it."""
@@ -201,7 +158,7 @@ class LayerTimes:
         if not width:
             return Times()
         h, f, t = self.workload.hidden, width / self.layout.tp, self.tokens
-        products = Product(t, (2 if is_gated else 1) * f, h), Product(t, h, f)
+        products = Product(t, (2 if is_gated else 1) * f, h), Product(t, h, f, is_row_parallel=True)
         times = sum((self._linear(one) for one in products), Times())
         return times + self._memory((16 if is_gated else 10) * f * t)
 
@@ -213,35 +170,70 @@ class LayerTimes:
         width = experts.ffn_hidden_size / layout.etp
         gate = 2 if sizes.is_gated else 1
         products = Product(rows, gate * width, h, local), Product(rows, h, width, local)
-        times = sum((one.times(self.cluster) for one in products), Times())
+        times = sum((one.times(self.cluster, self.fp8) for one in products), Times())
         times += self._memory((16 if sizes.is_gated else 10) * width * rows)
         times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
-        times += self._dense(experts.shared_ffn_hidden_size, is_gated=sizes.is_gated)
-        sent = self._dispatch(experts, h)
-        return times + Times(2 * sent, 2 * sent)
+        shared = self._dense(experts.shared_ffn_hidden_size, is_gated=sizes.is_gated)
+        return times + shared + self._dispatch(experts, h, shared)
 
-    def _dispatch(self, experts: ExpertSizes, hidden: int) -> float:
-        """Return the seconds of one all-to-all: a token is sent once to each rank that has experts of it."""
-        ep, layout = self.layout.ep, self.layout
+    def _dispatch(self, experts: ExpertSizes, hidden: int, shared: Times) -> Times:
+        """Return the exposed times of communication around experts (parallel/expert_parallel.py).
+
+        An all-gather hides in nothing forward, since the router is short. The sums of the outputs, and in the backward pass
+        the gather of their gradients, overlap the shared expert; the sums of the rows' gradients overlap the weight gradients
+        of experts. An all-to-all sends a token once to each rank that has experts of it, and the host waits for the counts.
+        """
+        ep, layout, rates = self.layout.ep, self.layout, self.cluster.rates
         if ep == 1:
-            return 0.0
-        chosen = 1 - (1 - 1 / ep) ** experts.top_k
-        peer = self.tokens / layout.tp * chosen * hidden * _BF16 * layout.etp
-        return Group(self.cluster, ep, layout.etp).all_to_all(peer)
+            return Times()
+        row = self.tokens / layout.tp * hidden * _BF16
+        if not self.workload.gathers_tokens(ep):
+            chosen = 1 - (1 - 1 / ep) ** experts.top_k
+            sent = Group(self.cluster, ep, layout.etp).all_to_all(row * chosen * layout.etp)
+            return Times(2 * sent + rates.host_wait_seconds, 2 * sent)
+        ranks = ep * layout.etp
+        one = Group(self.cluster, ranks).all_gather(row * ranks)
+        overlapped = one * rates.tensor_exposed
+        return Times(
+            one + max(one - shared.forward, overlapped),
+            max(one - shared.backward - shared.weight, overlapped) + overlapped,
+        )
 
     # ---- communication of tensor parallelism, recomputation
 
-    def _tensor_parallel(self, sizes: LayerSizes) -> Times:
-        """Return the exposed time of the collectives around column- and row-parallel layers."""
+    def _tensor_parallel(self, sizes: LayerSizes, layer: Times) -> Times:
+        """Return the exposed time of the collectives around column- and row-parallel layers of a layer.
+
+        Args:
+            layer: times without these collectives.
+        """
         pairs = sizes.has_mixer + (sizes.experts is None and sizes.has_mlp)
+        overlaps = self.workload.plan.config.parallel.tp_comm_overlap and self.layout.sequence_parallel
+        if self.layout.tp > 1 and pairs and overlaps and self.fp8 is None:
+            return self._copied(pairs, layer)
         return self._gathered(pairs)
+
+    def _copied(self, pairs: int, layer: Times) -> Times:
+        """Return the time that --tp-comm-overlap adds: slower kernels, sums of parts, and copies longer than the kernels.
+
+        Copy engines send forward an all-gather and a reduce-scatter for each pair; backward these of gradients, and the
+        input of the weight gradient. A reduce-scatter ends with a sum of the parts of all ranks.
+        """
+        rates, tp = self.cluster.rates, self.layout.tp
+        num_bytes = _BF16 * self.workload.hidden * self.tokens
+        sent = pairs * (tp - 1) * self.tensor_group.message(num_bytes / tp)
+        sums = pairs * self.cluster.memory_seconds(num_bytes * (tp + 1) / tp)
+        added = []
+        for kernels, copies in ((layer.forward, 2 * sent), (layer.backward + layer.weight, 3 * sent)):
+            added.append(max(kernels * rates.tensor_overlap, copies - kernels) + sums)
+        return Times(*added)
 
     def _gathered(self, pairs: int) -> Times:
         """Return the exposed time of collectives of `pairs` of a column- and a row-parallel layer.
 
         With sequence parallelism: forward an all-gather and a reduce-scatter; backward the all-gather of the output's
         gradient, and an all-gather and a reduce-scatter that products overlap. Without: an all-reduce each way, the latter
-        overlapped.
+        overlapped. FP8 codes are half of the bytes of a gather.
         """
         if self.layout.tp == 1 or not pairs:
             return Times()
@@ -250,9 +242,13 @@ class LayerTimes:
         if not self.layout.sequence_parallel:
             one = group.all_reduce(num_bytes)
             return Times(pairs * one, pairs * one * rates.tensor_exposed)
-        one = group.all_gather(num_bytes)
-        shown = rates.tensor_overlap if self.workload.plan.config.parallel.tp_comm_overlap else 1.0
-        return Times(2 * pairs * one * shown, pairs * one * (1 + 2 * rates.tensor_exposed) * shown)
+        has_codes = self.fp8 is not None and self.fp8.gather_size > 1
+        gather, reduction = (
+            group.all_gather(num_bytes / 2 if has_codes else num_bytes),
+            group.all_gather(num_bytes),
+        )
+        overlapped = (gather + reduction) * rates.tensor_exposed
+        return Times(pairs * (gather + reduction), pairs * (gather + overlapped))
 
     def _recomputed(self, whole: Times, mixer: Times, mlp: Times, norms: Times) -> float:
         """Return the seconds that recomputation adds to the backward pass."""

@@ -15,6 +15,7 @@ from megatrain.config import Plan, Request
 from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.derive.model import flops_per_token, training_flops
 from megatrain.config.derive.pipeline import balanced_split
+from megatrain.config.derive.ranks import all_gather_of_tokens
 from megatrain.config.schema.tree import Setting, settings
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
@@ -42,6 +43,17 @@ class Workload:
     def layers(self) -> tuple[LayerSizes, ...]:
         return self.plan.derived.layer_table.layers
 
+    @functools.cached_property
+    def all_layers(self) -> tuple[LayerSizes, ...]:
+        """Sizes of each layer, those of multi-token prediction last."""
+        return (*self.layers, *self.plan.derived.layer_table.mtp_layers)
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[LayerSizes, bool], ...]:
+        """Sizes of each layer, and whether its linear layers are in FP8."""
+        fp8_layers = frozenset(self.plan.derived.fp8_layers)
+        return tuple((sizes, number in fp8_layers) for number, sizes in enumerate(self.layers))
+
     @property
     def hidden(self) -> int:
         return self.plan.config.model.hidden_size
@@ -61,6 +73,16 @@ class Workload:
     @property
     def num_experts(self) -> int:
         return self.plan.config.experts.num_experts or 1
+
+    @functools.cache  # noqa: B019 (a plan has few workloads)
+    def gathers_tokens(self, ep: int) -> bool:
+        """Return whether expert ranks gather all tokens, as --moe-alltoall-as-allgather decides for `ep` of them."""
+        config = self.plan.config
+        if config.experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
+            return True
+        if self.plan.origins["experts.moe_alltoall_as_allgather"].kind in ("flag", "yaml"):
+            return config.experts.moe_alltoall_as_allgather
+        return bool(all_gather_of_tokens(config.experts, ep).value)
 
     @functools.cached_property
     def flops(self) -> int:

@@ -6,6 +6,9 @@ resolved plan ─> the engine's step on the meta device (training/planning/) ─
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -13,6 +16,8 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.pipeline.actions import ActionKind
+from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.step_time import RankWeights, rank_weights
 from megatrain.training.launch.ranks import grid_shape
@@ -28,26 +33,29 @@ def estimated_bytes(workload: Workload, layout: Layout) -> float:
     return max(_rank_bytes(workload, layout))
 
 
-def planned_bytes(workload: Workload, layout: Layout, plan: Plan) -> int:
+def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: float = math.inf) -> int:
     """Return the memory that --dry-run plans, of the first and the last rank, and of the one that needs most by the estimate.
 
     A step runs two rounds of micro-batches through the ranks, after which every schedule has its peak.
 
     Args:
         plan: resolved with the layout's settings.
+        limit_bytes: the ranks that need most by the estimate come first; after one above the limit the others are not run.
     """
     estimates = _rank_bytes(workload, layout)
-    ranks = {0, layout.pp - 1, estimates.index(max(estimates))}
+    ranks = sorted({0, layout.pp - 1, estimates.index(max(estimates))}, key=lambda rank: -estimates[rank])
     shape, device = grid_shape(plan), torch.device("meta")
     stages = shape.rank_lists("pp")[0]
     count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)
     found = []
     with meta_device_as(as_cuda=True) as operations:
-        for rank in sorted(ranks):
+        for rank in ranks:
             ledger = device_ledger(as_cuda=True, run=operations.run)
             grid = build_grid(shape, stages[rank])
             step = record_step(plan, grid, device, num_microbatches=count, ledger=ledger)
             found.append(step.memory().total)
+            if found[-1] > limit_bytes:
+                break
     return max(found)
 
 
@@ -55,21 +63,29 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     """Return an estimate for each pipeline rank."""
     weights, placement = rank_weights(workload, layout), layout.placement
     starts = [sum(layout.split[:number]) for number in range(len(layout.split) + 1)]
+    whole = replace(layout, recompute="none", modules=())
+    saved_by, whole_by, deferred_by = (
+        {sizes: count(workload, one, sizes) for sizes in set(workload.all_layers)}
+        for count, one in ((_layer_bytes, layout), (_layer_bytes, whole), (_deferred_bytes, layout))
+    )
     found = []
     for rank in range(layout.pp):
         stages = [placement.stage(rank, chunk) for chunk in range(layout.chunks)]
         layers = [sizes for stage in stages for sizes in workload.layers[starts[stage] : starts[stage + 1]]]
-        if stages[-1] == len(layout.split) - 1 or stages[0] == len(layout.split) - 1:
+        if len(layout.split) - 1 in stages:
             layers += workload.plan.derived.layer_table.mtp_layers
-        saved = [_layer_bytes(workload, layout, sizes) for sizes in layers]
-        again = 0.0
-        if layout.recompute != "none":
-            whole = replace(layout, recompute="none", modules=())
-            again = max((_layer_bytes(workload, whole, sizes) for sizes in layers), default=0.0)
+        kinds = Counter(layers)
+        saved, deferred = (
+            sum(by[sizes] * number for sizes, number in kinds.items()) for by in (saved_by, deferred_by)
+        )
+        again = max((whole_by[sizes] for sizes in kinds), default=0.0) if layout.recompute != "none" else 0.0
         found.append(
             _held_bytes(layout, weights[rank])
+            + _code_bytes(workload, layout, weights[rank])
             + _unsharded_bytes(layout, weights[rank], max(len(layers), 1))
-            + sum(saved) * _in_flight(workload, layout, rank)
+            + max(
+                saved * passes + deferred * waiting for passes, waiting in _in_flight(workload, layout, rank)
+            )
             + again
             + _OTHER_BYTES
         )
@@ -92,6 +108,16 @@ def _held_bytes(layout: Layout, weights: RankWeights) -> float:
     return total
 
 
+def _code_bytes(workload: Workload, layout: Layout, weights: RankWeights) -> float:
+    """Return bytes of the FP8 codes of weights, which ranks keep for a step: in one order, with blocks or experts in both."""
+    precision = workload.plan.config.precision
+    if precision.fp8_format is None or layout.sharding == "optim_grads_params":
+        return 0.0
+    return (
+        weights.dense * (1 if precision.fp8_recipe in ("delayed", "tensorwise") else 2) + 2 * weights.experts
+    )
+
+
 def _unsharded_bytes(layout: Layout, weights: RankWeights, num_layers: int) -> float:
     """Return bytes of the full gradients, and weights, of two layers under ZeRO-2 and 3."""
     if layout.sharding not in ("optim_grads", "optim_grads_params"):
@@ -99,19 +125,54 @@ def _unsharded_bytes(layout: Layout, weights: RankWeights, num_layers: int) -> f
     return 2 * 6 * (weights.dense + weights.experts) / num_layers
 
 
-def _in_flight(workload: Workload, layout: Layout, rank: int) -> float:
-    """Return the micro-batches of all of a rank's layers whose activations it holds at the peak."""
+def _in_flight(workload: Workload, layout: Layout, rank: int) -> list[tuple[float, float]]:
+    """Return what a rank holds at possible peaks, in passes of a micro-batch through all of its layers.
+
+    Returns:
+        Passes whose activations it holds, and passes whose weight gradients wait.
+    """
     count, pp, chunks = layout.num_microbatches(workload.global_batch), layout.pp, layout.chunks
     match layout.schedule:
         case "1f1b":
-            peak = float(pp - rank)
+            return [(min(count, pp - rank), 0.0)]
         case "interleaved":
-            peak = (2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks
-        case "zb-h1":
-            peak = pp - rank / 2
-        case _:  # and what deferred weight gradients need
-            peak = 1.35 * (pp + 0.5)
-    return min(count, peak)
+            return [(min(count, (2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks), 0.0)]
+        case _:
+            return _deferring(layout.pipeline, rank, min(count, 2 * pp + 2))
+
+
+@functools.lru_cache(maxsize=4096)
+def _deferring(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> list[tuple[float, float]]:
+    """Count the passes of `_in_flight` in the actions of a schedule that defers weight gradients, all or some."""
+    passes = [one for action in schedule.training(rank, num_microbatches) for one in action.passes]
+    deferred = {(one.microbatch, one.chunk) for one in passes if one.kind is ActionKind.WEIGHT}
+    saved = waiting = 0
+    most: dict[int, int] = {}
+    for one in passes:
+        saved += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(one.kind, 0)
+        if one.kind is ActionKind.WEIGHT:
+            waiting -= 1
+        elif one.kind is ActionKind.BACKWARD:
+            waiting += (one.microbatch, one.chunk) in deferred
+        most[saved] = max(most.get(saved, 0), waiting)
+    chunks = schedule.placement.num_chunks
+    return [(saved / chunks, waiting / chunks) for saved, waiting in most.items()]
+
+
+def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
+    """Return bytes that the weight gradients of a layer hold while they wait: inputs and gradients of outputs, in bf16."""
+    h, tp, gate = workload.hidden, layout.tp, 2 if sizes.is_gated else 1
+    tokens = workload.seq_length / layout.cp * layout.micro_batch
+    queries, values = sizes.num_heads * sizes.head_channels, sizes.num_heads * sizes.value_channels
+    keys = max(sizes.num_query_groups, tp) * sizes.head_channels
+    elements = 2 * h + (queries + 2 * keys + values) / tp if sizes.has_mixer else 0.0
+    experts, width = sizes.experts, sizes.ffn_hidden_size
+    if experts is not None:
+        width = experts.shared_ffn_hidden_size
+        one = 2 * (experts.latent_size or h) + (gate + 1) * experts.ffn_hidden_size / layout.etp
+        elements += experts.top_k * layout.etp / tp * one
+    elements += 2 * h + (gate + 1) * width / tp if width else 0.0
+    return 2 * elements * tokens
 
 
 def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
@@ -147,5 +208,8 @@ def _mlp_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
         return 2.0 * workload.hidden
     width = experts.latent_size or workload.hidden
     one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
-    routed = experts.top_k * layout.etp / tp * one
+    rows = experts.top_k * layout.etp / tp
+    if layout.ep > 1 and workload.gathers_tokens(layout.ep):  # memory for every possible assignment
+        rows *= min(layout.ep, experts.num_experts / experts.top_k)
+    routed = rows * one
     return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / tp

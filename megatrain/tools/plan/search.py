@@ -124,7 +124,7 @@ def best_layouts(run: Run, workload: Workload, limit_bytes: float, num_wanted: i
         except ConfigError:
             continue  # a rule forbids this combination
         num_planned += 1
-        memory = planned_bytes(workload, layout, plan)
+        memory = planned_bytes(workload, layout, plan, limit_bytes)
         corrections.learn(layout, estimate, memory)
         if memory <= limit_bytes:
             found[key] = evaluate(run, workload, layout, memory)

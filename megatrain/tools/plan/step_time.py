@@ -6,15 +6,17 @@ weights of a rank ─> data-parallel collectives and their overlap, optimizer
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.tools.plan.hardware import Cluster
-from megatrain.tools.plan.layer_times import LayerTimes, Times, layer_weights
+from megatrain.tools.plan.layer_times import LayerTimes, layer_weights
 from megatrain.tools.plan.layouts import Layout, Workload
+from megatrain.tools.plan.linear_times import Fp8, Times
 from megatrain.tools.plan.network import Group
 
 _BUBBLE: Final = {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6, "dualpipe-v": 1 / 3}
@@ -74,15 +76,18 @@ def step_time(workload: Workload, layout: Layout, cluster: Cluster, *, is_simula
 
 def stage_times(workload: Workload, layout: Layout, cluster: Cluster) -> list[Times]:
     """Return the times of each virtual stage for one micro-batch."""
-    times = LayerTimes(workload, layout, cluster)
-    of_layer = {sizes: times.layer(sizes) for sizes in dict.fromkeys(workload.layers)}
+    in_bf16 = LayerTimes(workload, layout, cluster)
+    in_fp8 = replace(in_bf16, fp8=Fp8.of(workload.plan.config, layout, cluster))
+    of_kind = {
+        (sizes, is_fp8): (in_fp8 if is_fp8 else in_bf16).layer(sizes) for sizes, is_fp8 in set(workload.kinds)
+    }
     stages, start = [], 0
     for count in layout.split:
-        layers = workload.layers[start : start + count]
+        kinds = collections.Counter(workload.kinds[start : start + count])
         start += count
-        stages.append(sum((of_layer[sizes] for sizes in layers), Times()))
-    stages[0] += times.embedding()
-    stages[-1] += times.head() + times.multi_token_prediction()
+        stages.append(sum((of_kind[kind] * number for kind, number in kinds.items()), Times()))
+    stages[0] += in_bf16.embedding()
+    stages[-1] += in_bf16.head() + in_fp8.multi_token_prediction()
     return stages
 
 

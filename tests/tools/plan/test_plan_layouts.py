@@ -33,7 +33,13 @@ def planned(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param("", marks=pytest.mark.nightly), EXPERTS], ids=["dense", "experts"]
+    "more",
+    [
+        pytest.param("", marks=pytest.mark.nightly),
+        EXPERTS,
+        pytest.param(" --fp8-format hybrid --fp8-recipe tensorwise", marks=pytest.mark.nightly),
+    ],
+    ids=["dense", "experts", "fp8"],
 )
 def test_the_layouts_start_with_their_flags_and_have_the_memory_of_a_dry_run(
     more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -73,13 +79,19 @@ def test_the_table_names_gpus_and_the_given_layout(capsys: pytest.CaptureFixture
     assert "as given" in out
 
 
-@pytest.mark.parametrize("fp8", ["", "--bf16 --fp8-format hybrid"])
-def test_a_plan_with_fp8_says_that_products_count_as_bf16(
-    fp8: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"{MODEL} {fp8} --world-size 1 --gpu H200 --top 1".split()
-    assert main(["plan", *words]) == 0
-    assert ("FP8 (all products count as bf16)" in capsys.readouterr().out) is bool(fp8)
+@pytest.mark.parametrize(
+    ("fp8", "line"),
+    [
+        ("--fp8-format hybrid", "--fp8-recipe delayed (the default), 8 of 8 layers"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-recipe blockwise, 8 of 8 layers"),
+        ("", None),
+    ],
+)
+def test_a_plan_names_the_fp8_recipe(fp8: str, line: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *f"{MODEL} {fp8} --world-size 1 --top 1".split()]) == 0
+    out = capsys.readouterr().out
+    assert ("FP8" in out) is (line is not None)
+    assert line is None or line in out
 
 
 def test_a_model_that_fits_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

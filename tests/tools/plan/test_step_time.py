@@ -8,8 +8,8 @@ import pytest
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.tools.plan.hardware import GPUS, Cluster
-from megatrain.tools.plan.layer_times import Product
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
+from megatrain.tools.plan.linear_times import Fp8, Product
 from megatrain.tools.plan.measured import MEASURED, Measured, predicted
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
@@ -35,7 +35,8 @@ def test_a_predicted_step_is_within_ten_percent_of_the_measured_one(case: Measur
     cluster = dataclasses.replace(CLUSTER, num_gpus=case.world_size)
     for is_simulated in (True, False):
         time = step_time(workload, layout, cluster, is_simulated=is_simulated)
-        assert time.total * 1e3 == pytest.approx(case.milliseconds, rel=TOLERANCE)
+        for milliseconds in case.milliseconds:
+            assert time.total * 1e3 == pytest.approx(milliseconds, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_planned_memory_is_within_two_percent_of_the_measured_one(case: Measured
 @pytest.mark.parametrize("case", [case for case in MEASURED if not case.note], ids=lambda case: case.name)
 def test_the_estimate_of_memory_is_near_the_measured_peak(case: Measured) -> None:
     workload, layout = planned(case)
-    assert estimated_bytes(workload, layout) / 1e9 == pytest.approx(case.gigabytes, rel=0.2)
+    assert estimated_bytes(workload, layout) / 1e9 == pytest.approx(case.gigabytes, rel=0.1)
 
 
 def test_the_schedules_rank_as_measured() -> None:
@@ -62,7 +63,7 @@ def test_the_schedules_rank_as_measured() -> None:
 
 def test_weights_of_the_ranks_are_those_of_the_model() -> None:
     """Llama-3-8B: 8.03 billion parameters, in four stages and two tensor ranks each."""
-    workload, layout = planned(next(case for case in MEASURED if case.name == "B1 dp2"))
+    workload, layout = planned(case_of("B1 dp2"))
     whole = rank_weights(workload, layout)[0].dense
     assert whole == pytest.approx(8.030e9, rel=1e-3)
     split = dataclasses.replace(layout, tp=2, pp=4, split=(8, 8, 8, 8))
@@ -87,8 +88,64 @@ def test_small_products_and_few_rows_per_expert_are_slow() -> None:
     assert few.times(CLUSTER).forward > 1.5 * many.times(CLUSTER).forward
 
 
+def case_of(name: str) -> Measured:
+    return next(case for case in MEASURED if case.name == name)
+
+
+def test_fp8_products_take_less_time_than_bf16_and_their_casts_less_than_the_saving() -> None:
+    """A layer of case A2: products of one scale reach twice the rate of bf16, casts take a tenth of the time."""
+    workload, layout = planned(case_of("A2 delayed"))
+    product = Product(8192, 28672, 4096)
+    fp8 = Fp8.of(workload.plan.config, layout, CLUSTER)
+    assert fp8 is not None
+    in_bf16, in_fp8 = product.times(CLUSTER), product.times(CLUSTER, fp8)
+    times = {
+        recipe: product.times(CLUSTER, dataclasses.replace(fp8, recipe=recipe)).total
+        for recipe in ("delayed", "tensorwise", "blockwise")
+    }
+    assert 0.5 * in_bf16.total < in_fp8.total < 0.65 * in_bf16.total
+    assert times["delayed"] < times["tensorwise"] < times["blockwise"] < in_bf16.total
+    sharded = dataclasses.replace(fp8, casts_per_weight=1.0)
+    assert (
+        product.times(CLUSTER, sharded).forward > in_fp8.forward
+    )  # a cast of the weight in each micro-batch
+
+
+def test_casts_count_the_bytes_of_the_kernels() -> None:
+    """Per token: 3 bytes of an input in each pass, 4 of a gradient; a weight's cast and its transposed codes."""
+    rows, outputs, inputs = 8192.0, 6144.0, 4096.0
+    fp8 = Fp8("delayed", True, 0.25, 1, Group(CLUSTER, 1))
+    rates = dataclasses.replace(CLUSTER.rates, product_seconds=0.0)
+    cluster = dataclasses.replace(CLUSTER, rates=rates)
+    found = Product(rows, outputs, inputs).times(cluster, fp8)
+    flops = 2 * rows * outputs * inputs
+    casts = found.forward - flops / cluster.compute_rate(rates.fp8_products)
+    assert casts == pytest.approx(cluster.cast_seconds(3 * rows * inputs + 3 / 4 * outputs * inputs))
+    casts = found.backward - flops / cluster.compute_rate(rates.fp8_exact_products)
+    expected = 3 * rows * inputs + 4 * rows * outputs + 2 * outputs * inputs
+    assert casts == pytest.approx(cluster.cast_seconds(expected))
+
+
+def test_an_all_gather_of_tokens_replaces_the_all_to_all_where_a_run_does_so() -> None:
+    workload, layout = planned(case_of("B6 ep2"))
+    without, _ = planned(case_of("B6, all-to-all"))
+    assert [workload.gathers_tokens(ep) for ep in (2, 4, 8)] == [True, False, False]
+    assert not without.gathers_tokens(2)
+    faster, slower = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (workload, without))
+    waits = CLUSTER.rates.host_wait_seconds * 16 * 4  # layers, micro-batches
+    assert slower - faster > waits
+    assert estimated_bytes(workload, layout) > estimated_bytes(without, layout) + 5e9
+
+
+def test_overlapped_products_hide_the_collectives_of_tensor_ranks() -> None:
+    plain, layout = planned(case_of("B3 tp2"))
+    overlapped, _ = planned(case_of("B3 tp2, overlap"))
+    slow, fast = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (plain, overlapped))
+    assert 0.92 < fast / slow < 0.97  # 1,525 of 1,624 ms
+
+
 def test_layouts_use_all_gpus_and_divide_the_batch() -> None:
-    workload, _ = planned(next(case for case in MEASURED if case.name == "B6 ep2"))
+    workload, _ = planned(case_of("B6 ep2"))
     found = list(layouts(workload, 16, 8))
     assert len(found) == len(set(found))
     assert {one.ep for one in found} == {1, 2, 4, 8, 16}
