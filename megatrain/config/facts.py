@@ -67,7 +67,7 @@ class StoredRun:
     """Resolved configuration of the saved run, from `Config.to_dict`."""
     tokenizer_fingerprint: str | None = None
     data_plans: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Samples of each plan, by split; `phases`: the fields of the later phases of training."""
+    """Samples of each plan, by split; `phases`: the fields of the later phases of training; `start`: see `train_start`."""
     datasets: tuple[DatasetFacts, ...] = ()
     scheduled_samples: int | None = None
     """Samples of the steps that were not skipped, by which schedules go; None: not known."""
@@ -85,6 +85,12 @@ class StoredRun:
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the run takes from the checkpoint (--use-checkpoint-args), by path."""
+
+    @property
+    def train_start(self) -> int:
+        """The first training sample of the data that the stored run read (--phase-transition-iterations)."""
+        start: int = self.data_plans.get("start", 0)
+        return start
 
     @property
     def later_phases(self) -> tuple[DataPhase, ...]:

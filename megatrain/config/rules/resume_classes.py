@@ -93,7 +93,7 @@ SAFE: Final = ResumeClass(
     " num_distributed_optimizer_instances"
     " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
-    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule"
+    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule phase_transition_iterations"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
     " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"

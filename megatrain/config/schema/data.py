@@ -24,6 +24,8 @@ class DataConfig(CheckedSection):
     """JSON file with the datasets of train, valid and test."""
     data_schedule: str | None = None
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
+    phase_transition_iterations: str | None = field(default=None, metadata=several_words())
+    """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
     split: str = field(default=AUTO, metadata=several_words())
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False
