@@ -112,6 +112,7 @@ def build_samples(
         options,
         cache_folder=data.data_cache_path,
         mmap=not data.no_mmap_bin_files,
+        index_cache=data.object_storage_cache_path,
         surplus=data.mid_level_dataset_surplus,
         digests={one.prefix: one.digest for one in facts.datasets} if checks_files else None,
         log=log,

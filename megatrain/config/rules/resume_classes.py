@@ -121,7 +121,7 @@ SAFE: Final = ResumeClass(
 )
 SILENT: Final = ResumeClass(
     kind="silent",
-    settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path;"
+    settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path object_storage_cache_path;"
     " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",

@@ -40,8 +40,10 @@ class DataConfig(CheckedSection):
     """Prefetch threads per rank. 0: each step reads its own samples."""
     no_mmap_bin_files: bool = False
     """Read .bin files with read calls instead of memory mapping."""
+    object_storage_cache_path: str | None = None
+    """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
     data_cache_path: str | None = AUTO
-    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset. `null` in a YAML file: no cache."""
+    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path. `null` in a YAML file: no cache."""
     mid_level_dataset_surplus: float = field(default=0.005, metadata=in_range(at_least=0))
     """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False
