@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class StoredRun:
     config: Mapping[str, Mapping[str, Any]]
     """Resolved configuration of the saved run, from `Config.to_dict`."""
     tokenizer_fingerprint: str | None = None
-    data_plans: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    data_plans: Mapping[str, Any] = field(default_factory=dict)
     """Samples of each plan, by split; `phases`: the fields of the later phases of training; `start`: see `train_start`."""
     datasets: tuple[DatasetFacts, ...] = ()
     scheduled_samples: int | None = None
@@ -89,8 +89,7 @@ class StoredRun:
     @property
     def train_start(self) -> int:
         """The first training sample of the data that the stored run read (--phase-transition-iterations)."""
-        start: int = self.data_plans.get("start", 0)
-        return start
+        return int(self.data_plans.get("start", 0))
 
     @property
     def later_phases(self) -> tuple[DataPhase, ...]:
