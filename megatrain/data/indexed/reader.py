@@ -160,7 +160,7 @@ def read_description(prefix: str) -> dict[str, Any] | None:
     if not is_url(path) and not Path(path).is_file():
         raise InputError(f"{path}: is not a file", fix=fix)
     try:
-        content = json.loads(_content(path))
+        content = json.loads(_content(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
     if not isinstance(content, dict):
