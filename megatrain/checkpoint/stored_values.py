@@ -67,7 +67,8 @@ _STATE: Final = record(
         "is_evaluation_left": flag,
         "tokenizer_fingerprint": optional(text(max_characters=1000)),
         "data_plans": record(
-            {"train": _PLAN, "valid": _PLAN, "test": _PLAN}, {"phases": list_of(_PHASE, most=1000)}
+            {"train": _PLAN, "valid": _PLAN, "test": _PLAN},
+            {"phases": list_of(_PHASE, most=1000), "start": _COUNT},
         ),
         "pass_size": integer(1, 1 << 50),
         "datasets": list_of(
@@ -125,7 +126,7 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
 def _planned_samples(plans: Mapping[str, Any]) -> int:
     """Return the training samples of all phases."""
     ends: list[int] = [phase["start"] + sum(phase["plan"]) for phase in plans.get("phases", ())]
-    return max([sum(count or 0 for count in plans["train"]), *ends])
+    return max([plans.get("start", 0) + sum(count or 0 for count in plans["train"]), *ends])
 
 
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,8 +66,8 @@ class StoredRun:
     config: Mapping[str, Mapping[str, Any]]
     """Resolved configuration of the saved run, from `Config.to_dict`."""
     tokenizer_fingerprint: str | None = None
-    data_plans: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Samples of each plan, by split; `phases`: the fields of the later phases of training."""
+    data_plans: Mapping[str, Any] = field(default_factory=dict)
+    """Samples of each plan, by split; `phases`: the fields of the later phases of training; `start`: see `train_start`."""
     datasets: tuple[DatasetFacts, ...] = ()
     scheduled_samples: int | None = None
     """Samples of the steps that were not skipped, by which schedules go; None: not known."""
@@ -85,6 +85,11 @@ class StoredRun:
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the run takes from the checkpoint (--use-checkpoint-args), by path."""
+
+    @property
+    def train_start(self) -> int:
+        """The first training sample of the data that the stored run read (--phase-transition-iterations)."""
+        return int(self.data_plans.get("start", 0))
 
     @property
     def later_phases(self) -> tuple[DataPhase, ...]:

@@ -83,8 +83,12 @@ class Derived(CheckedSection):
     """Validation samples that the dataset must provide; None: one epoch."""
     requested_test_samples: int = INVALID
     """Test samples that the dataset must provide."""
+    phase_transitions: tuple[int, ...] = INVALID
+    """Iterations of --phase-transition-iterations, ascending."""
+    train_start: int = INVALID
+    """First training sample of the data that the flags name (--phase-transition-iterations)."""
     train_plan: tuple[int | None, ...] = INVALID
-    """Samples of each plan of training data (of its first phase); plan k is shuffled with --seed + k."""
+    """Samples of each plan of training data (of its first phase with --data-schedule); plan k is shuffled with --seed + k."""
     later_phases: tuple[DataPhase, ...] = INVALID
     """Phases of --data-schedule, whose plans are shuffled with the seeds that follow."""
     valid_plan: tuple[int | None, ...] = INVALID

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import yaml
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config.errors import InputError
+from megatrain.training.launch.save_lock import LOCK_NAME, dead_owner
 
 CURVES = (
     "lm_loss",
@@ -122,10 +124,10 @@ def read_run(path: Path, name: str) -> RunData:
         validations=validations,
         settings=settings,
         note=note,
-        summary=_summary(steps, validations, folder / "status.json"),
+        summary=_summary(steps, validations, folder),
         faults=_faults(steps),
         timers=_timers(steps),
-        last_activity=max(one.stat().st_mtime for one in (file, folder / "status.json") if one.is_file()),
+        last_activity=_last_activity(folder, file),
     )
 
 
@@ -250,10 +252,11 @@ def _means(x: Columns, curves: Columns) -> Means:
 def _summary(
     steps: Sequence[dict[str, Any]],
     validations: dict[str, list[tuple[int, float | None]]],
-    status_file: Path,
+    folder: Path,
 ) -> dict[str, Any]:
     """Return the run's row in the table of runs."""
-    status = _status(status_file)
+    status = _status(folder / "status.json")
+    death = _death(status, folder)
     last = steps[-1] if steps else {}
     speeds = [
         value for row in steps[1:] if (value := _number(row.get("tokens_per_second_per_gpu"))) is not None
@@ -271,8 +274,8 @@ def _summary(
         "hours": _number(sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6),
         **_saves(steps, status),
         "faults": len(_faults(steps)),
-        "is_running": "exit_code" in status and status["exit_code"] is None,
-        "status": _end(status)[:MAX_SHOWN_CHARACTERS],
+        "is_running": "exit_code" in status and status["exit_code"] is None and death is None,
+        "status": (death or _end(status))[:MAX_SHOWN_CHARACTERS],
     }
 
 
@@ -306,6 +309,22 @@ def _status(file: Path) -> dict[str, Any]:
         return _dictionary(json.loads(read_small_file(file, max_bytes=MAX_STATUS_BYTES)))
     except (CheckpointError, ValueError, RecursionError):
         return {}
+
+
+def _death(status: dict[str, Any], folder: Path) -> str | None:
+    """Describe the end of a run that was killed before it could record one: its lock names a dead process. None: there is none."""
+    if status.get("exit_code", 0) is not None or (owner := dead_owner(folder)) is None:
+        return None
+    since = datetime.fromtimestamp(_last_activity(folder, folder / LOCK_NAME)).astimezone()
+    return (
+        f"dead since about {since.isoformat(sep=' ', timespec='seconds')}: process {owner.pid} on {owner.host} was killed"
+        " before it could record why"
+    )
+
+
+def _last_activity(folder: Path, *files: Path) -> float:
+    """Return the time of the last write of these files or the status, in seconds since the epoch."""
+    return max(one.stat().st_mtime for one in (*files, folder / "status.json") if one.is_file())
 
 
 def _end(status: dict[str, Any]) -> str:

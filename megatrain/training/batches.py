@@ -9,15 +9,16 @@ Only the first and last pipeline stages, and that of multi-token prediction, nee
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from megatrain.config import Facts, Plan
+from megatrain.config.derive.data_plans import train_end
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
-from megatrain.data.samples.dataset import SampleDataset, TokenSpan
+from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
@@ -111,6 +112,7 @@ def build_samples(
         options,
         cache_folder=data.data_cache_path,
         mmap=not data.no_mmap_bin_files,
+        index_cache=data.object_storage_cache_path,
         surplus=data.mid_level_dataset_surplus,
         digests={one.prefix: one.digest for one in facts.datasets} if checks_files else None,
         log=log,
@@ -127,8 +129,10 @@ def build_samples(
     )
     if plans.train != (0,):
         splits = builder.with_phases(splits, _phases(plan, facts), data.split, plans)
+    if splits.train is not None and derived.train_start:
+        splits = replace(splits, train=ShiftedDataset(splits.train, derived.train_start))
     if data.dataloader_type == "single":
-        _require(splits.train, derived.requested_train_samples, "training", "fewer --train-iters")
+        _require(splits.train, train_end(plan), "training", "fewer --train-iters")
         _require(splits.valid, derived.requested_valid_samples, "validation", "fewer --eval-iters")
         _require(splits.test, derived.requested_test_samples, "test", "fewer --eval-iters")
     return splits

@@ -102,8 +102,9 @@ def rewind_run(
     """Load the newest intact checkpoint of `folder` up to iteration `at_most`; return None if there is none. All ranks call it."""
     paths = None
     if ranks.is_main:
-        found = find_checkpoints(folder)
-        paths = [str(one.path) for one in found if one.problem is None and one.iteration <= at_most]
+        first = ranks.plan.derived.train_start // ranks.plan.config.training.global_batch_size  # of the data
+        found = [one for one in find_checkpoints(folder) if first <= one.iteration <= at_most]
+        paths = [str(one.path) for one in found if one.problem is None]
     paths = ranks.grid.messages.broadcast(paths)
     if not paths:
         return None
@@ -217,6 +218,7 @@ def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) 
             "valid": derived.valid_plan,
             "test": derived.test_plan,
             "phases": [vars(phase) for phase in derived.later_phases],
+            "start": derived.train_start,
         },
         "pass_size": config.training.micro_batch_size * ranks.grid.dp.size,
         "datasets": [vars(dataset) for dataset in ranks.facts.datasets],

@@ -1,4 +1,4 @@
-"""Requests to stop before the target: signals, a file, a time limit, a log that cannot be written, an interval.
+"""Requests to stop before the target: signals, a file, a time limit, a log that cannot be written, an interval, a phase's end.
 
 `flags` of each rank ─> maximum over all ranks, with the report of a step ─> the same `reason` on all ranks
 
@@ -40,6 +40,7 @@ class StopRequest:
         self,
         *,
         exit_interval: int | None,
+        phase_ends: Sequence[int] = (),
         exit_duration_in_mins: float | None,
         exit_signal: int,
         exit_file: Path | None = None,
@@ -47,7 +48,7 @@ class StopRequest:
         report: Callable[[str], None] = lambda _: None,
         before_kill: Callable[[int, str], None] = lambda _code, _reason: None,
     ) -> None:
-        self.exit_interval, self.has_log_failed = exit_interval, has_log_failed
+        self.exit_interval, self.phase_ends, self.has_log_failed = exit_interval, phase_ends, has_log_failed
         self.exit_file, self.report, self.before_kill = exit_file, report, before_kill
         self.deadline = (
             None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
@@ -83,12 +84,15 @@ class StopRequest:
     def reason(self, iteration: int, flags: Sequence[int]) -> str | None:
         """Return the reason to stop after this iteration, or None; `flags` are the maximum over all ranks."""
         if self.is_interval_over(iteration):
-            return _text(flags) or f"--exit-interval {self.exit_interval}"
+            is_phase_end = iteration in self.phase_ends
+            name = "phase-transition-iterations" if is_phase_end else "exit-interval"
+            return _text(flags) or f"--{name} {iteration if is_phase_end else self.exit_interval}"
         return _text(flags)
 
     def is_interval_over(self, iteration: int) -> bool:
-        """Return True if --exit-interval stops the run after this iteration."""
-        return self.exit_interval is not None and iteration % self.exit_interval == 0
+        """Return True if --exit-interval or --phase-transition-iterations stops the run after this iteration."""
+        is_over = self.exit_interval is not None and iteration % self.exit_interval == 0
+        return is_over or iteration in self.phase_ends
 
     def urgent_reason(self, flags: Sequence[int]) -> str | None:
         """Return the reason to stop during an evaluation, or None; `flags` are the maximum over all ranks."""

@@ -159,6 +159,7 @@ class Trainer:
         exit_file = config.resilience.exit_file
         stop = StopRequest(
             exit_interval=config.resilience.exit_interval,
+            phase_ends=self.plan.derived.phase_transitions,
             exit_duration_in_mins=config.resilience.exit_duration_in_mins,
             exit_signal=signal_number(config.resilience.exit_signal) or signal.SIGTERM,
             exit_file=Path(exit_file) if exit_file is not None and self.ranks.is_main else None,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tools.test_report import make_run
 from megatrain.tools.main import main
 from megatrain.tools.report_data import read_run
 from megatrain.tools.watch import duration, lines, sparkline
+from megatrain.training.launch.save_lock import Owner
 
 
 def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +42,24 @@ def test_a_silent_run_is_named(tmp_path: Path) -> None:
     line = first_line(running(tmp_path), after=7261)
     assert line.startswith("run: no sign of life since ")
     assert line.endswith("(2 h 1 min), iteration 4 of 1,004 (0.4%)")
+
+
+def test_a_killed_run_is_dead_at_once(tmp_path: Path) -> None:
+    """Its lock names a process that is gone; status.json still says that the run is active."""
+    run = running(tmp_path)
+    dead = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, check=True).stdout
+    (run / "run.lock").write_text(dead)
+    pid = json.loads(dead)["pid"]
+    words = rf"run: dead since about 2\d{{3}}-.*: process {pid} on .* was killed before it could record why"
+    assert re.match(words, first_line(run, after=1))
+    (run / "run.lock").write_bytes(Owner.of_this_process().to_bytes())
+    assert first_line(run, after=1).startswith("run: running")
+
+
+OWNER = """
+from megatrain.training.launch.save_lock import Owner
+print(Owner.of_this_process().to_bytes().decode())
+"""
 
 
 def test_iterations_that_update_nothing_are_listed(tmp_path: Path) -> None:

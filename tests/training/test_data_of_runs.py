@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from run_helpers import command_line
@@ -214,3 +215,25 @@ def test_documents_are_not_conversations(talk: Path, capsys: pytest.CaptureFixtu
     changed: dict[str, str | None] = {"data_path": str(talk / "talk_messages_document"), "sft": ""}
     assert pretrain.main(flags_of(talk, **changed)) == 2
     assert "preprocess_data.py --sft" in capsys.readouterr().err
+
+
+def test_a_run_reads_an_object_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same samples as from a folder; indices are in the local folder."""
+    store = fsspec.filesystem("memory")
+    for path in (folder / "data").iterdir():
+        store.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    remote = {
+        "data_path": "0.7 memory://bucket/a 0.3 memory://bucket/b",
+        "save": str(folder / "remote"),
+        "load": str(folder / "remote"),
+    }
+    try:
+        assert pretrain.main(flags_of(folder, **remote)) == 2
+        assert "add --object-storage-cache-path FOLDER" in capsys.readouterr().err
+        remote |= {"object_storage_cache_path": str(folder / "cache")}
+        assert pretrain.main(flags_of(folder, **remote)) == 0
+    finally:
+        store.rm("/bucket", recursive=True)
+    assert len(list((folder / "cache").glob("*.idx"))) == 2
+    assert pretrain.main(flags_of(folder)) == 0
+    assert metrics(folder / "remote") == metrics(folder / "run")

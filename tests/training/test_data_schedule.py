@@ -12,6 +12,7 @@ from test_data_of_runs import flags_of, folder, metrics
 
 import pretrain
 from megatrain.config import parse, resolve
+from megatrain.config.errors import ConfigError
 from megatrain.data.samples.dataset import PlannedDataset
 from megatrain.tools.main import main as megatrain
 from megatrain.training.batches import build_samples
@@ -188,3 +189,74 @@ def test_the_tools_show_the_phases(folder: Path, capsys: pytest.CaptureFixture[s
         ("1234", "2"),
         ("1235", "b"),
     ]
+
+
+@pytest.fixture
+def phases(folder: Path) -> list[dict[str, Any]]:
+    """The flags of three phases of training: after iterations 2 and 4 the data changes."""
+    shared = {"phase_transition_iterations": "4, 2"}
+    data = (
+        str(folder / "data/a"),
+        f"0.5 {folder / 'data/a'} 0.5 {folder / 'data/b'}",
+        str(folder / "data/b"),
+    )
+    return [shared | {"data_path": words} for words in data]
+
+
+def test_a_phase_counts_its_samples_from_its_first_iteration_on(
+    folder: Path, phases: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Megatron-LM: each phase plans its own iterations and shuffles with --seed."""
+    whole = {"global_batch_size": "8", "save": None, "load": None, "eval_iters": "0"}
+    expected = []
+    for phase in phases:
+        alone = whole | {"data_path": phase["data_path"], "train_iters": "2"}
+        _, splits = samples_of(flags_of(folder, **alone))
+        expected.append(rows(splits.train, 0, 16))
+    run = {"global_batch_size": "8"}
+    for number, phase in enumerate(phases):
+        plan, splits = samples_of(flags_of(folder, **phase, **run))
+        assert (plan.derived.train_start, plan.derived.train_plan) == (16 * number, (16,))
+        assert rows(splits.train, 16 * number, 16 * number + 16) == expected[number]
+        if number:
+            with pytest.raises(ConfigError, match=f"ended before sample {16 * number}"):
+                splits.train[16 * number - 1]
+        assert pretrain.main(flags_of(folder, **phase, **run)) == (75 if number < 2 else 0)
+    assert "--phase-transition-iterations 4" in capsys.readouterr().out
+
+
+def test_a_run_resumes_within_phases(folder: Path, phases: list[dict[str, Any]]) -> None:
+    for phase in phases:
+        assert pretrain.main(flags_of(folder, **phase)) in (0, 75)
+    stopped = {"save": str(folder / "stopped"), "load": str(folder / "stopped")}
+    for phase in phases:
+        for exit_interval in ("1", None):
+            stop = {"exit_interval": exit_interval} if exit_interval else {}
+            assert pretrain.main(flags_of(folder, **phase, **stopped, **stop)) in (0, 75)
+    assert metrics(folder / "stopped") == metrics(folder / "run")
+
+
+def test_wrong_phases_are_refused_on_resume(
+    folder: Path, phases: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main(flags_of(folder, **phases[0])) == 75
+    assert pretrain.main(flags_of(folder, **phases[0])) == 2
+    assert (
+        "a phase starts after iteration 2, but the training data is that of the phase before"
+        in capsys.readouterr().err
+    )
+    assert pretrain.main(flags_of(folder, **phases[1], exit_interval="3")) == 75
+    for changed, words in (
+        ({"phase_transition_iterations": "1,4"}, "cannot change before iteration 3 of the checkpoint"),
+        (
+            {"phase_transition_iterations": None},
+            "its phase started after iteration 2, that of this run after 0",
+        ),
+        ({"data_path": str(folder / "data/b")}, "the data cannot change on resume"),
+        ({"global_batch_size": "2"}, "has consumed 3 samples"),
+    ):
+        flags = {name: value for name, value in (phases[1] | changed).items() if value is not None}
+        assert pretrain.main(flags_of(folder, **flags)) == 2
+        assert words in capsys.readouterr().err
+    later = phases[1] | {"phase_transition_iterations": "2 5"}
+    assert pretrain.main(flags_of(folder, **later)) == 75

@@ -46,6 +46,8 @@ _SHOWN_IN_FULL_ONLY: Final = frozenset(
 _HIDDEN_IF_EQUAL: Final = (
     ("derived.kv_copies", 1),
     ("derived.fp8_layers", ()),
+    ("derived.phase_transitions", ()),
+    ("derived.train_start", 0),
     ("derived.later_phases", ()),
 )
 """Values that are hidden while they have this value. None is hidden too."""

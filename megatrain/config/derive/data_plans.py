@@ -8,15 +8,21 @@ further samples in another plan: samples that were read keep their order.
 
 With --data-schedule, each phase of training has plans of its own. A phase that has begun keeps its first sample and its
 plans; later ones follow the flags.
+
+With --phase-transition-iterations, the data flags name the data of one phase of training, the current one, which has a
+plan of its own, shuffled with --seed (Megatron-LM's rule).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.derive.training_length import sizes_of_batches
+from megatrain.config.errors import ConfigError
 from megatrain.config.facts import DataPhase
 from megatrain.config.plan import DerivedValue, Draft, Plan
+from megatrain.config.schema.values import UnresolvedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +119,47 @@ def requested_test_samples(draft: Draft) -> DerivedValue:
     return DerivedValue(evals.samples, f"{evals.eval_iters} iterations * global batch {evals.batch_size}")
 
 
+def parse_transitions(text: str | None) -> tuple[int, ...]:
+    """Return the iterations of --phase-transition-iterations, ascending. Raises ConfigError if one is not a whole number."""
+    if text is None:
+        return ()
+    words = re.findall(r"[^,\s]+", text)
+    iterations = sorted({int(word) for word in words if re.fullmatch(r"[0-9]{1,18}", word)} - {0})
+    if len(iterations) < max(1, len(words)):
+        remedy = ",".join(map(str, iterations)) or "20000,30000"
+        raise ConfigError(
+            f"--phase-transition-iterations {text!r} does not list different whole numbers above 0",
+            fix=f"use --phase-transition-iterations {remedy}",
+        )
+    return tuple(iterations)
+
+
+def phase_transitions(draft: Draft) -> DerivedValue:
+    try:
+        found = parse_transitions(draft.config.data.phase_transition_iterations)
+    except ConfigError:
+        raise UnresolvedError from None  # The rule `phases_are_valid` reports it.
+    return DerivedValue(found, "--phase-transition-iterations" if found else "training data does not change")
+
+
+def train_start(draft: Draft) -> DerivedValue:
+    batch, start = draft.config.training.global_batch_size, draft.derived.start_iteration
+    passed = [one for one in draft.derived.phase_transitions if one <= start]
+    if not passed:
+        return DerivedValue(0, "the first phase of training")
+    return DerivedValue(max(passed) * batch, f"{max(passed)} iterations * global batch {batch}")
+
+
+def train_end(plan: Draft | Plan) -> int:
+    """Return the sample before which the run ends: that of its target, or of the next --phase-transition-iterations."""
+    batch, start = plan.config.training.global_batch_size, plan.derived.start_iteration
+    ends = [one * batch for one in plan.derived.phase_transitions if one > start]
+    return min([plan.derived.requested_train_samples, *ends])
+
+
 def train_plan(draft: Draft) -> DerivedValue:
-    starts = _phase_starts(draft)
-    end = min([draft.derived.requested_train_samples, *starts.values()])
-    return _plan(draft, "train", end)
+    end = min([train_end(draft), *_phase_starts(draft).values()])
+    return _plan(draft, "train", max(end - draft.derived.train_start, 0))
 
 
 def later_phases(draft: Draft) -> DerivedValue:
@@ -143,13 +186,13 @@ def begun_phases(draft: Draft) -> tuple[DataPhase, ...]:
 
 
 def samples_of_phases(plan: Plan) -> list[tuple[int, int, tuple[int | None, ...]]]:
-    """Return first iteration, number of samples and plans of every phase of training, the first one included."""
+    """Return first iteration, number of samples and plans of every phase of training that the run reads."""
     derived = plan.derived
-    phases = [(0, 0, derived.train_plan)]
+    phases = [(0, derived.train_start, derived.train_plan)]
     phases += [
         (phase.from_iteration, phase.start, phase.plan) for phase in derived.later_phases if phase.plan
     ]
-    ends = [*(start for _, start, _ in phases[1:]), derived.requested_train_samples]
+    ends = [*(start for _, start, _ in phases[1:]), train_end(plan)]
     return [
         (iteration, end - start, plans) for (iteration, start, plans), end in zip(phases, ends, strict=True)
     ]
@@ -180,6 +223,8 @@ def _plan(draft: Draft, split: str, requested: int | None) -> DerivedValue:
     assert split in SPLIT_NAMES
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
+    if stored and split == "train" and stored.train_start != draft.derived.train_start:
+        plans = ()  # of the phase before
     stored_plan = [count for count in plans if count]
     if requested is None:
         return DerivedValue((None,), "all of one epoch")

@@ -12,11 +12,13 @@ from megatrain.config.derive.context_parallel import cp_comm_types
 from megatrain.config.derive.cuda_graphs import cuda_graphs
 from megatrain.config.derive.data_plans import (
     later_phases,
+    phase_transitions,
     requested_test_samples,
     requested_train_samples,
     requested_valid_samples,
     test_plan,
     train_plan,
+    train_start,
     valid_plan,
 )
 from megatrain.config.derive.fp8 import fp8_layers
@@ -137,6 +139,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.requested_train_samples", requested_train_samples),
     ("derived.requested_valid_samples", requested_valid_samples),
     ("derived.requested_test_samples", requested_test_samples),
+    ("derived.phase_transitions", phase_transitions),
+    ("derived.train_start", train_start),
     ("derived.train_plan", train_plan),
     ("derived.later_phases", later_phases),
     ("derived.valid_plan", valid_plan),

@@ -22,6 +22,9 @@ def split(draft: Draft) -> DerivedValue:
 def data_cache_path(draft: Draft) -> DerivedValue:
     if not draft.facts.datasets:
         return DerivedValue(None, "there are no files")
+    if "://" in draft.facts.datasets[0].prefix:
+        folder = draft.config.data.object_storage_cache_path or "."
+        return DerivedValue(os.path.join(folder, "index_cache"), "in --object-storage-cache-path")  # noqa: PTH118
     folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
     return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
 

@@ -73,9 +73,10 @@ REFUSED_FLAGS: Final = (
         " --logits-save-top-p-min-k=",
     ),
     refused(
-        "reading from an object store is not supported",
-        "--object-storage-cache-path= --enable-msc",
-        instead="remove the flag, and copy the data to a file system, or mount the bucket as a folder",
+        "NVIDIA's multi-storage client is not supported",
+        "--enable-msc",
+        instead="remove the flag; data prefixes may be URLs that fsspec reads, such as s3://bucket/data, with"
+        " --object-storage-cache-path",
     ),
     refused(
         "simulating process groups is not supported",

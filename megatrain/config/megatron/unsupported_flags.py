@@ -111,11 +111,6 @@ UNSUPPORTED_FLAGS: Final = (
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
     missing(
-        "restarting with other data at these iterations is not supported",
-        "--phase-transition-iterations=",
-        instead="remove the flag, and name the data of each phase in the file of --data-schedule, which needs no restart",
-    ),
-    missing(
         "naming validation sets is not supported",
         "--validation-set-names=+",
         instead="remove the flag; validation sets are named by their paths",

@@ -1,8 +1,9 @@
 """Rules about data, tokenizers and the files on disk."""
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
+from megatrain.config.derive.data_plans import parse_transitions
 from megatrain.config.derive.datasets import (
     SPLIT_NAMES,
     parse_blend,
@@ -11,6 +12,7 @@ from megatrain.config.derive.datasets import (
     split_problems,
 )
 from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.schema.tree import flag_of
@@ -19,6 +21,7 @@ Problems = Iterator[Problem]
 
 MAX_SEED: Final = 2**32 - 1
 """Largest seed of the generator that shuffles samples."""
+_PHASES: Final = "--phase-transition-iterations"
 _SHARED: Final = ("data.data_path", "data.data_args_path")
 _PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _SOURCES: Final = (*_SHARED, *_PER_SPLIT, "data.per_split_data_args_path", "data.mock_data")
@@ -106,6 +109,89 @@ def data_schedule_has_an_order(draft: Draft) -> Problems:
             "--data-schedule is not supported together with --dataloader-type cyclic, which repeats all samples",
             "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
         )
+
+
+def phases_are_valid(draft: Draft) -> Problems:
+    try:
+        parse_transitions(draft.config.data.phase_transition_iterations)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def phases_need_datasets_in_order(draft: Draft) -> Problems:
+    data, training = draft.config.data, draft.config.training
+    if data.phase_transition_iterations is None:
+        return
+    if data.mock_data:
+        yield Problem(f"{_PHASES} replaces datasets, and --mock-data reads none", f"remove {_PHASES}")
+    if data.data_schedule is not None:
+        yield Problem(
+            f"{_PHASES} and --data-schedule both change the training data",
+            f"remove --data-schedule, or {_PHASES}, since --data-schedule needs no restarts",
+        )
+    if data.dataloader_type == "cyclic":
+        yield Problem(
+            f"{_PHASES} is not supported together with --dataloader-type cyclic, which repeats all samples",
+            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
+        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        if getattr(training, name):
+            yield Problem(
+                f"{_PHASES} counts samples as iterations * --global-batch-size, which {flag_of(name)} changes",
+                f"remove {flag_of(name)}, or {_PHASES}; --data-schedule supports growing batches",
+            )
+
+
+def current_phase_is_kept(draft: Draft) -> Problems:
+    stored, given = draft.facts.checkpoint, draft.derived.phase_transitions
+    if stored is None or stored.is_of_megatron or draft.config.training.only_evaluates:
+        return
+    if stored.train_start != draft.derived.train_start and stored.iteration not in given:
+        batch = draft.config.training.global_batch_size
+        before, now = stored.train_start // batch, draft.derived.train_start // batch
+        kept = {before, *(one for one in given if one > stored.iteration)} - {0}
+        yield Problem(
+            f"{_PHASES} cannot change before iteration {stored.iteration} of the checkpoint: its phase started after"
+            f" iteration {before}, that of this run after {now}",
+            (f"use {_PHASES} {','.join(map(str, sorted(kept)))}" if kept else f"remove {_PHASES}")
+            + ", or add --finetune and another --save to start a new run from these weights",
+        )
+
+
+def phases_start_at_whole_batches(draft: Draft) -> Problems:
+    stored, given = draft.facts.checkpoint, draft.derived.phase_transitions
+    if stored is None or not given or draft.config.training.only_evaluates:
+        return
+    batch = draft.config.training.global_batch_size
+    iteration, consumed = stored.iteration, stored.consumed_train_samples
+    if iteration * batch != consumed:
+        is_whole = iteration and not consumed % iteration
+        yield Problem(
+            f"{_PHASES} counts samples as iterations * --global-batch-size {batch}, but the checkpoint of iteration"
+            f" {iteration} has consumed {consumed} samples",
+            f"use --global-batch-size {consumed // iteration}"
+            if is_whole
+            else f"remove {_PHASES}; --data-schedule supports growing batches",
+        )
+
+
+def each_phase_has_other_data(draft: Draft) -> Problems:
+    """The same data would be read again from its first sample on."""
+    stored, start = draft.facts.checkpoint, draft.derived.train_start
+    if stored is None or stored.train_start == start or draft.config.training.only_evaluates:
+        return
+    before, now = map(_training_data, (stored.datasets, draft.facts.datasets))
+    if before and before == now:
+        iteration = start // draft.config.training.global_batch_size
+        yield Problem(
+            f"{_PHASES}: a phase starts after iteration {iteration}, but the training data is that of the phase before,"
+            " which would be read again from its first sample on",
+            f"give the data of the new phase (--data-path), or remove {iteration} from {_PHASES}",
+        )
+
+
+def _training_data(datasets: Sequence[DatasetFacts]) -> list[tuple[Any, ...]]:
+    return [(one.digest, one.weight, one.split) for one in datasets if one.split in ("all", "train")]
 
 
 def full_validation_excludes_weights(draft: Draft) -> Problems:
@@ -213,6 +299,11 @@ DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     split_is_valid,
     splits_hold_sequences,
     data_schedule_has_an_order,
+    phases_are_valid,
+    phases_need_datasets_in_order,
+    current_phase_is_kept,
+    phases_start_at_whole_batches,
+    each_phase_has_other_data,
     full_validation_excludes_weights,
     validation_sets_are_separate,
     document_ends_have_one_source,

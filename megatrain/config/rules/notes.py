@@ -176,6 +176,10 @@ def phases_are_not_reached(draft: Draft) -> Iterator[str]:
             f"--data-schedule: the run ends at iteration {draft.derived.train_iters}, before the data changes at"
             f" {', '.join(unread)}"
         )
+    end = draft.derived.train_iters
+    late = [str(one) for one in draft.derived.phase_transitions if one >= end]
+    if late:
+        yield f"--phase-transition-iterations {' '.join(late)}: no effect, since the run ends at iteration {end}"
 
 
 def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
@@ -335,7 +339,9 @@ def no_weights_are_gathered(draft: Draft) -> Iterator[str]:
 def stop_without_saving(draft: Draft) -> Iterator[str]:
     resilience = draft.config.resilience
     if draft.config.checkpoint.save is None and (
-        resilience.exit_interval or resilience.exit_duration_in_mins
+        resilience.exit_interval
+        or resilience.exit_duration_in_mins
+        or draft.config.data.phase_transition_iterations
     ):
         yield "the run exits early without a checkpoint, since --save is not given"
 

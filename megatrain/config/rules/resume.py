@@ -119,8 +119,8 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
         return
     fix = f"use the data of the stored run, or {_NEW_RUN}"
     before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
-    if not before or not now:
-        return
+    if not before or not now or stored.train_start != draft.derived.train_start:
+        return  # without data, or at the start of a phase of --phase-transition-iterations
     if _begun(before) != _begun(now):
         return  # `data_schedule_matches_checkpoint` reports it
     if [dataset.split for dataset in before] != [dataset.split for dataset in now]:

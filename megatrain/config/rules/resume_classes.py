@@ -93,7 +93,7 @@ SAFE: Final = ResumeClass(
     " num_distributed_optimizer_instances"
     " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
-    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule"
+    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule phase_transition_iterations"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
     " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
@@ -121,7 +121,7 @@ SAFE: Final = ResumeClass(
 )
 SILENT: Final = ResumeClass(
     kind="silent",
-    settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path;"
+    settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path object_storage_cache_path;"
     " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run product_algorithms;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",

@@ -24,6 +24,8 @@ class DataConfig(CheckedSection):
     """JSON file with the datasets of train, valid and test."""
     data_schedule: str | None = None
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
+    phase_transition_iterations: str | None = field(default=None, metadata=several_words())
+    """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
     split: str = field(default=AUTO, metadata=several_words())
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False
@@ -38,8 +40,10 @@ class DataConfig(CheckedSection):
     """Prefetch threads per rank. 0: each step reads its own samples."""
     no_mmap_bin_files: bool = False
     """Read .bin files with read calls instead of memory mapping."""
+    object_storage_cache_path: str | None = None
+    """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
     data_cache_path: str | None = AUTO
-    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset. `null` in a YAML file: no cache."""
+    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path. `null` in a YAML file: no cache."""
     mid_level_dataset_surplus: float = field(default=0.005, metadata=in_range(at_least=0))
     """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False

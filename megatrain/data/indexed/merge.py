@@ -8,14 +8,15 @@ Memory is bounded, and the output appears when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from megatrain.config.errors import ConfigError, InputError, Problem
-from megatrain.data.indexed.reader import Elements, IndexedDataset, read_description
+from megatrain.data.indexed.object_store import is_url
+from megatrain.data.indexed.reader import IndexedDataset, read_description
 from megatrain.data.indexed.writer import IndexedWriter
 
 _SHARED: Final = ("tokenizer_type", "tokenizer_fingerprint", "vocab_size", "eod", "append_eod", "json_key")
@@ -23,9 +24,15 @@ _SHARED: Final = ("tokenizer_type", "tokenizer_fingerprint", "vocab_size", "eod"
 
 
 def merge(
-    prefixes: Sequence[str | Path], output_prefix: str | Path, *, log: Callable[[str], None] = print
+    prefixes: Sequence[str | Path],
+    output_prefix: str | Path,
+    *,
+    index_cache: str | None = None,
+    log: Callable[[str], None] = print,
 ) -> None:
     """Write a dataset with all documents of the given ones, in order. A prefix may occur several times.
+
+    `index_cache`: see `IndexedDataset`.
 
     Raises:
         ConfigError: the datasets are incompatible, or one of them would be overwritten.
@@ -33,12 +40,12 @@ def merge(
     if not prefixes:
         raise ConfigError("no datasets to merge are given", fix="give the prefixes of two or more datasets")
     _require_other_output(prefixes, Path(output_prefix))
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    datasets = [IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes]
     _require_compatible(datasets)
     description = _merged_description(datasets, log)
     with IndexedWriter(output_prefix, datasets[0].dtype) as writer:
         for dataset in datasets:
-            for elements in _elements(dataset):
+            for elements in dataset.blocks(_ELEMENT_BYTES):
                 writer.add_elements(elements)
             for first in range(0, dataset.num_documents, _DOCUMENTS):
                 _add_boundaries(writer, dataset, first)
@@ -56,7 +63,11 @@ _ELEMENT_BYTES: Final = 1 << 24
 
 
 def _require_other_output(prefixes: Sequence[str | Path], output_prefix: Path) -> None:
-    inside = [prefix for prefix in prefixes if Path(prefix).resolve() == output_prefix.resolve()]
+    inside = [
+        prefix
+        for prefix in prefixes
+        if not is_url(str(prefix)) and Path(prefix).resolve() == output_prefix.resolve()
+    ]
     if inside:
         raise ConfigError(f"{inside[0]}: is both an input and the output", fix="give another --output-prefix")
     path = Path(f"{output_prefix}.json")
@@ -93,13 +104,6 @@ def _require_compatible(datasets: Sequence[IndexedDataset]) -> None:
 
 def _with_modes(dataset: IndexedDataset) -> str:
     return "has no modes" if dataset.modes is None else "has modes"
-
-
-def _elements(dataset: IndexedDataset) -> Iterator[Elements]:
-    count = _ELEMENT_BYTES // dataset.dtype.itemsize
-    with Path(f"{dataset.prefix}.bin").open("rb") as file:
-        while len(elements := np.fromfile(file, dataset.dtype, count)):
-            yield elements
 
 
 def _add_boundaries(writer: IndexedWriter, dataset: IndexedDataset, first: int) -> None:

@@ -17,7 +17,7 @@ import difflib
 import json
 import os
 import struct
-import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError
+from megatrain.data.indexed.bin_file import BinFile, LocalBinFile
+from megatrain.data.indexed.object_store import RemoteFile, exists, is_url, local_copy
 
 Elements = npt.NDArray[Any]
 
@@ -56,23 +58,31 @@ class SequenceSource(Protocol):
 
 
 class IndexedDataset:
-    """The sequences of `<prefix>.bin/.idx`. Thread-safe."""
+    """The sequences of `<prefix>.bin/.idx`, files or in an object store. Thread-safe."""
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+    def __init__(self, prefix: str | Path, *, mmap: bool = True, index_cache: str | None = None) -> None:
         """Open and check both files.
 
         Args:
-            prefix: path without `.bin` or `.idx`.
+            prefix: path or URL without `.bin` or `.idx`.
             mmap: map both files, so that the processes of a host share the memory; else the index is read into memory
-                and elements are read on request.
+                and elements are read on request, which those of a URL always are.
+            index_cache: folder for a copy of the index of a URL.
 
         Raises:
             InputError: a file is missing or damaged, or the two files contradict each other.
+            ConfigError: the URL cannot be read here: a package or `index_cache` is missing.
         """
         self.prefix = str(prefix)
-        self._bin_path = Path(f"{prefix}.bin")
-        index_path = Path(f"{prefix}.idx")
-        _require_files(self.prefix)
+        self.index_cache = index_cache
+        if is_url(self.prefix):
+            self.name = f"{self.prefix}.bin"
+            self.index_path = local_copy(f"{self.prefix}.idx", index_cache)
+        else:
+            self.name = str(Path(f"{prefix}.bin"))
+            self.index_path = Path(f"{prefix}.idx")
+            _require_files(self.prefix)
+        index_path = self.index_path
         self.dtype, num_sequences, num_boundaries, has_modes = _read_header(index_path)
         if mmap:
             body: Elements = np.asarray(np.memmap(index_path, dtype=np.uint8, mode="r"))[HEADER.size :]
@@ -86,23 +96,16 @@ class IndexedDataset:
         self.modes: npt.NDArray[np.int8] | None = modes.view("i1") if has_modes else None
         self.num_tokens = _check_offsets(index_path, self.lengths, self.offsets, self.dtype)
         _check_boundaries(index_path, self.document_boundaries, num_sequences)
-        _check_bin(self._bin_path, self.num_tokens, self.dtype)
-        self._elements: Elements | None = None
-        if not self.num_tokens:  # an empty file cannot be mapped
-            self._elements = np.empty(0, self.dtype)
-        elif mmap:
-            self._elements = np.asarray(np.memmap(self._bin_path, dtype=self.dtype, mode="r"))
-        self._descriptor = os.open(self._bin_path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._bin: BinFile
+        if is_url(self.prefix):
+            self._bin = RemoteFile(self.name)
+        else:
+            self._bin = LocalBinFile(Path(self.name), mmap=mmap)
+        _check_bin(self.name, self._bin.size, self.num_tokens, self.dtype)
 
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.lengths)
-
-    @property
-    def name(self) -> str:
-        """Name of the data, for messages."""
-        return str(self._bin_path)
 
     @property
     def num_documents(self) -> int:
@@ -124,37 +127,19 @@ class IndexedDataset:
                 f"{self.name}: elements {offset}..{offset + count} of sequence {sequence}, "
                 f"which has {self.lengths[sequence]}"
             )
-        start = int(self.offsets[sequence]) // self.dtype.itemsize + offset
-        if self._elements is not None:
-            self._check_end((start + count) * self.dtype.itemsize)
-            return self._elements[start : start + count]
-        return self._read_file(start * self.dtype.itemsize, count * self.dtype.itemsize).view(self.dtype)
+        size = self.dtype.itemsize
+        return self._bin.read(int(self.offsets[sequence]) + offset * size, count * size).view(self.dtype)
 
-    def _read_file(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        result = np.empty(num_bytes, np.uint8)
-        view = memoryview(result.data)
-        done = 0
-        while done < num_bytes:  # a read may return fewer bytes, for example at 2 GiB
-            try:
-                got = os.preadv(self._descriptor, [view[done:]], position + done)
-            except OSError as error:
-                raise InputError(
-                    f"{self._bin_path}: byte {position + done} cannot be read: {error.strerror}",
-                    fix="repair the disk, or copy the file from another place",
-                ) from error
-            if not got:
-                self._check_end(position + num_bytes)
-            done += got
-        return result
+    def read_bytes(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return bytes of `.bin`, read-only."""
+        return self._bin.load(position, num_bytes)
 
-    def _check_end(self, end: int) -> None:
-        """Raise InputError if the file no longer reaches byte `end`: a mapped page after its end kills the process."""
-        size = os.fstat(self._descriptor).st_size
-        if size < end:
-            raise InputError(
-                f"{self._bin_path}: ends at byte {size}; it was truncated after it was opened",
-                fix="copy the file again, and do not change data files during a run",
-            )
+    def blocks(self, num_bytes: int) -> Iterator[Elements]:
+        """Yield all elements in order, about `num_bytes` at once."""
+        step = max(1, num_bytes // self.dtype.itemsize) * self.dtype.itemsize
+        end = self.num_tokens * self.dtype.itemsize
+        for start in range(0, end, step):
+            yield self._bin.load(start, min(step, end - start)).view(self.dtype)
 
 
 def loss_mask_of(prefix: str) -> str:
@@ -168,14 +153,14 @@ def read_description(prefix: str) -> dict[str, Any] | None:
     Raises:
         InputError: the file is not a valid description.
     """
-    path = Path(f"{prefix}.json")
-    if not os.path.lexists(path):
+    path = f"{prefix}.json"
+    if not exists(path):
         return None
     fix = "make the dataset again, or move this file away to use the dataset without a description"
-    if not path.is_file():
+    if not is_url(path) and not Path(path).is_file():
         raise InputError(f"{path}: is not a file", fix=fix)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_content(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
     if not isinstance(content, dict):
@@ -190,6 +175,13 @@ def read_description(prefix: str) -> dict[str, Any] | None:
     return content
 
 
+def _content(path: str) -> bytes:
+    if not is_url(path):
+        return Path(path).read_bytes()
+    file = RemoteFile(path)
+    return file.read(0, file.size).tobytes()
+
+
 def _require_files(prefix: str) -> None:
     """Raise InputError, with similar names as a hint, unless both files exist."""
     missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
@@ -200,8 +192,6 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its suffix: {path.with_suffix('')}"
-    elif "://" in prefix:
-        fix = "object stores are not read: copy both files to a file system, or mount the bucket as a folder"
     elif "," in prefix:
         fix = "separate datasets by spaces, not by commas"
     elif len(missing) == 1:
@@ -310,12 +300,11 @@ def _check_boundaries(path: Path, boundaries: npt.NDArray[np.int64], num_sequenc
             )
 
 
-def _check_bin(path: Path, num_elements: int, dtype: np.dtype[Any]) -> None:
+def _check_bin(name: str, num_bytes: int, num_elements: int, dtype: np.dtype[Any]) -> None:
     """Check that the size of `.bin` equals the count of the index."""
-    num_bytes = _file_bytes(path)
     if num_bytes != num_elements * dtype.itemsize:
         raise InputError(
-            f"{path}: the file has {num_bytes} bytes, but its .idx counts {num_elements * dtype.itemsize} "
+            f"{name}: the file has {num_bytes} bytes, but its .idx counts {num_elements * dtype.itemsize} "
             f"({num_elements} elements of {dtype.name})",
             fix=f"{REBUILD}: the two files do not belong together, or one is truncated",
         )

@@ -110,6 +110,7 @@ class SplitBuilder:
         *,
         cache_folder: str | Path | None = None,
         mmap: bool = True,
+        index_cache: str | None = None,
         surplus: float = SURPLUS,
         digests: Mapping[str, str] | None = None,
         log: Callable[[str], None] = print,
@@ -120,7 +121,7 @@ class SplitBuilder:
         Args:
             options: options of all samples.
             cache_folder: folder of cached indices; None: compute them at each start.
-            mmap: see `IndexedDataset`.
+            mmap, index_cache: see `IndexedDataset`.
             surplus: share of extra samples that a blend's datasets are built with.
             digests: expected `content_digest` of the data under each prefix; None: not checked.
             log: receives a line for each unexpected condition that is not an error.
@@ -130,7 +131,7 @@ class SplitBuilder:
         self.cache = _RecordingCache(cache_folder, log)
         self._log = log
         self._on_built = on_built
-        self._mmap = mmap
+        self._mmap, self._index_cache = mmap, index_cache
         self._surplus = surplus
         self._digests = digests or {}
         self._opened: dict[str, IndexedDataset] = {}
@@ -380,7 +381,7 @@ class SplitBuilder:
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            opened = open_token_ids(prefix, mmap=self._mmap)
+            opened = open_token_ids(prefix, mmap=self._mmap, index_cache=self._index_cache)
             if prefix in self._digests and self._digests[prefix] != dataset_digest(
                 opened, conversations=self.options.conversations
             ):

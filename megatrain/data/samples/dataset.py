@@ -1,7 +1,7 @@
-"""The interface of all sample datasets, and a dataset that concatenates sample plans.
+"""The interface of all sample datasets, and datasets that concatenate and shift sample plans.
 
 `GPTDataset` cuts samples out of token sequences, `BlendedDataset` mixes several datasets, `PlannedDataset` concatenates
-the plans of one run; `BatchLoader` reads any of them.
+the plans of one run, `ShiftedDataset` counts those of a phase from its first sample on; `BatchLoader` reads any of them.
 """
 
 from __future__ import annotations
@@ -98,3 +98,32 @@ class PlannedDataset:
             raise IndexError(f"sample {k} of {len(self)}")
         plan = bisect.bisect_right(self._starts, k) - 1
         return self.plans[plan], k - self._starts[plan]
+
+
+class ShiftedDataset:
+    """The samples of a phase of training, numbered from its first sample on; those of earlier phases cannot be read."""
+
+    def __init__(self, samples: SampleDataset, start: int) -> None:
+        """Give the first of `samples` the number `start`."""
+        self._samples, self._start = samples, start
+
+    def __len__(self) -> int:
+        """Return the number of samples, those of earlier phases included."""
+        return self._start + len(self._samples)
+
+    def __getitem__(self, k: int) -> Sample:
+        """Return sample k of the run. Raises ConfigError for a sample of an earlier phase."""
+        return self._samples[self._index(k)]
+
+    def spans(self, k: int) -> list[TokenSpan]:
+        """See `SampleDataset`."""
+        return self._samples.spans(self._index(k))
+
+    def _index(self, k: int) -> int:
+        if k < self._start:
+            raise ConfigError(
+                f"sample {k} is of an earlier phase of training, which ended before sample {self._start}"
+                " (--phase-transition-iterations)",
+                fix="give the data flags of that phase, and the checkpoint of its time with --ckpt-step",
+            )
+        return k - self._start

@@ -21,6 +21,7 @@ from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend, pa
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
+from megatrain.data.indexed.object_store import exists, is_url
 from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.samples.index_cache import digest
 
@@ -74,6 +75,7 @@ def inspect_datasets(
     tokenizer_fingerprint: str | None,
     eod: int | None = None,
     conversations: bool = False,
+    index_cache: str | None = None,
 ) -> tuple[list[DatasetFacts], list[Problem]]:
     """Return the facts about every dataset, and all problems with any of them.
 
@@ -83,6 +85,7 @@ def inspect_datasets(
         tokenizer_fingerprint: fingerprint of the training tokenizer; None: it reads any ids (NullTokenizer).
         eod: as `used_eod` returns it; None: not checked.
         conversations: the datasets have loss masks (--sft).
+        index_cache: see `IndexedDataset`.
     """
     facts: list[DatasetFacts] = []
     problems: list[Problem] = []
@@ -92,7 +95,9 @@ def inspect_datasets(
             if prefix not in seen:
                 seen[prefix] = None
                 try:
-                    dataset = seen[prefix] = _facts_of(prefix, conversations=conversations)
+                    dataset = seen[prefix] = _facts_of(
+                        prefix, conversations=conversations, index_cache=index_cache
+                    )
                     problems += _description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)
                 except ConfigError as error:
                     problems += [_with_blend_hint(problem, prefix) for problem in error.problems]
@@ -103,8 +108,8 @@ def inspect_datasets(
     return facts, problems
 
 
-def _facts_of(prefix: str, *, conversations: bool) -> DatasetFacts:
-    dataset = open_token_ids(prefix)
+def _facts_of(prefix: str, *, conversations: bool, index_cache: str | None) -> DatasetFacts:
+    dataset = open_token_ids(prefix, index_cache=index_cache)
     return DatasetFacts(
         split="all",
         prefix=prefix,
@@ -115,10 +120,10 @@ def _facts_of(prefix: str, *, conversations: bool) -> DatasetFacts:
     )
 
 
-def open_token_ids(prefix: str, *, mmap: bool = True) -> IndexedDataset:
+def open_token_ids(prefix: str, *, mmap: bool = True, index_cache: str | None = None) -> IndexedDataset:
     """Open a dataset. Raises InputError unless its elements are integers."""
     with _report_read_errors(prefix):
-        dataset = IndexedDataset(prefix, mmap=mmap)
+        dataset = IndexedDataset(prefix, mmap=mmap, index_cache=index_cache)
     if dataset.dtype.kind not in "iu":
         raise InputError(
             f"{dataset.name}: elements are {dataset.dtype.name}, but token ids are integers",
@@ -130,12 +135,12 @@ def open_token_ids(prefix: str, *, mmap: bool = True) -> IndexedDataset:
 def open_loss_mask(dataset: IndexedDataset, *, mmap: bool = True) -> IndexedDataset:
     """Open the loss mask of a dataset of conversations. Raises InputError if it is missing or has other sequences."""
     prefix = loss_mask_of(dataset.prefix)
-    if not os.path.lexists(f"{prefix}.idx"):
+    if not exists(f"{prefix}.idx"):
         raise InputError(
             f"{dataset.prefix}: has no loss mask ({prefix}.bin and .idx), which --sft needs",
             fix="make both from conversations in JSON Lines with preprocess_data.py --sft, or remove --sft",
         )
-    mask = open_token_ids(prefix, mmap=mmap)
+    mask = open_token_ids(prefix, mmap=mmap, index_cache=dataset.index_cache)
     if not np.array_equal(mask.lengths, dataset.lengths):
         raise InputError(
             f"{prefix}: its sequences are not those of {dataset.prefix}",
@@ -157,13 +162,11 @@ def content_digest(dataset: IndexedDataset) -> str:
     result = hashlib.sha256(digest(np.asarray(dataset.lengths)).encode())
     result.update(dataset.dtype.str.encode())
     size = dataset.num_tokens * dataset.dtype.itemsize
-    with _report_read_errors(dataset.prefix), Path(dataset.name).open("rb") as file:
-        if size <= WHOLE_BYTES:
-            result.update(file.read())
-            return result.hexdigest()
-        for position in (0, size // 2, size - SAMPLED_BYTES):
-            file.seek(position)
-            result.update(file.read(SAMPLED_BYTES))
+    if size <= WHOLE_BYTES:
+        result.update(dataset.read_bytes(0, size).data)
+        return result.hexdigest()
+    for position in (0, size // 2, size - SAMPLED_BYTES):
+        result.update(dataset.read_bytes(position, SAMPLED_BYTES).data)
     return result.hexdigest()
 
 
@@ -183,7 +186,7 @@ def _report_read_errors(prefix: str) -> Iterator[None]:
 
 def _with_blend_hint(problem: Problem, prefix: str) -> Problem:
     """Extend the fix if the prefix looks like a part of a blend, or like several parts in one text."""
-    if os.path.lexists(f"{prefix}.idx"):
+    if is_url(prefix) or os.path.lexists(f"{prefix}.idx"):
         return problem
     parts = prefix.split()
     if len(parts) > 1:

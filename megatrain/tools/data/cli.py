@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    merge(arguments.prefixes, arguments.output_prefix)
+    merge(arguments.prefixes, arguments.output_prefix, index_cache=arguments.object_storage_cache_path)
     return 0
 
 

@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -60,7 +59,10 @@ def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
     return {
         "prefix": dataset.prefix,
         "element_type": dataset.dtype.name,
-        "bytes": {suffix: Path(f"{dataset.prefix}.{suffix}").stat().st_size for suffix in ("bin", "idx")},
+        "bytes": {
+            "bin": dataset.num_tokens * dataset.dtype.itemsize,
+            "idx": dataset.index_path.stat().st_size,
+        },
         "documents": dataset.num_documents,
         "documents_without_sequences": _count_zeros(_sequences_per_document(dataset)),
         "sequences": len(dataset),
@@ -69,7 +71,7 @@ def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
         "modes": _modes(dataset),
         **{name: _asdict(summary(blocks)) for name, blocks in lengths.items()},
         "bin_crc32": ids.crc32 if ids else None,
-        "idx_crc32": zlib.crc32(np.memmap(f"{dataset.prefix}.idx", np.uint8, "r").data),
+        "idx_crc32": zlib.crc32(np.memmap(dataset.index_path, np.uint8, "r").data),
         "smallest_id": ids.smallest if ids else None,
         "largest_id": ids.largest if ids else None,
         "eod": eod,
@@ -81,21 +83,17 @@ def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
     """Read all tokens. Return None if there are none, or elements are not integers."""
     if dataset.dtype.kind not in "iu" or not dataset.num_tokens:
         return None
-    count = BLOCK_BYTES // dataset.dtype.itemsize
     smallest, largest, eods, done, crc32 = [], [], 0, 0, 0
     logged_at = time.monotonic()
-    with Path(dataset.name).open("rb") as file:
-        while len(block := np.fromfile(file, dataset.dtype, count)):
-            smallest.append(int(block.min()))
-            largest.append(int(block.max()))
-            eods += int(np.count_nonzero(block == eod)) if eod is not None else 0
-            crc32 = zlib.crc32(block.data, crc32)
-            done += len(block)
-            if time.monotonic() - logged_at >= PROGRESS_SECONDS:
-                logged_at = time.monotonic()
-                print(
-                    f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr
-                )
+    for block in dataset.blocks(BLOCK_BYTES):
+        smallest.append(int(block.min()))
+        largest.append(int(block.max()))
+        eods += int(np.count_nonzero(block == eod)) if eod is not None else 0
+        crc32 = zlib.crc32(block.data, crc32)
+        done += len(block)
+        if time.monotonic() - logged_at >= PROGRESS_SECONDS:
+            logged_at = time.monotonic()
+            print(f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr)
     eod_count = eods if eod is not None else None
     return Ids(smallest=min(smallest), largest=max(largest), eod_count=eod_count, crc32=crc32)
 

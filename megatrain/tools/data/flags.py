@@ -26,9 +26,10 @@ def add_flags(commands: Any, texts: Mapping[str, str]) -> None:
         help="count documents and tokens of a dataset, and check its description",
         description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
     )
-    inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
+    inspect.add_argument("prefix", metavar="PREFIX", help="path or URL without .bin and .idx")
     inspect.add_argument("--document", type=int, metavar="K", help="show document K, counted from 0")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_index_cache(inspect, texts)
     _add_tokenizer(inspect, texts)
 
     sample = add_command(
@@ -69,8 +70,14 @@ def add_flags(commands: Any, texts: Mapping[str, str]) -> None:
         help="merge datasets into one",
         description="Write one dataset with the documents of several, in the order of the arguments.",
     )
-    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
+    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths or URLs without .bin and .idx")
     merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
+    _add_index_cache(merge, texts)
+
+
+def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    text = texts.get("data.object_storage_cache_path", "")
+    parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:

@@ -31,7 +31,7 @@ class DisagreementError(InputError):
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print everything; then raise DisagreementError if there is a contradiction."""
-    dataset = IndexedDataset(arguments.prefix)
+    dataset = IndexedDataset(arguments.prefix, index_cache=arguments.object_storage_cache_path)
     tokenizer = _tokenizer(arguments)
     number = arguments.document
     if number is not None and not 0 <= number < dataset.num_documents:

@@ -171,6 +171,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
             conversations=data.sft,
+            index_cache=data.object_storage_cache_path,
         )
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
         problems += [problem for problem in of_phase if problem not in problems]

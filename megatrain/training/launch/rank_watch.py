@@ -62,6 +62,7 @@ class _Verdict:
     silent: list[dict[str, Any]] = field(default_factory=list)
     """Locations of ranks that do not answer."""
     seconds_to_wait: float = _SECONDS_TO_WAIT
+    """Longest time before this rank exits. Its main thread may exit after `_SECONDS_TO_WAIT`, too: silent ranks must be killed before."""
 
 
 class RankWatch:
@@ -259,9 +260,7 @@ class RankWatch:
                     f"rank {rank}: its last collectives are not written: {error}", file=sys.stderr, flush=True
                 )
         self._send({"quiet": True})
-        self._may_exit.wait(
-            _SECONDS_TO_WAIT if self._is_asked.is_set() or not is_late else _SECONDS_FOR_SERVER
-        )
+        self._may_exit.wait(verdict.seconds_to_wait)
         for place in verdict.silent:
             if place["host"] == socket.gethostname() and place["rank"] != rank:
                 with contextlib.suppress(ProcessLookupError):

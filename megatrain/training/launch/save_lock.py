@@ -265,6 +265,15 @@ def other_owner(folder: Path) -> Owner | None:
     return None if is_own else owner
 
 
+def dead_owner(folder: Path) -> Owner | None:
+    """Return the process that left its lock in a `--save` folder when it was killed, if that is known on this machine."""
+    try:
+        owner = Owner.from_bytes(_read(folder / LOCK_NAME))
+    except OSError:
+        return None
+    return owner if owner is not None and owner.is_alive() is False else None
+
+
 def _exit_at_once(problem: str) -> None:
     error = ConfigError(problem, fix="start one run per --save folder")
     print(describe(error), file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.config import LoggingConfig
+from megatrain.data.files import replace_file
 from megatrain.training.logging.metrics_file import report_log_errors
 
 VS_SAMPLES = " vs samples"
@@ -210,18 +211,18 @@ class WandbCurves:
             folder = Path(config.wandb_save_dir or (save_folder / "wandb" if save_folder else "."))
             folder.mkdir(parents=True, exist_ok=True)
             id_file = save_folder / _RUN_ID_FILE if save_folder else None
-            run_id = id_file.read_text(encoding="utf-8").strip() if id_file and id_file.exists() else None
+            run_id = id_file.read_text(encoding="utf-8").strip() if id_file and id_file.exists() else ""
             self._run = wandb.init(
                 project=config.wandb_project,
                 name=config.wandb_exp_name,
                 entity=config.wandb_entity,
                 dir=str(folder),
                 config=dict(settings),
-                id=run_id,
+                id=run_id or None,
                 resume="allow",
             )
             if id_file is not None:
-                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+                replace_file(id_file, f"{self._run.id}\n".encode())
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Add a point to each curve. W&B keeps the first of two points with the same iteration."""

@@ -1,8 +1,10 @@
 """Rules about data and tokenizers: each fires, names its flags and a remedy."""
 
+import dataclasses
+
 import pytest
 
-from megatrain.config import Facts
+from megatrain.config import Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.rules.data import DATA_RULES
 
@@ -14,6 +16,21 @@ def dataset(prefix, num_sequences, *, split="all", weight=None):
     return DatasetFacts(
         split=split, prefix=prefix, weight=weight, num_sequences=num_sequences, num_tokens=9, digest=prefix
     )
+
+
+PHASES = "--phase-transition-iterations"
+
+
+def stored(iteration, *, consumed=None, datasets=(), start=0):
+    run = StoredRun(
+        path="c",
+        iteration=iteration,
+        consumed_train_samples=8 * iteration if consumed is None else consumed,
+        config={},
+        data_plans={"start": start},
+        datasets=datasets,
+    )
+    return Facts(checkpoint=run)
 
 
 CASES = {
@@ -50,6 +67,36 @@ CASES = {
         (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),
         (f"{NULL} --data-path d --data-schedule {SCHEDULE} --dataloader-type cyclic", "--mock-data", None,
          ("--data-schedule", "--dataloader-type cyclic"), ("remove --dataloader-type cyclic",)),
+    ],
+    "phases_are_valid": [
+        (f"{NULL} --data-path d {PHASES} {value}", "--mock-data", None, (f"{PHASES} '{value}'",), (f"use {PHASES} {remedy}",))
+        for value, remedy in (("5,x", "5"), ("0", "20000,30000"), ("5,2,5", "2,5"), (",", "20000,30000"))
+    ],
+    "phases_need_datasets_in_order": [
+        (f"{PHASES} 4", "", None, (PHASES, "--mock-data"), (f"remove {PHASES}",)),
+        (f"{NULL} --data-path d {PHASES} 4 --dataloader-type cyclic", "--mock-data", None,
+         (PHASES, "--dataloader-type cyclic"), ("remove --dataloader-type cyclic",)),
+        (f"{NULL} --data-path d {PHASES} 4 --data-schedule {SCHEDULE}", "--mock-data", None,
+         (PHASES, "--data-schedule"), ("remove --data-schedule",)),
+        (f"{NULL} --data-path d {PHASES} 4 --decrease-batch-size-if-needed", "--mock-data", None,
+         (PHASES, "--decrease-batch-size-if-needed"), ("remove --decrease-batch-size-if-needed", "--data-schedule")),
+    ],
+    "current_phase_is_kept": [
+        (f"{NULL} --data-path d {PHASES} 4,9 --global-batch-size 8", "--mock-data", stored(5, start=24),
+         (PHASES, "iteration 5", "after iteration 3", "run after 4"), (f"use {PHASES} 3,9", "--finetune")),
+        (f"{NULL} --data-path d --global-batch-size 8", "--mock-data", stored(5, start=32),
+         (PHASES, "after iteration 4", "run after 0"), (f"use {PHASES} 4",)),
+    ],
+    "phases_start_at_whole_batches": [
+        (f"{NULL} --data-path d {PHASES} 5 --global-batch-size 8", "--mock-data", stored(5, consumed=20),
+         (PHASES, "--global-batch-size 8", "20 samples"), ("use --global-batch-size 4",)),
+        (f"{NULL} --data-path d {PHASES} 5 --global-batch-size 8", "--mock-data", stored(5, consumed=21),
+         (PHASES, "21 samples"), (f"remove {PHASES}", "--data-schedule")),
+    ],
+    "each_phase_has_other_data": [
+        (f"{NULL} --data-path d {PHASES} 5 --global-batch-size 8", "--mock-data",
+         dataclasses.replace(stored(5, datasets=(dataset("d", 9999),)), datasets=(dataset("d", 9999),)),
+         (PHASES, "iteration 5", "phase before"), ("--data-path", f"remove 5 from {PHASES}")),
     ],
     "full_validation_excludes_weights": [
         (f"{NULL} --data-path 1 d --full-validation", "--mock-data", Facts(datasets=(dataset("d", 9999, weight=1.0),)),

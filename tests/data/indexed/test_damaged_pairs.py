@@ -309,7 +309,11 @@ def facts_of(prefix):
 def problems_on_resume(before, now):
     config = SimpleNamespace(training=SimpleNamespace(only_evaluates=False))
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={}, datasets=before)
-    draft = SimpleNamespace(config=config, facts=Facts(checkpoint=stored, datasets=now))
+    draft = SimpleNamespace(
+        config=config,
+        derived=SimpleNamespace(train_start=0),
+        facts=Facts(checkpoint=stored, datasets=now),
+    )
     return [str(problem) for problem in data_matches_checkpoint(draft)]
 
 

@@ -267,8 +267,3 @@ def test_a_missing_folder_is_created_and_an_impossible_one_is_an_error(tmp_path)
 def test_element_type_follows_the_vocabulary(expected):
     for case in expected["tokenizers"]["optimal_dtype"]:
         assert token_dtype(case["vocab_size"]).name == case["dtype"]
-
-
-def test_an_object_store_is_answered_with_a_remedy():
-    with pytest.raises(InputError, match="mount the bucket"):
-        IndexedDataset("s3://bucket/corpus")

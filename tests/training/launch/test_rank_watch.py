@@ -1,13 +1,23 @@
 """A rank that cannot connect to rank 0, and the end of rank 0's server."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
+import types
 
 import pytest
 import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.training.faults.heartbeat import Glance
+from megatrain.training.faults.position import Position
+from megatrain.training.launch import rank_watch
 from megatrain.training.launch.failure import describe_failure
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.watch_server import WatchServer
@@ -61,3 +71,35 @@ def test_a_server_that_a_message_stops_is_closed() -> None:
     server._waker = Late()
     server.close()
     assert waker.fileno() == -1
+
+
+def test_a_stopped_rank_0_is_killed_before_the_others_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at rank 0 makes it continue for a moment, in which it may ask for positions: that is no answer."""
+    monkeypatch.setattr(rank_watch, "_SECONDS_FOR_SERVER", 0.05)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stopped.send_signal(signal.SIGSTOP)
+    watch = RankWatch.__new__(RankWatch)
+    watch.environment = LaunchEnvironment(rank=1, world_size=2, local_rank=1)
+    watch._is_asked, watch._may_exit = threading.Event(), threading.Event()
+    watch._is_leaving, watch._server_info = False, {"files": [0, 1]}
+    watch._server_location = {
+        "rank": 0,
+        "local_rank": 0,
+        "host": socket.gethostname(),
+        "pid": stopped.pid,
+        "world_size": 2,
+    }
+    watch._send = lambda _message: None
+    watch.on_peer_failure = watch.on_late_ranks = watch.before_exit = lambda *_: None
+    position = Position(iteration=3, phase="step", is_waiting=False, stack=[])
+    watch.heartbeat = types.SimpleNamespace(position=lambda: position)
+    monkeypatch.setattr(Glance, "position", lambda _self: watch._is_asked.set() or position)
+    try:
+        start = time.monotonic()
+        watch._report_stall(3.0)
+        assert stopped.wait(5) == -signal.SIGKILL
+        assert time.monotonic() - start < rank_watch._SECONDS_TO_WAIT / 2
+    finally:
+        stopped.kill()
+        stopped.wait()

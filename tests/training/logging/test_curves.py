@@ -1,5 +1,7 @@
 """TensorBoard and W&B: names of curves, resuming, and errors that do not stop a run."""
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -164,6 +166,58 @@ def test_wandb_gets_the_curves_and_no_secret(tmp_path: Path, monkeypatch: pytest
     assert [step for step, values in run.logged if "lm loss" in values] == [1, 2, 3]
     assert {"lm loss validation", "consumed samples"} <= {name for _, values in run.logged for name in values}
     assert run.is_finished
+
+
+WANDB = """
+import json, os
+
+class Run:
+    def __init__(self, id):
+        self.id = id
+
+    def log(self, values, step):
+        with open(os.environ["CURVE"], "a") as file:
+            file.write(json.dumps({"id": self.id, "step": step, "loss": values.get("lm loss")}) + "\\n")
+
+    def finish(self):
+        pass
+
+def init(id, **_):
+    return Run(id or f"run-{os.getpid()}")
+"""
+
+
+def test_a_killed_run_continues_its_run_of_wandb(tmp_path: Path) -> None:
+    """One id; points that are logged again, after those that the kill left, have the same values."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "wandb-0.0.dist-info").mkdir()
+    (tmp_path / "wandb-0.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 0.0\n")
+    save, curve = tmp_path / "run", tmp_path / "curve.jsonl"
+    flags: dict[str, str | None] = {
+        "--save": str(save), "--load": str(save), "--save-interval": "20", "--train-iters": "100000",
+        "--wandb-project": "p", "--lr-decay-iters": "100",
+    }  # fmt: skip
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "CURVE": str(curve),
+        "WANDB_MODE": "offline",
+    }
+    command = [sys.executable, "pretrain.py", *command_line(flags)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
+        process.kill()
+    killed_at = len(curve.read_text().splitlines())
+    assert (
+        subprocess.run([*command, "--exit-interval", "60"], cwd=ROOT, env=environment, check=False).returncode
+        == 75
+    )
+    found = [json.loads(line) for line in curve.read_text().splitlines()]
+    assert len(found) > killed_at
+    assert {point["id"] for point in found} == {(save / "wandb_run_id.txt").read_text().strip()}
+    losses: dict[int, float] = {}
+    for point in found:
+        assert losses.setdefault(point["step"], point["loss"]) == point["loss"]
+    assert sorted(losses) == list(range(1, max(losses) + 1))
 
 
 def test_an_error_of_wandb_is_reported_once_and_stops_nothing(
