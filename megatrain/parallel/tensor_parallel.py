@@ -303,11 +303,9 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, y = ctx.saved_tensors
+        x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0][0] if ctx.keeps_parts else grads[0]
-        dy, dx = (
-            (dy, product(dy, weight)) if peers is None else products.all_gather_product(dy, weight, peers)
-        )
+        dy, dx = (dy, product(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
