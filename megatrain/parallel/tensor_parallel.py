@@ -251,10 +251,7 @@ class _ColumnLinear(Function):
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
         dx = product(dy, weight)
-        if peers is None:
-            dx, reduction = begin_reduction(dx, tp)
-        else:
-            dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term)
+        dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)

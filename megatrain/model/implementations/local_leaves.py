@@ -85,7 +85,9 @@ class LocalLeaves:
     def whole_rows_linear(
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        leaves = dataclasses.replace(self, tp=dataclasses.replace(self.tp, sequence_parallel=False))
+        leaves = dataclasses.replace(
+            self, tp=dataclasses.replace(self.tp, sequence_parallel=False, peers=None)
+        )
         return leaves.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:

@@ -111,7 +111,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Term:
-    """What another rank sends, which becomes a term when it is waited for."""
+    """Rows that another rank sends; they become a term when they are waited for."""
 
     term: PendingTerm
     received: ReceivedParts
