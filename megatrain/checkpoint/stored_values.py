@@ -126,7 +126,8 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
 def _planned_samples(plans: Mapping[str, Any]) -> int:
     """Return the training samples of all phases."""
     ends: list[int] = [phase["start"] + sum(phase["plan"]) for phase in plans.get("phases", ())]
-    return max([plans.get("start", 0) + sum(count or 0 for count in plans["train"]), *ends])
+    planned: int = plans.get("start", 0) + sum(count or 0 for count in plans["train"])
+    return max([planned, *ends])
 
 
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:

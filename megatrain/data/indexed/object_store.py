@@ -1,4 +1,4 @@
-"""Files in object stores and behind other URLs that fsspec reads: s3://bucket/data/web, gs://..., https://...
+"""Files in object stores and other places that fsspec reads by URL: s3://bucket/data/web, gs://..., https://...
 
     .bin    read in ranges, when samples need them
     .idx    copied to a local folder once per host (--object-storage-cache-path), under a name that changes with the file
@@ -50,7 +50,7 @@ def is_url(prefix: str) -> bool:
 
 
 class RemoteFile:
-    """A file behind a URL. Thread-safe."""
+    """The file of a URL. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         """Look the file up.

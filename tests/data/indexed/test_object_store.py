@@ -1,4 +1,4 @@
-"""Datasets behind URLs: the same content as in a folder, copies of the index, failing reads, missing packages."""
+"""Datasets in object stores: the same content as in a folder, copies of the index, failing reads, missing packages."""
 
 import importlib
 import itertools
