@@ -23,7 +23,6 @@ from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import report_errors
 
-
 SMALL = ["--num-layers", "1", "--global-batch-size", "4"]
 """These tests are about files: one layer and few micro-batches are enough."""
 MODEL = [*LARGER_MODEL, *SMALL]
