@@ -19,7 +19,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 def test_two_ranks_train_and_leave_status_and_configuration(tmp_path: Path) -> None:
     save = tmp_path / "run"
-    flags = command_line({"--save": str(save), "--load": str(save)})
+    flags = command_line({"--save": str(save), "--load": str(save), "--global-batch-size": "2"})
     words = [*TORCHRUN, "pretrain.py", *flags]
     ended = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
