@@ -29,13 +29,18 @@ GROUPS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, run the tests of a group in one process, in sequence. The group marks of xdist 3.8 would do the
-    same, but pytest 9.2 ignores them silently."""
+    """With `-n`, run the tests of a group or of a file in one process, in sequence: what a module computes once is
+    computed in one process only. The group marks of xdist 3.8 would do the same, but pytest 9.2 ignores them silently."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # files with many tests are not the slow ones
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((group for start, group in GROUPS.items() if nodeid.startswith(start)), nodeid)
+            return next(
+                (group for start, group in GROUPS.items() if nodeid.startswith(start)),
+                super()._split_scope(nodeid),
+            )
 
     return ByGroup(config, log)
 

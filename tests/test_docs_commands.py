@@ -145,14 +145,16 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str], None]) -> Checkout:
-    """Run `scripts/quickstart.sh` on 2 MB of text for 42 iterations: all pages build on its output."""
+    """Run `scripts/quickstart.sh` on 2 MB of text for 24 iterations: all pages build on its output."""
     made_once("checkout")
     made = Checkout(tmp_path_factory.mktemp("checkout"))
     made.run("python scripts/quickstart/corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
     (made.folder / "configs").mkdir()
     config = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     for words, fewer in {
-        "train_iters: 800": "train_iters: 42",
+        "train_iters: 800": "train_iters: 24",
+        "lr_warmup_iters: 40": "lr_warmup_iters: 4",
+        "eval_iters: 16": "eval_iters: 1",
         "save_interval: 100": "save_interval: 5",
     }.items():
         assert words in config

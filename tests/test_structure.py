@@ -60,6 +60,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def folder(self) -> str | None:
         """The folder under megatrain/ that contains the file; None for megatrain/__init__.py."""
@@ -73,7 +77,7 @@ class Module:
         `from a import b` gives both `a` and `a.b`, since b may be a module.
         """
         found: dict[str, int] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -171,7 +175,7 @@ def import_cycles(modules: Mapping[str, Module]) -> list[str]:
 def global_statements(module: Module) -> list[str]:
     return [
         f"{module.name}:{node.lineno} global {', '.join(node.names)}"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Global)
     ]
 
@@ -227,7 +231,7 @@ def environment_reads(module: Module) -> list[str]:
     # Assignments are allowed: some libraries take settings only from the environment.
     written = {
         id(node.value)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
     }
     return uses_of(module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, except_for=written)
@@ -245,7 +249,7 @@ def unsafe_calls(module: Module) -> list[str]:
     ]
     allowed = [
         f"{module.name}:{node.value.lineno} passes allow_pickle"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and getattr(node.value, "value", True)
     ]
     return called + imported + allowed
@@ -254,7 +258,7 @@ def unsafe_calls(module: Module) -> list[str]:
 def uses_of(module: Module, forbidden: set[str], *, except_for: Collection[int] = ()) -> list[str]:
     """Find uses of the forbidden dotted names, also under an alias: `from os import environ as e; e["X"]`."""
     origin = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 origin[alias.asname or alias.name.split(".")[0]] = (
@@ -263,7 +267,7 @@ def uses_of(module: Module, forbidden: set[str], *, except_for: Collection[int] 
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             origin.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     findings = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if (
             isinstance(node, ast.Name | ast.Attribute)
             and isinstance(node.ctx, ast.Load)
@@ -319,7 +323,7 @@ def branchy_functions(module: Module) -> list[str]:
 
 
 def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

@@ -60,6 +60,7 @@ ALLOWED = (
 """Text in which a retired word stands for something else."""
 _ALLOWED = re.compile("|".join(ALLOWED))
 _RETIRED = [(re.compile(rf"(?<![\w-])({pattern})(?![\w-])"), instead) for pattern, instead in RETIRED.items()]
+_ANY = re.compile("|".join(pattern.pattern for pattern, _ in _RETIRED))
 _OPENING = re.compile(r"(Of|What|Whether|Whoever|Whichever|Those|Where)\b")
 
 
@@ -85,6 +86,8 @@ TEXTS = texts()
 def retired_words(path: str, text: str) -> Iterator[str]:
     """Each retired word of a text, as a finding."""
     for number, line in enumerate(text.splitlines(), 1):
+        if not _ANY.search(line):
+            continue
         known = _ALLOWED.sub("", line)
         for pattern, instead in _RETIRED:
             found = pattern.search(known)

@@ -42,12 +42,13 @@ def test_differences_are_reported_before_their_consequences(
         assert job.output(rank) == (f"{reported[rank]}{SAME_COMMAND}" if rank in reported else "")
 
 
-def test_rank_0_reports_problems_of_its_own(tmp_path: Path) -> None:
-    job = ForkedJob(MODEL, 2, tmp_path, more_flags={0: ["--config", str(tmp_path / "missing.yaml")]})
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reports_problems_of_its_own(tmp_path: Path, rank: int) -> None:
+    job = ForkedJob(MODEL, 2, tmp_path, more_flags={rank: ["--config", str(tmp_path / "missing.yaml")]})
     job.wait()
     assert job.exit_codes == {0: 2, 1: 2}
-    assert f"error: --config {tmp_path / 'missing.yaml'}" in job.output(0)
-    assert job.output(1) == ""
+    assert f"error: --config {tmp_path / 'missing.yaml'}" in job.output(rank)
+    assert "fix:" not in job.output(1 - rank)
 
 
 def test_a_variable_that_differs_is_reported(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_here import MODEL, folder_flags, train_here
+from everyday import one_in
+from run_here import MODEL as LARGER_MODEL
+from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import hash_tensors
@@ -21,13 +23,17 @@ from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import report_errors
 
+SMALL = ["--num-layers", "1", "--global-batch-size", "4"]
+"""These tests are about files: one layer and few micro-batches are enough."""
+MODEL = [*LARGER_MODEL, *SMALL]
+
 
 def iterations(folder: Path) -> list[int]:
     return sorted(candidate.iteration for candidate in find_checkpoints(folder) if not candidate.problem)
 
 
 def train(pool: WorkerPool, *flags: str, world_size: int = 1) -> set[int]:
-    return set(pool.run(world_size, train_here, list(flags)))
+    return set(pool.run(world_size, train_here, [*SMALL, *flags]))
 
 
 def plan_of(*flags: str, model: list[str] = MODEL) -> Plan:
@@ -48,7 +54,7 @@ def copied(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "copied"))
 
 
-@pytest.mark.parametrize("form", ["--ckpt-step", "folder"])
+@pytest.mark.parametrize("form", one_in(2, ["--ckpt-step", "folder"]))
 def test_a_run_starts_from_the_chosen_checkpoint(
     pool: WorkerPool, stored: Path, tmp_path: Path, form: str
 ) -> None:
@@ -110,7 +116,7 @@ def test_a_run_keeps_what_it_is_asked_to(
 OFTEN = "--non-persistent-save-interval 3 --non-persistent-ckpt-type global --save-interval 10".split()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", one_in(2, [1, 2]))
 def test_a_killed_run_resumes_from_the_newest_checkpoint_of_both_folders(
     pool: WorkerPool, stored: Path, tmp_path: Path, world_size: int
 ) -> None:
@@ -148,7 +154,7 @@ def test_non_persistent_checkpoints_of_another_run_are_neither_loaded_nor_replac
 
 
 OTHERS = (
-    "--mock-data --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-2 --lr-decay-style cosine"
+    "--mock-data --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-2 --lr-decay-style cosine"
     " --lr-warmup-iters 3 --eval-interval 7 --eval-iters 1 --eval-at-start --device cpu"
 ).split()
 
@@ -218,13 +224,13 @@ def print_of_training(rank: int, world_size: int, flags: list[str]) -> tuple[int
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         if world_size == 1:
-            code = report_errors(lambda: train_here(rank, world_size, flags))
+            code = report_errors(lambda: train_here(rank, world_size, [*SMALL, *flags]))
         else:  # `report_errors` would end the process of the pool
-            code = train_here(rank, world_size, flags)
+            code = train_here(rank, world_size, [*SMALL, *flags])
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", one_in(2, [2, 1]))
 def test_all_ranks_fall_back_to_the_newest_intact_checkpoint(
     pool: WorkerPool, copied: Path, world_size: int
 ) -> None:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 from megatrain.config.parity_features.experts import EXPERT_OPTIONS
 from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
@@ -228,26 +229,52 @@ def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
     return _is_possible(_bound_words(words), max_ranks)
 
 
+_FEATURES = {feature.name: feature for feature in _FEATURE_OF.values()}
+_NEEDY = frozenset(name for name, feature in _FEATURES.items() if feature.needs)
+_REFUSED_WITH = {
+    name: frozenset(other for one in REFUSED_PAIRS if name in one.pair for other in one.pair if other != name)
+    for name in {name for one in REFUSED_PAIRS for name in one.pair}
+}
+"""The features that a feature excludes."""
+_NEEDING_EXPERTS = tuple(
+    _OPTION_OF[name] for name, feature in _FEATURES.items() if not {"experts", "ep"}.isdisjoint(feature.needs)
+)
+_PLACES = {name: place for place, name in enumerate(_BOUND)}
+_Rule: TypeAlias = "Callable[[Mapping[str, str | None], int], bool]"
+_RULES: list[Callable[[Partial, int], bool]] = []
+
+
+def _rule_of(*options: str) -> Callable[[_Rule], _Rule]:
+    """Add a rule that depends on the words of these options alone; its answers are cached by them."""
+    own_words = operator.itemgetter(*map(_PLACES.__getitem__, options))
+
+    def add(rule: _Rule) -> _Rule:
+        @functools.cache
+        def answer(words: Partial, max_ranks: int) -> bool:
+            return rule(dict(zip(options, words, strict=True)), max_ranks)
+
+        _RULES.append(lambda words, max_ranks: answer(own_words(words), max_ranks))
+        return rule
+
+    return add
+
+
 @functools.cache
 def _is_possible(words: Partial, max_ranks: int) -> bool:
     """Return the same for the words of the options in _BOUND."""
-    known = dict(zip(_BOUND, words, strict=True))
-    sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
-    if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
+    if not all(rule(words, max_ranks) for rule in _RULES):
         return False
-    if not _stages_fit(known) or not _model_fits(known) or not _mtp_fits(known):
-        return False
-    if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
-        return False
-    used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
-    for feature in used.values():
-        if feature.needs and all(need not in used and known[_OPTION_OF[need]] for need in feature.needs):
+    used = {_FEATURE_OF[word].name for word in words if word in _FEATURE_OF}
+    for name in _NEEDY.intersection(used):
+        if all(need not in used and words[_PLACES[_OPTION_OF[need]]] for need in _FEATURES[name].needs):
             return False
-    return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED_PAIRS)
+    return all(_REFUSED_WITH[name].isdisjoint(used) for name in used.intersection(_REFUSED_WITH))
 
 
-def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
+@_rule_of(*_SIZED)
+def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known sizes fit together."""
+    sizes = _sizes_of(known)
     tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
     if tp * dp * pp * cp > max_ranks:
         return False
@@ -262,7 +289,8 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
-def _stages_fit(known: Mapping[str, str | None]) -> bool:
+@_rule_of("pipeline parallelism", "pipeline schedule", "pipeline split")
+def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words split the four layers of a model into virtual stages."""
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
@@ -272,7 +300,8 @@ def _stages_fit(known: Mapping[str, str | None]) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-def _model_fits(known: Mapping[str, str | None]) -> bool:
+@_rule_of("key-value replication", "context parallelism", "documents", "model")
+def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
     is_replicated = known["key-value replication"] not in (None, "nocopies")
     is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
@@ -280,7 +309,8 @@ def _model_fits(known: Mapping[str, str | None]) -> bool:
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
-def _mtp_fits(known: Mapping[str, str | None]) -> bool:
+@_rule_of(*_OF_MTP)
+def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
     word = known["multi-token prediction"]
     if word in ("mtp1", "mtp2") and known["model"] in WITHOUT_MTP:
@@ -290,8 +320,17 @@ def _mtp_fits(known: Mapping[str, str | None]) -> bool:
     )
 
 
-def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
+@_rule_of("context parallelism", "context communication")
+def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether two kinds of context communication have the four ranks that they need."""
+    is_mixed = known["context communication"] in ("a2aring", "a2agather")
+    return not is_mixed or known["context parallelism"] in (None, "cp4")
+
+
+@_rule_of(*dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_NEEDING_EXPERTS]))
+def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known words fit experts and their layout (config/rules/experts.py, sizes.py)."""
+    sizes = _sizes_of(known)
     needs = {need for word in known.values() if word in _FEATURE_OF for need in _FEATURE_OF[word].needs}
     has_experts = not needs.isdisjoint({"experts", "ep"})
     if known["experts"] in (None, "dense") and not has_experts:
@@ -311,6 +350,11 @@ def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_
         for ep, etp in spreads
         if ep > 1 or "ep" not in needs
     )
+
+
+def _sizes_of(known: Mapping[str, str | None]) -> dict[str, int]:
+    """Return the known sizes."""
+    return {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
 
 
 def _numbers_of(known: Mapping[str, str | None], option: str) -> list[int]:

@@ -143,15 +143,23 @@ def error_text(
 CASES = [
     (plant_weight, (5, 7),
      "first on ranks 5, 7: 1 values of the weight decoder.layers.2.attention.k.weight"),
-    (plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
+    pytest.param(
+        plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19",
+        marks=pytest.mark.nightly,
+    ),
     (plant_gradient, (2,), "first on rank 2: the backward pass of decoder.layers.1 in micro-batch 1, samples 22 to 23"),
-    (plant_local_output, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
+    pytest.param(
+        plant_local_output, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17",
+        marks=pytest.mark.nightly,
+    ),
     pytest.param(
         plant_local_output, (7,), "first on rank 7: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19",
         marks=pytest.mark.nightly,
     ),
-    (plant_local_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
-     "; affected gradients: decoder.layers.0.")),
+    pytest.param(
+        plant_local_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
+        "; affected gradients: decoder.layers.0."), marks=pytest.mark.nightly,
+    ),
     (plant_sum, (0, 1), "first on ranks 0, 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
      "  fix: inspect these samples, and resume from the last checkpoint")),

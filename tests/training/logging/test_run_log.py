@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_job import ForkedJob
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -138,16 +137,15 @@ def test_times_of_all_ranks_are_printed_together(tmp_path: Path) -> None:
         "--timing-log-level": "1", "--timing-log-option": "all", "--train-iters": "3", "--save": str(tmp_path),
         "--log-num-zeros-in-grad": "",
     }  # fmt: skip
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]
-    ended = subprocess.run(
-        [*words, *command_line(flags)], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("times across ranks (ms):\n  forward-backward:\n     rank  0: ") == 2
-    assert ended.stdout.count("     rank  1: ") == 4
-    assert ended.stdout.count("started in") == 1
+    job = ForkedJob(command_line(flags), 2, tmp_path)
+    job.wait()
+    assert job.exit_codes == {0: 0, 1: 0}, job.output(0)
+    assert job.output(0).count("times across ranks (ms):\n  forward-backward:\n     rank  0: ") == 2
+    assert job.output(0).count("     rank  1: ") == 4
+    assert job.output(0).count("started in") == 1
+    assert "started in" not in job.output(1)
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    speeds = re.findall(r"tokens/s: (\d+) \|", ended.stdout)
+    speeds = re.findall(r"tokens/s: (\d+) \|", job.output(0))
     assert int(speeds[0]) == pytest.approx(2 * rows[0]["tokens_per_second_per_gpu"], abs=1)
 
 
