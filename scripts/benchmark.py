@@ -10,7 +10,7 @@ A case is `configs/benchmarks/<case>.yaml`. Flags after `--` are passed to pretr
 more with its flags. Figures are medians of the last iterations. Other programs' figures hold for the case's own shape and
 number of GPUs; the ratio to Megatron-LM compares TFLOP/s, by its formula. `roofline` is the speed that `scripts/roofline.py`
 computes and the fraction reached. S1 is compared with a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call.
---profile profiles four more iterations at the end and prints a table of where the time goes; nothing overlaps the last weight all-gathers.
+--profile profiles two more iterations at the end and prints a table of where the time goes; nothing overlaps the last weight all-gathers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from roofline import roofline_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PROFILED = 4
+PROFILED = 2
 """Iterations that --profile adds."""
 
 
