@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from megatrain.config.parity_features.experts import EXPERT_OPTIONS
 from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
@@ -241,22 +241,18 @@ _NEEDING_EXPERTS = tuple(
 )
 _PLACES = {name: place for place, name in enumerate(_BOUND)}
 _Rule: TypeAlias = "Callable[[Mapping[str, str | None], int], bool]"
-_RULES: list[Callable[[Partial, int], bool]] = []
+_RuleOfWords: TypeAlias = "Callable[[Partial, int], bool]"
 
 
-def _rule_of(*options: str) -> Callable[[_Rule], _Rule]:
-    """Add a rule that depends on the words of these options alone; its answers are cached by them."""
+def _rule_of(*options: str) -> Callable[[_Rule], _RuleOfWords]:
+    """Make a rule that depends on the words of these options alone; its answers are cached by them."""
     own_words = operator.itemgetter(*map(_PLACES.__getitem__, options))
 
-    def add(rule: _Rule) -> _Rule:
-        @functools.cache
-        def answer(words: Partial, max_ranks: int) -> bool:
-            return rule(dict(zip(options, words, strict=True)), max_ranks)
+    def with_cache(rule: _Rule) -> _RuleOfWords:
+        answer = functools.cache(lambda words, ranks: rule(dict(zip(options, words, strict=True)), ranks))
+        return lambda words, max_ranks: answer(own_words(words), max_ranks)
 
-        _RULES.append(lambda words, max_ranks: answer(own_words(words), max_ranks))
-        return rule
-
-    return add
+    return with_cache
 
 
 @functools.cache
@@ -448,3 +444,6 @@ def _is_allowed(words: Partial, max_ranks: int) -> bool:
 def _number(word: str) -> int:
     """Return the number at the end of a word, or 0."""
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
+
+
+_RULES: Final = (_sizes_fit, _stages_fit, _model_fits, _mtp_fits, _context_fits, _experts_fit)
