@@ -26,6 +26,8 @@ from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
 """Temporary tensors, RoPE tables, batches and cuBLAS, of one H200 in case A1."""
+_ESTIMATE_ERROR, _OMITTED_BYTES = 1.1, 4e9
+"""Largest ratio of planned to estimated memory, and temporary tensors of the head and the loss, which estimates omit."""
 
 
 def estimated_bytes(workload: Workload, layout: Layout) -> float:
@@ -34,29 +36,29 @@ def estimated_bytes(workload: Workload, layout: Layout) -> float:
 
 
 def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: float = math.inf) -> int:
-    """Return the memory that --dry-run plans, of the first and the last rank, and of the one that needs most by the estimate.
+    """Return the memory that --dry-run plans: of the rank that needs most by the estimate, and of the first and the last one.
 
     A step runs two rounds of micro-batches through the ranks, after which every schedule has its peak.
 
     Args:
         plan: resolved with the layout's settings.
-        limit_bytes: the ranks that need most by the estimate come first; after one above the limit the others are not run.
+        limit_bytes: after a rank above the limit the others are not run, nor is one that needs less for certain.
     """
     estimates = _rank_bytes(workload, layout)
     ranks = sorted({0, layout.pp - 1, estimates.index(max(estimates))}, key=lambda rank: -estimates[rank])
     shape, device = grid_shape(plan), torch.device("meta")
     stages = shape.rank_lists("pp")[0]
     count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)
-    found = []
+    most = 0
     with meta_device_as(as_cuda=True) as operations:
         for rank in ranks:
+            if most > min(limit_bytes, _ESTIMATE_ERROR * estimates[rank] + _OMITTED_BYTES):
+                break
             ledger = device_ledger(as_cuda=True, run=operations.run)
             grid = build_grid(shape, stages[rank])
             step = record_step(plan, grid, device, num_microbatches=count, ledger=ledger)
-            found.append(step.memory().total)
-            if found[-1] > limit_bytes:
-                break
-    return max(found)
+            most = max(most, step.memory().total)
+    return most
 
 
 def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
