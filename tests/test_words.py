@@ -62,6 +62,7 @@ _ALLOWED = re.compile("|".join(ALLOWED))
 _RETIRED = [(re.compile(rf"(?<![\w-])({pattern})(?![\w-])"), instead) for pattern, instead in RETIRED.items()]
 _ANY = re.compile("|".join(pattern.pattern for pattern, _ in _RETIRED))
 _OPENING = re.compile(r"(Of|What|Whether|Whoever|Whichever|Those|Where)\b")
+_COMMENT_OPENING = re.compile(rf"#[# ]*{_OPENING.pattern}")
 
 
 def texts() -> dict[str, str]:
@@ -106,6 +107,8 @@ def odd_openings(path: str, source: str) -> Iterator[str]:
             found = _OPENING.match(node.value.value.strip())
             if found:
                 yield f"{path}:{node.lineno}: documentation opens with '{found[0]}'"
+    if not _COMMENT_OPENING.search(source):
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and _OPENING.match(token.string.lstrip("# ")):
             yield f"{path}:{token.start[0]}: a comment opens with '{token.string.split()[1]}'"

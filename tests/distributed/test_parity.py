@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from everyday import one_in
 
 from megatrain.tools.main import _parser
 from megatrain.tools.parity.choice import chosen_rows
@@ -54,17 +55,28 @@ def test_the_quick_rows_compute_what_one_process_computes(comparer: Comparer) ->
     assert {name: verdict for name, verdict in verdicts.items() if not verdict.is_good} == {}
 
 
-@pytest.mark.parametrize("text", sorted({fault.layout for fault in FAULTS.values()}))
+LAYOUTS_OF_FAULTS = {fault.layout for fault in FAULTS.values()}
+EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::3]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=[] if text in EVERYDAY_LAYOUTS else pytest.mark.nightly)
+        for text in sorted(LAYOUTS_OF_FAULTS)
+    ],
+)
 def test_a_layout_for_faults_passes_without_them(comparer: Comparer, text: str) -> None:
     verdict = comparer.compare(Layout.of(text))
     assert verdict.is_good, verdict
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", one_in(3, FAULTS))
 def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
     assert not comparer.compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
+@pytest.mark.nightly
 def test_a_layout_outside_the_table_passes(comparer: Comparer) -> None:
     (row,) = chosen_rows(
         _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()])
@@ -91,12 +103,12 @@ def low_precision(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
     return {precision: LowPrecisionComparer(pool, precision, answers=answers) for precision in LOW_PRECISIONS}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "text",
+    ("precision", "text"),
     [
-        pytest.param(text, marks=pytest.mark.nightly if number >= 2 else [])
+        pytest.param(precision, text, marks=[] if number == column else pytest.mark.nightly)
         for number, text in enumerate(LOW_PRECISION_LAYOUTS)
+        for column, precision in enumerate(["fp32", "bf16"])
     ],
 )
 def test_a_layout_differs_by_rounding_only(
@@ -113,7 +125,8 @@ def test_a_layout_differs_by_rounding_only(
         pytest.param("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16", marks=pytest.mark.nightly),
         pytest.param("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64", marks=pytest.mark.nightly),
         pytest.param("fp32", "tp2 dp2 zero1 muon muonfp32", marks=pytest.mark.nightly),
-        ("fp16", "tp2 sp dp2 zero1 overlap"),
+        ("fp16", "dp2 zero1 overlap"),
+        pytest.param("fp16", "tp2 sp dp2 zero1 overlap", marks=pytest.mark.nightly),
     ],
 )
 def test_number_formats_differ_by_rounding_only(

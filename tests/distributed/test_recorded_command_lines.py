@@ -14,7 +14,7 @@ from run_here import trainer_of_command_line
 from megatrain.tools.worker_pool import WorkerPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-NUM_LINES, NUM_EVERYDAY = 20, 4
+NUM_LINES, NUM_EVERYDAY = 20, 2
 
 
 @pytest.fixture(scope="module")

@@ -61,10 +61,8 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
 ALWAYS = {
     "llama documents zloss",
     "tp2 sp gpt2 tied dp2 zero1 overlap",
-    "tp4 groups2 sp block",
     "tp2 sp pp2 dp2 zero3 overlap tied tokens",
     "cp2 allgather llama dp2 zero1 overlap",
-    "tp2 sp cp2 heads mup",
 }
 """Layouts of every test run; the others are in nightly ones."""
 

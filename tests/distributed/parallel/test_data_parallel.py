@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from everyday import one_in
 from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import newest_valid
@@ -42,9 +43,9 @@ def trained(
     ("layout", "flags"),
     [
         (Layout.of("dp3 zero1 overlap tied batch12"), ()),
-        (Layout.of("dp4 zero1 overlap"), BF16),
+        pytest.param(Layout.of("dp4 zero1 overlap"), BF16, marks=pytest.mark.nightly),
         (Layout.of("dp2 overlap"), BF16),
-        (Layout.of("tp2 sp dp2 pp2 zero1 overlap tied"), BF16),
+        pytest.param(Layout.of("tp2 sp dp2 pp2 zero1 overlap tied"), BF16, marks=pytest.mark.nightly),
         (Layout.of("dp4 zero2 instances2 overlap"), (*BF16, "--grad-reduce-in-bf16")),
         (Layout.of("dp2 pp2 zero3 overlap tied block"), BF16),
     ],
@@ -58,7 +59,7 @@ def test_overlap_changes_no_bit(pool: WorkerPool, layout: Layout, flags: tuple[s
         assert all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", one_in(2, [3, 2]))
 def test_with_one_microbatch_sharding_changes_no_bit(pool: WorkerPool, zero: int) -> None:
     layout = Layout.of("dp4 zero1 overlap tied batch8")
     expected = pool.run(4, trained, layout, BF16)
