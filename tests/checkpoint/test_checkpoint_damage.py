@@ -23,6 +23,7 @@ from checkpoint_helpers import (
     small_spec,
     write_tensors,
 )
+from everyday import one_in
 
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
@@ -60,13 +61,14 @@ def assert_falls_back(folder: Path, reason: str = "") -> None:
     assert reason in skipped
 
 
-def test_bit_flips_never_load_wrong(folder: Path) -> None:
+@pytest.mark.parametrize("num_flips", one_in(2, [60, 200]))
+def test_bit_flips_never_load_wrong(folder: Path, num_flips: int) -> None:
     random_numbers = random.Random(5)
     files = sorted((folder / NEW).iterdir())
     expected = {1: one_rank(seed=1).values(), 2: one_rank(seed=2).values()}
     rank = one_rank()
     num_harmless = 0
-    for number in range(200):
+    for number in range(num_flips):
         file = files[number % len(files)]
         good = file.read_bytes()
         place = random_numbers.randrange(len(good) if number % 8 else 4000)

@@ -148,7 +148,7 @@ def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     journal = tmp_path / "out.preprocess.json"
     choices = random.Random(1)
-    signals = [signal.SIGKILL] * 4 + [signal.SIGTERM, signal.SIGINT]
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
     documents_done = []
     for number, kind in enumerate([*signals, None]):
         flags = [
