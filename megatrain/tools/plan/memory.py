@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
@@ -26,8 +26,8 @@ from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
 """Temporary tensors, RoPE tables, batches and cuBLAS, of one H200 in case A1."""
-_ESTIMATE_ERROR, _OMITTED_BYTES = 1.1, 4e9
-"""Largest ratio of planned to estimated memory, and temporary tensors of the head and the loss, which estimates omit."""
+_ESTIMATE_ERROR, _OMITTED_BYTES = 1.3, 4e9
+"""A safe ratio of planned to estimated memory, and temporary tensors of the head and the loss, which estimates omit."""
 
 
 def estimated_bytes(workload: Workload, layout: Layout) -> float:
@@ -172,7 +172,7 @@ def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> fl
     if experts is not None:
         width = experts.shared_ffn_hidden_size
         one = 2 * (experts.latent_size or h) + (gate + 1) * experts.ffn_hidden_size / layout.etp
-        elements += experts.top_k * layout.etp / tp * one
+        elements += _rows_per_token(workload, layout, experts) * one
     elements += 2 * h + (gate + 1) * width / tp if width else 0.0
     return 2 * elements * tokens
 
@@ -210,8 +210,13 @@ def _mlp_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
         return 2.0 * workload.hidden
     width = experts.latent_size or workload.hidden
     one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
-    rows = experts.top_k * layout.etp / tp
-    if layout.ep > 1 and workload.gathers_tokens(layout.ep):  # memory for every possible assignment
-        rows *= min(layout.ep, experts.num_experts / experts.top_k)
-    routed = rows * one
+    routed = _rows_per_token(workload, layout, experts) * one
     return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / tp
+
+
+def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertSizes) -> float:
+    """Return the rows of experts that a rank has memory for, per token: with all-gathers, for every possible assignment."""
+    rows = experts.top_k * layout.etp / layout.tp
+    if layout.ep > 1 and workload.gathers_tokens(layout.ep):
+        rows *= min(layout.ep, experts.num_experts / experts.top_k)
+    return rows
