@@ -65,7 +65,8 @@ def test_the_names_of_new_folders_are_flushed_to_disk(
 
 
 def test_a_second_run_is_refused(tmp_path: Path, other_process: subprocess.Popen[bytes]) -> None:
-    lock_in(tmp_path, owner_of(other_process.pid))
+    owner = owner_of(other_process.pid)
+    lock_in(tmp_path, owner)
     assert other_owner(tmp_path) is not None
     with pytest.raises(ConfigError) as caught:
         acquired(tmp_path)
@@ -73,7 +74,7 @@ def test_a_second_run_is_refused(tmp_path: Path, other_process: subprocess.Popen
     assert "--save" in message
     assert f"process {other_process.pid} on {Owner.of_this_process().host}" in message
     assert "other run" in message
-    assert (tmp_path / LOCK_NAME).read_bytes() == owner_of(other_process.pid).to_bytes()
+    assert (tmp_path / LOCK_NAME).read_bytes() == owner.to_bytes()
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
