@@ -26,7 +26,7 @@ from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
 """Temporary tensors, RoPE tables, batches and cuBLAS, of one H200 in case A1."""
-_ESTIMATE_ERROR, _OMITTED_BYTES = 1.3, 4e9
+_ESTIMATE_ERROR, _OMITTED_BYTES = 1.15, 4e9
 """A safe ratio of planned to estimated memory, and temporary tensors of the head and the loss, which estimates omit."""
 
 
