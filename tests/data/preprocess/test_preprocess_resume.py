@@ -172,9 +172,11 @@ def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
             time.sleep(0.002)
         time.sleep(choices.random() * 0.02)
         process.send_signal(kind)
-        process.wait(60)
+        if process.wait(60) == 0:  # a loaded machine: the run ended before the signal came
+            break
         documents_done.append(json.loads(journal.read_text())["keys"]["text"]["documents"])
     assert documents_done == sorted(set(documents_done)), "every run makes progress"
+    assert documents_done, "no run was killed"
     assert documents_done[-1] < 60_000
     assert content_of(tmp_path) == content_of(tmp_path / "whole")
 
