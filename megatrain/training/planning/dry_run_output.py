@@ -14,7 +14,7 @@ from megatrain.training.planning.dry_run import Axis, DryRun, examine
 from megatrain.training.planning.host_memory import HostMemory
 from megatrain.training.planning.memory_limit import comparison
 from megatrain.training.planning.memory_plan import StageMemory
-from megatrain.training.planning.model_tree import Block, StageTree
+from megatrain.training.planning.model_tree import StageTree
 
 _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
@@ -103,18 +103,20 @@ def _tree(tree: StageTree) -> Iterator[str]:
     names = [len(tensors.name) for block in tree.blocks for tensors in block.tensors]
     width = max(names, default=0) + 2
     for block in tree.blocks:
-        if block.first_layer is not None:
-            yield f"    {_layers(block)}"
-        margin = "      " if block.first_layer is not None else "    "
+        if block.layers:
+            yield f"    {_layers(block.layers)}"
+        margin = "      " if block.layers else "    "
         for tensors in block.tensors:
             part = "" if tensors.rank_shape == tensors.shape else f", per rank {_shape(tensors.rank_shape)}"
             yield f"{margin}{tensors.name:<{width + 6 - len(margin)}}{_shape(tensors.shape)}{part}"
 
 
-def _layers(block: Block) -> str:
-    assert block.first_layer is not None
-    last = block.first_layer + block.num_layers - 1
-    return f"layer {last}" if block.num_layers == 1 else f"layers {block.first_layer} to {last}, each"
+def _layers(numbers: Sequence[int]) -> str:
+    """Return `layer 3`, or `layers 0 to 4, 20 to 24, each`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {', '.join(spans)}, each"
 
 
 def _flops(found: DryRun) -> Iterator[str]:

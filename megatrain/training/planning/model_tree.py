@@ -34,11 +34,10 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive layers with equal tensors; or the tensors before or after all layers."""
+    """Layers with equal tensors; or the tensors before or after all layers."""
 
-    first_layer: int | None
-    """Global layer number; None: not layers."""
-    num_layers: int
+    layers: tuple[int, ...]
+    """Global layer numbers; empty: not layers."""
     tensors: tuple[Tensors, ...]
 
 
@@ -85,7 +84,7 @@ def model_tree(
     trees: dict[object, StageTree] = {}
     for number, pieces in enumerate(stages):
         tree = _stage_tree(number, pieces)
-        structure = tuple((block.num_layers, block.tensors) for block in tree.blocks)
+        structure = tuple((len(block.layers), block.tensors) for block in tree.blocks)
         if structure in trees:
             known = trees[structure]
             tree = StageTree(
@@ -185,18 +184,13 @@ def _blocks(pieces: Sequence[Piece]) -> list[Block]:
             rank_shape=piece.local_shape,
         )
         by_layer.setdefault((position, layer), []).append(one)
-    blocks: list[Block] = []
-    for (_, layer), each in by_layer.items():
-        tensors = _merge_experts(each)
-        last = blocks[-1] if blocks else None
-        is_next = last and last.first_layer is not None and layer == last.first_layer + last.num_layers
-        if last and is_next and last.tensors == tensors:
-            blocks[-1] = Block(
-                first_layer=last.first_layer, num_layers=last.num_layers + 1, tensors=last.tensors
-            )
-        else:
-            blocks.append(Block(first_layer=layer, num_layers=int(layer is not None), tensors=tensors))
-    return blocks
+    blocks: dict[object, Block] = {}
+    for (place, layer), each in by_layer.items():
+        tensors, layers = _merge_experts(each), () if layer is None else (layer,)
+        known = blocks.get((place, tensors))
+        earlier = () if known is None else known.layers
+        blocks[place, tensors] = Block(layers=earlier + layers, tensors=tensors)
+    return list(blocks.values())
 
 
 def _merge_experts(tensors: Sequence[Tensors]) -> tuple[Tensors, ...]:

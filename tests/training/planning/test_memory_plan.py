@@ -17,7 +17,7 @@ from megatrain.parallel import collectives
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.parallel.pipeline.schedule import interleaved, one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import tiny_plan
@@ -270,6 +270,29 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     # The head's two sums of a micro-batch stay until the step ends.
     num_recorded = min(count, flights[5] + 6 + 1)
     assert whole[5].total - found[5].total == (count - num_recorded) * 2 * 4
+
+
+@pytest.mark.parametrize("count", [12, 13])
+def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count: int) -> None:
+    plan = examine(
+        parse(
+            command_line({
+                "--num-layers": "4", "--pipeline-model-parallel-size": "2", "--num-layers-per-virtual-pipeline-stage": "1",
+                "--micro-batch-size": "1", "--global-batch-size": str(count), "--dry-run": "",
+            })
+        ),
+        LaunchEnvironment(),
+    ).plan  # fmt: skip
+    shape = grid_shape(plan)
+    engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(2)]
+    placement = engines[0].model.placement
+    schedules = [interleaved(rank, placement, count) for rank in range(2)]
+    flights = simulate(schedules, placement=placement).peak_activations
+    found = planned_memory(plan, engines, flights)
+    whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
+    assert found[0] == whole[0]
+    # The head's two sums of a micro-batch stay until the step ends.
+    assert whole[1].total - found[1].total == (count - (6 + count % 2)) * 2 * 4
 
 
 def test_a_ledger_records_allocations_frees_and_the_peak() -> None:

@@ -33,7 +33,7 @@ def test_active_parameters_leave_out_unselected_experts() -> None:
 
 def test_equal_experts_have_one_line() -> None:
     (stage,) = tree_of(top_k=2).stages
-    experts = next(block for block in stage.blocks if block.first_layer == 1)
+    experts = next(block for block in stage.blocks if 1 in block.layers)
     names = [tensors.name for tensors in experts.tensors if "experts" in tensors.name]
-    assert experts.num_layers == 2
+    assert experts.layers == (1, 2)
     assert names == [f"mlp.experts.0 to 3.{name}.weight" for name in ("gate", "up", "down")]
