@@ -205,7 +205,8 @@ def build_training_passes(
     if not plan.derived.cuda_graphs:
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
-    return GraphedPasses(executor, bare, data_parallel, plan.config.training.cuda_graph_warmup_steps)
+    num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
+    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps)
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

@@ -67,8 +67,8 @@ class TrainingConfig(CheckedSection):
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     cuda_graph_impl: Literal["none", "local", "full_iteration", "transformer_engine"] = "none"
     """CUDA graphs of a micro-batch's passes, launched at once: for small models, whose kernels end before the host has launched the next ones. local, full_iteration: one graph of the whole micro-batch, for dense models on data-parallel ranks. transformer_engine has no effect."""
-    cuda_graph_warmup_steps: int = field(default=3, metadata=in_range(at_least=1))
-    """Iterations of a start before CUDA graphs are captured: kernels are compiled in them."""
+    cuda_graph_warmup_steps: int = field(default=3, metadata=in_range(at_least=0))
+    """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     product_algorithms: str | None = None

@@ -42,3 +42,8 @@ def test_elsewhere_a_note_has_the_reason(plan_of, flags, facts, reason):
 def test_graphs_of_modules_are_a_note(plan_of):
     notes = plan_of("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2").notes
     assert any(note.startswith("--cuda-graph-impl transformer_engine has no effect: ") for note in notes)
+
+
+def test_the_first_iteration_compiles_kernels(plan_of):
+    notes = plan_of(f"{DENSE} --cuda-graph-warmup-steps 0", facts=Facts(device="cuda")).notes
+    assert "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture" in notes
