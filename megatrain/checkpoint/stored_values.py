@@ -54,6 +54,7 @@ def _amax(value: Any, name: str) -> None:
     list_of(number(Range(at_least=0.0)))(value, name)
     if len(value) != 2:
         raise InvalidError(f"{name} has {len(value)} numbers instead of 2")
+    _COUNT(value[0], f"{name}.0")
 
 
 _STATE: Final = record(
@@ -147,6 +148,10 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
         has_optimizer = len(kinds) > 1
         if WEIGHT not in kinds or has_optimizer > state["has_optimizer"] or has_optimizer != expected:
             yield f"{name} has {', '.join(kinds) or 'nothing'}, and state.has_optimizer is {state['has_optimizer']}"
+    precision = config.get("precision", {})
+    has_delayed_scales = precision.get("fp8_format") is not None and precision.get("fp8_recipe") == "delayed"
+    if has_delayed_scales and "amax_history" not in state:
+        yield "state.amax_history is missing, from which delayed FP8 scales follow"
     num_layers = config.get("model", {}).get("num_layers", 0)
     num_experts = config.get("experts", {}).get("num_experts") or 0
     if num_layers > _MAX_LAYERS_PER_TENSOR * len(tensors) or num_experts > len(tensors):

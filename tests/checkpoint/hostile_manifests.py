@@ -111,7 +111,7 @@ def _wrong_values(path: Path, value: Any) -> Iterator[tuple[str, Any, bool]]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_count = isinstance(value, int) and is_number and not (is_of_config or "schedule" in path)
     is_other_kind = path[-2:-1] == ("kinds",) and path[-1] != "weight"  # another optimizer may lack it
-    may_lack = is_of_config and len(path) > 1
+    may_lack = (is_of_config and len(path) > 1) or path == ("state", "amax_history")  # without delayed scales
     is_entry = path[:-1] in (
         ("state", "expert_biases"),
         ("state", "amax_history"),
@@ -154,6 +154,10 @@ _CONTRADICTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
         scheduled_samples=c["consumed_train_samples"] + 1
     ),
     "optimizer state that it denies": lambda c: c["state"].update(has_optimizer=False),
+    "delayed scales without their history": lambda c: (
+        c["config"]["precision"].update(fp8_format="hybrid", fp8_recipe="delayed"),
+        c["state"].pop("amax_history", None),
+    ),
     "a million layers": lambda c: c["config"]["model"].update(num_layers=10**6),
     "2**40 experts": lambda c: c["config"]["experts"].update(num_experts=1 << 40),
     "overlapping chunks": _overlap,
