@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import os
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("megatrain tune requires a GPU, and torch finds none", fix="check `nvidia-smi`")
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds} is below 1", fix="give --rounds a positive number")
-    try:
-        Path(arguments.output).touch()
-    except OSError as error:
+    folder = Path(arguments.output).parent
+    if not os.access(folder, os.W_OK):
         raise ConfigError(
-            f"--output cannot be written: {error}", fix="name a file in a folder that exists"
-        ) from error
+            f"--output {arguments.output}: there is no folder {folder} that can be written to",
+            fix="name a file in a folder that exists",
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     products = products_of(arguments.run_flags)
     print(f"{len(products)} products on {torch.cuda.get_device_name(device)}, cuBLASLt {library_version()}")

@@ -254,4 +254,8 @@ def test_a_checkpoint_of_megatron_is_recognised(tmp_path: Path, capsys: pytest.C
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "iter_0000100" / "common.pt").write_bytes(b"\x80\x04.")
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 3
-    assert "Megatron-LM" in capsys.readouterr().err
+    assert "megatrain convert megatron-to-megatrain" in capsys.readouterr().err
+    (tmp_path / "iter_0000200").mkdir()
+    (tmp_path / "iter_0000200" / "manifest.json").write_text("{}")
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 3
+    assert "iter_0000200" in capsys.readouterr().err, "the newer one is damaged, and that is the reason"

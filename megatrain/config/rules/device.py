@@ -100,13 +100,13 @@ def _problems_of_mxfp8(draft: Draft) -> Problems:
     """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
     flag, capability = "--fp8-recipe mxfp8", draft.facts.device_capability
     reason = local_fp8_layers(draft)
+    if draft.config.training.device != "cuda":
+        return
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
         yield Problem(
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
             "use --fp8-recipe tensorwise, or blockwise",
         )
-    elif draft.config.training.device != "cuda":
-        return
     elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",

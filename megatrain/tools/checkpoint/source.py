@@ -55,12 +55,13 @@ def opened(path: Path) -> Iterator[CheckpointReader]:
 
 def no_checkpoint(path: Path) -> NoCheckpointError:
     """Return the error for a path without a valid checkpoint."""
-    if newest_of_megatron(path) is not None:
+    found = find_checkpoints(path)
+    if newest_of_megatron(path) is not None and all(one.problem == OF_MEGATRON for one in found):
         return NoCheckpointError(
             f"{path} has {OF_MEGATRON}",
             fix=f"convert it first: megatrain convert megatron-to-megatrain {path} TARGET",
         )
-    reasons = "".join(f"\n  {one.path}: {one.problem}" for one in find_checkpoints(path))
+    reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found)
     return NoCheckpointError(
         f"{path} has no valid checkpoint{reasons}",
         fix=f"name the --save folder of a run, or one of its iter_NNNNNNN folders; `megatrain checkpoint ls {base_folder(path)}`"

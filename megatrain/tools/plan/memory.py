@@ -21,7 +21,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.step_time import RankWeights, rank_weights
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.planning.memory_plan import device_ledger, record_step
+from megatrain.training.planning.memory_plan import device_ledger, interleaved_microbatches, record_step
 from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
@@ -38,7 +38,7 @@ def estimated_bytes(workload: Workload, layout: Layout) -> float:
 def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: float = math.inf) -> int:
     """Return the memory that --dry-run plans: of the rank that needs most by the estimate, and of the first and the last one.
 
-    A step runs two rounds of micro-batches through the ranks, after which every schedule has its peak.
+    A step runs two rounds of micro-batches through the ranks, after which every schedule without interleaving has its peak.
 
     Args:
         plan: resolved with the layout's settings.
@@ -49,6 +49,8 @@ def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: f
     shape, device = grid_shape(plan), torch.device("meta")
     stages = shape.rank_lists("pp")[0]
     count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)
+    if layout.schedule == "interleaved":
+        count = interleaved_microbatches(plan)
     most = 0
     with meta_device_as(as_cuda=True) as operations:
         for rank in ranks:
@@ -138,7 +140,8 @@ def _in_flight(workload: Workload, layout: Layout, rank: int) -> list[tuple[floa
         case "1f1b":
             return [(min(count, pp - rank), 0.0)]
         case "interleaved":
-            return [(min(count, (2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks), 0.0)]
+            first_group = pp + count % pp
+            return [(min(count, (2 * (pp - rank - 1) + (chunks - 1) * first_group + 1) / chunks), 0.0)]
         case _:
             return _deferring(layout.pipeline, rank, min(count, 2 * pp + 2))
 

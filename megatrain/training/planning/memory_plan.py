@@ -235,15 +235,21 @@ class _ActivityHooks:
 def _num_microbatches(plan: Plan, engine: Engine, in_flight: int) -> int:
     """Return a small number of micro-batches that gives a step its full peak memory.
 
-    These are the micro-batches in flight and pending messages, at most as many as virtual stages. Interleaved chunks repeat the
-    same passes for each group of micro-batches, from the third group at the latest.
+    These are the micro-batches in flight and pending messages, at most as many as virtual stages.
     """
-    parallel, derived = plan.config.parallel, plan.derived
-    numbers = [derived.num_microbatches, in_flight + engine.model.placement.num_stages + 1]
-    if parallel.pipeline_schedule == "interleaved":
-        group = parallel.microbatch_group_size_per_virtual_pipeline_stage or engine.grid.pp.size
-        numbers.append(3 * group + derived.num_microbatches % group)
-    return min(numbers)
+    if plan.config.parallel.pipeline_schedule == "interleaved":
+        return interleaved_microbatches(plan)
+    return min(plan.derived.num_microbatches, in_flight + engine.model.placement.num_stages + 1)
+
+
+def interleaved_microbatches(plan: Plan) -> int:
+    """Return a small number of micro-batches that gives an interleaved step its full peak memory.
+
+    Chunks repeat the same passes for each group of micro-batches, from the third group at the latest. A rest joins the first group.
+    """
+    parallel, count = plan.config.parallel, plan.derived.num_microbatches
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
+    return min(count, 3 * group + count % group)
 
 
 def _linear_ranges(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[int]) -> list[range]:

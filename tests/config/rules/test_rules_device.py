@@ -70,3 +70,7 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
 
 def test_every_rule_has_a_case():
     assert set(CASES) == {rule.__name__ for rule in DEVICE_RULES}
+
+
+def test_a_cpu_next_to_a_gpu_emulates_mxfp8(plan_of):
+    plan_of("--fp8-format hybrid --fp8-recipe mxfp8 --device cpu", facts=H100)

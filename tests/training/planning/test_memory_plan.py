@@ -272,13 +272,14 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     assert whole[5].total - found[5].total == (count - num_recorded) * 2 * 4
 
 
-@pytest.mark.parametrize("count", [12, 13])
-def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count: int) -> None:
+@pytest.mark.parametrize(("count", "group"), [(12, 2), (13, 2), (17, 4)])
+def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count: int, group: int) -> None:
     plan = examine(
         parse(
             command_line({
                 "--num-layers": "4", "--pipeline-model-parallel-size": "2", "--num-layers-per-virtual-pipeline-stage": "1",
-                "--micro-batch-size": "1", "--global-batch-size": str(count), "--dry-run": "",
+                "--microbatch-group-size-per-virtual-pipeline-stage": str(group), "--micro-batch-size": "1",
+                "--global-batch-size": str(count), "--dry-run": "",
             })
         ),
         LaunchEnvironment(),
@@ -286,13 +287,13 @@ def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count:
     shape = grid_shape(plan)
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(2)]
     placement = engines[0].model.placement
-    schedules = [interleaved(rank, placement, count) for rank in range(2)]
+    schedules = [interleaved(rank, placement, count, group_size=group) for rank in range(2)]
     flights = simulate(schedules, placement=placement).peak_activations
     found = planned_memory(plan, engines, flights)
     whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[0] == whole[0]
     # The head's two sums of a micro-batch stay until the step ends.
-    assert whole[1].total - found[1].total == (count - (6 + count % 2)) * 2 * 4
+    assert whole[1].total - found[1].total == (count - (3 * group + count % group)) * 2 * 4
 
 
 def test_a_ledger_records_allocations_frees_and_the_peak() -> None:
