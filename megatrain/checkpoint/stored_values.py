@@ -132,16 +132,8 @@ def _planned_samples(plans: Mapping[str, Any]) -> int:
 
 
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
+    yield from _contradicting_counters(content)
     state, config, tensors = content["state"], content["config"], content["tensors"]
-    iteration, consumed = content["iteration"], content["consumed_train_samples"]
-    planned = _planned_samples(state["data_plans"])
-    is_repeated = config.get("data", {}).get("dataloader_type") == "cyclic"
-    if consumed < iteration or (consumed > planned and not is_repeated):
-        yield f"consumed_train_samples {consumed} at iteration {iteration}, with data for {planned} samples"
-    if state["scheduled_samples"] > consumed:
-        yield f"state.scheduled_samples {state['scheduled_samples']} of {consumed} consumed samples"
-    if content["optimizer_step_count"] > consumed:
-        yield f"optimizer_step_count {content['optimizer_step_count']} after {consumed} consumed samples"
     expected = any(len(tensor["kinds"]) > 1 for tensor in tensors.values())
     for name, tensor in tensors.items():
         kinds = tensor["kinds"]
@@ -156,3 +148,15 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
     num_experts = config.get("experts", {}).get("num_experts") or 0
     if num_layers > _MAX_LAYERS_PER_TENSOR * len(tensors) or num_experts > len(tensors):
         yield f"config has {num_layers} layers and {num_experts} experts, for {len(tensors)} tensors"
+
+
+def _contradicting_counters(content: Mapping[str, Any]) -> Iterator[str]:
+    state, iteration, consumed = content["state"], content["iteration"], content["consumed_train_samples"]
+    planned = _planned_samples(state["data_plans"])
+    is_repeated = content["config"].get("data", {}).get("dataloader_type") == "cyclic"
+    if consumed < iteration or (consumed > planned and not is_repeated):
+        yield f"consumed_train_samples {consumed} at iteration {iteration}, with data for {planned} samples"
+    if state["scheduled_samples"] > consumed:
+        yield f"state.scheduled_samples {state['scheduled_samples']} of {consumed} consumed samples"
+    if content["optimizer_step_count"] > consumed:
+        yield f"optimizer_step_count {content['optimizer_step_count']} after {consumed} consumed samples"

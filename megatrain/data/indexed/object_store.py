@@ -33,13 +33,14 @@ FIRST_WAIT_SECONDS: Final = 0.5
 """Time before the second attempt; it doubles with each further one."""
 _COPIED_BYTES: Final = 1 << 26
 _FINAL_ERRORS: Final = (
-    FileNotFoundError,
     PermissionError,
     IsADirectoryError,
     NotImplementedError,
     ImportError,
 )
-"""Errors that another attempt does not mend."""
+"""Errors that another attempt does not mend, as a missing file."""
+_VERSION_FIELDS: Final = ("ETag", "Content-MD5", "Digest", "Last-Modified", "mtime")
+"""Fields of a file that change with its content. fsspec's own key of a file at an http URL is its URL."""
 
 Result = TypeVar("Result")
 
@@ -67,9 +68,15 @@ class RemoteFile:
                 f"{url}: is not a file of a known size", fix="give the prefix of .bin and .idx files"
             )
         self.size = int(found["size"])
-        version = self._repeated(lambda: self._files.ukey(self._path), "cannot be found")
-        self.version = hashlib.sha256(f"{version} {self.size}".encode()).hexdigest()[:16]
-        """Changes with the file, if its store has a checksum or a time of it."""
+        fields = [found.get(name) for name in _VERSION_FIELDS]
+        if url.startswith(("http://", "https://")) and not any(fields):
+            raise InputError(
+                f"{url}: the server names neither a checksum nor a time, so that a copy could be of another version",
+                fix="copy the dataset to a folder, or use a server that sends ETag or Last-Modified",
+            )
+        key = self._repeated(lambda: self._files.ukey(self._path), "cannot be found")
+        self.version = hashlib.sha256(f"{key} {self.size} {fields}".encode()).hexdigest()[:16]
+        """Changes with the file."""
 
     def read(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return bytes of the file. Raises InputError if they cannot be read, or the file has become shorter."""
@@ -97,7 +104,7 @@ class RemoteFile:
             try:
                 return action()
             except Exception as error:  # each store has errors of its own
-                is_final = isinstance(error, _FINAL_ERRORS)
+                is_final = isinstance(error, _FINAL_ERRORS) or _is_missing(error)
                 if is_final or attempt == ATTEMPTS:
                     tried = "" if is_final else f" ({ATTEMPTS} attempts)"
                     reason = _reason(error)
@@ -122,7 +129,7 @@ def local_copy(url: str, folder: str | None) -> Path:
             fix="add --object-storage-cache-path FOLDER",
         )
     remote = RemoteFile(url)
-    relative = re.sub(r"[^\w.=-]+", "_", url.rpartition("://")[2].removesuffix(".idx")).lstrip(".")
+    relative = re.sub(r"[^A-Za-z0-9_.=-]+", "_", url.rpartition("://")[2].removesuffix(".idx")).lstrip(".")
     path = Path(folder) / f"{relative[-100:]}.{remote.version}.idx"
     if path.is_file() and path.stat().st_size == remote.size:
         return path
@@ -148,7 +155,7 @@ def exists(path: str) -> bool:
     try:
         RemoteFile(path)
     except InputError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if _is_missing(error.__cause__):
             return False
         raise
     return True
@@ -177,6 +184,16 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, path
 
 
+def _is_missing(error: BaseException | None) -> bool:
+    """Return whether there is no such file. At http URLs, fsspec also calls a file missing if the server cannot be reached."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    cause = error.__cause__
+    return cause is None or _is_missing(cause) or getattr(cause, "status", None) == 404
+
+
 def _reason(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return "there is no such file" if isinstance(error, FileNotFoundError) else text
+    if _is_missing(error):
+        return "there is no such file"
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    return str(cause or error).strip() or type(error).__name__

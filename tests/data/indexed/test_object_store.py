@@ -49,6 +49,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+def http_error(cause: Exception | None) -> FileNotFoundError:
+    """Return the error of fsspec for an http URL that it cannot look up."""
+    error = FileNotFoundError("http://host/data.bin")
+    error.__cause__ = cause
+    return error
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, method: str, failures: int, error: Exception) -> list[Any]:
     """Let a method of the store fail a number of times; return its calls."""
     calls: list[Any] = []
@@ -197,3 +204,34 @@ def test_inspect_reads_a_url(
         outputs.append({**json.loads(capsys.readouterr().out), "prefix": ""})
     assert outputs[0] == outputs[1]
     assert list(itertools.islice(tmp_path.glob("c/*.idx"), 2))
+
+
+def test_a_server_in_trouble_is_no_missing_file(
+    url: str, monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    calls = failing(monkeypatch, "info", ATTEMPTS, http_error(OSError("connection refused")))
+    with pytest.raises(InputError, match=rf"cannot be found \({ATTEMPTS} attempts\): connection refused"):
+        object_store.exists(f"{url}.bin")
+    assert len(calls) == ATTEMPTS == len(waits) + 1
+
+
+@pytest.mark.parametrize("status", [None, 404])
+def test_a_missing_file_of_a_server_is_not_tried_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, waits: list[float], status: int | None
+) -> None:
+    cause = OSError()
+    cause.status = status  # type: ignore[attr-defined] (as aiohttp's errors have it)
+    failing(monkeypatch, "info", 1, http_error(cause if status else None))
+    assert not object_store.exists(f"{url}.bin")
+    assert not waits
+
+
+def test_a_copy_is_of_the_version_that_the_server_names(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = type(MEMORY).info
+    tags = iter(["v1", "v1", "v2"])
+    monkeypatch.setattr(type(MEMORY), "ukey", lambda _self, path: path)  # as fsspec's of http URLs
+    monkeypatch.setattr(type(MEMORY), "info", lambda self, path: {**info(self, path), "ETag": next(tags)})
+    copies = {object_store.local_copy(f"{url}.idx", str(tmp_path / "c")) for _ in range(3)}
+    assert len(copies) == 2
