@@ -14,6 +14,7 @@ from megatrain.config import Plan
 from megatrain.config.derive.fp8 import MXFP8_BLOCK
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
+from megatrain.config.module_precision import Recipe
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.model.build_experts import DispatcherType
 from megatrain.model.custom_layers import apply_custom_layers
@@ -28,7 +29,7 @@ from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.amax_history import AmaxHistory
-from megatrain.parallel.fp8.scaling import Fp8Recipe
+from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
@@ -66,7 +67,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
-        fp8=_fp8_recipe(plan, grid, device),
+        fp8=_fp8_recipes(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
         dispatcher=_dispatcher(config.experts),
     )
@@ -77,9 +78,9 @@ def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
     return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
 
 
-def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
-    """Return the builder of FP8 tensors; None without --fp8-format."""
-    precision = plan.config.precision
+def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes | None:
+    """Return the builders of FP8 tensors; None without --fp8-format."""
+    precision, modules = plan.config.precision, plan.derived.fp8_modules
     if precision.fp8_format is None:
         return None
     history = AmaxHistory(
@@ -89,21 +90,29 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         (grid.tp_cp, grid.dp),
         device,
     )
-    is_delayed = precision.fp8_recipe == "delayed"
-    # Plans build `local`, which only emulates mxfp8.
-    is_planned_for_library = device.type == "meta" and precision.fp8_recipe == "mxfp8"
-    name = "tensorwise" if is_planned_for_library else precision.fp8_recipe
-    blocks = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
-    return Fp8Recipe(
-        name=name,
-        format=precision.fp8_format,
+
+    def build(recipe: Recipe) -> Fp8Recipe:
+        # Plans build `local`, which only emulates mxfp8.
+        is_planned_for_library = device.type == "meta" and recipe.name == "mxfp8"
+        name = "tensorwise" if is_planned_for_library else recipe.name
+        return Fp8Recipe(
+            name=name,
+            format=recipe.format,
+            tokens=grid.tp_cp,
+            tp=grid.tp,
+            has_fp8_wgrad=precision.fp8_wgrad,
+            keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
+            history=history if name == "delayed" else None,
+            block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
+        )
+
+    return Fp8Recipes(
+        default=build(Recipe(precision.fp8_recipe, precision.fp8_format)),
         layers=frozenset(plan.derived.fp8_layers),
-        tokens=grid.tp_cp,
-        tp=grid.tp,
-        has_fp8_wgrad=precision.fp8_wgrad,
-        keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
-        history=history if is_delayed else None,
-        block=blocks.get(name),
+        by_weight=None
+        if modules is None
+        else {name: recipe and build(recipe) for name, recipe in modules.by_weight.items()},
+        history=history,
     )
 
 

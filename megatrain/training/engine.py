@@ -117,7 +117,7 @@ class Engine:
             self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=may_update)
         router_metrics = self.routers.finish_step(may_update)
         if self.model.fp8 is not None:
-            self.model.fp8.finish_step()
+            self.model.fp8.history.finish_step()
         self.buffers.gradients.zero()
         metrics = StepMetrics(
             losses=losses,

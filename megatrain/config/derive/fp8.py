@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.module_precision import Recipe, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.product_algorithms import digest_of
+from megatrain.config.schema.values import UnresolvedError
 
 PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
@@ -22,11 +25,20 @@ MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 """Compute capability of Blackwell."""
 
 
-def scale_block(draft: Draft) -> int | None:
-    """Return the elements of a row that share a scale; None: a tensor has one."""
-    precision = draft.config.precision
-    sizes = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
-    return None if precision.fp8_format is None else sizes.get(precision.fp8_recipe)
+def fp8_recipes(draft: Draft) -> set[Recipe]:
+    """Return the recipes of all linear layers in FP8."""
+    precision, modules = draft.config.precision, draft.derived.fp8_modules
+    if precision.fp8_format is None:
+        return set()
+    if modules is None:
+        return {Recipe(precision.fp8_recipe, precision.fp8_format)}
+    return {recipe for recipe in modules.by_path.values() if recipe is not None}
+
+
+def scale_blocks(draft: Draft) -> dict[str, int]:
+    """Return the elements of a row that share a scale, by recipe, for the recipes in use that have blocks."""
+    sizes = {"blockwise": draft.config.precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
+    return {name: sizes[name] for name, _ in sorted(fp8_recipes(draft)) if name in sizes}
 
 
 class ProductSize(NamedTuple):
@@ -38,16 +50,54 @@ class ProductSize(NamedTuple):
     size: float
 
 
+def te_precision_config_digest(draft: Draft) -> DerivedValue:
+    path = draft.config.precision.te_precision_config_file
+    if path is None:
+        return DerivedValue(None, "--te-precision-config-file is not given")
+    return DerivedValue(digest_of(_text_of_modules(draft)), f"of {path}")
+
+
+def fp8_modules(draft: Draft) -> DerivedValue:
+    """Derive the recipe of each linear layer from the file of --te-precision-config-file."""
+    precision = draft.config.precision
+    path = precision.te_precision_config_file
+    if path is None:
+        return DerivedValue(None, "--te-precision-config-file is not given")
+    found = recipes_of_modules(
+        _text_of_modules(draft),
+        draft.derived.layer_table,
+        fp8_layers=_layers_of_flags(draft),
+        recipe=precision.fp8_format and Recipe(precision.fp8_recipe, precision.fp8_format),
+    )
+    parts = [f"matcher {name} decides {count}" for name, count in found.deciding.items()]
+    others = len(found.linears) - sum(found.deciding.values())
+    return DerivedValue(found, f"by {path}: {', '.join((*parts, f'the flags {others}'))}")
+
+
+def _text_of_modules(draft: Draft) -> str:
+    if draft.facts.module_precision is None:
+        raise UnresolvedError  # `data_problems` has the reason.
+    return draft.facts.module_precision
+
+
 def fp8_layers(draft: Draft) -> DerivedValue:
-    """Derive the layers in FP8, as Megatron-LM does: layers of multi-token prediction always are."""
+    """Derive the layers with linear layers in FP8."""
+    fp8_format, modules = draft.config.precision.fp8_format, draft.derived.fp8_modules
+    if fp8_format is None:
+        return DerivedValue((), "no --fp8-format")
+    numbers = _layers_of_flags(draft) if modules is None else modules.layers
+    return DerivedValue(numbers, f"--fp8-format {fp8_format}: {len(numbers)} layers")
+
+
+def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
+    """Return the layers in FP8 by flags, as in Megatron-LM: layers of multi-token prediction always are."""
     precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
     if precision.fp8_format is None:
-        return DerivedValue((), "no --fp8-format")
+        return ()
     first, last = 0, count
     if precision.first_last_layers_bf16:
         first, last = precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16
-    numbers = (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
-    return DerivedValue(numbers, f"--fp8-format {precision.fp8_format}: {len(numbers)} layers")
+    return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
 
 
 def product_sizes(draft: Draft) -> Iterator[ProductSize]:

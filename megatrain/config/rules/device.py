@@ -11,12 +11,14 @@ from megatrain.config.derive.fp8 import (
     MIN_CAPABILITY_OF_MXFP8,
     MXFP8_BLOCK,
     PRODUCT_MULTIPLE,
+    fp8_recipes,
     product_sizes,
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.product_algorithms import digest_of
+from megatrain.config.schema.tree import flag_of
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 
@@ -87,7 +89,7 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.fp8_format is None:
         return
-    if precision.fp8_recipe == "mxfp8":
+    if "mxfp8" in _recipe_names(draft):
         yield from _problems_of_mxfp8(draft)
     if precision.fp16:
         yield Problem(
@@ -96,9 +98,13 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
         )
 
 
+def _recipe_names(draft: Draft) -> set[str]:
+    return {recipe.name for recipe in fp8_recipes(draft)}
+
+
 def _problems_of_mxfp8(draft: Draft) -> Problems:
     """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
-    flag, capability = "--fp8-recipe mxfp8", draft.facts.device_capability
+    flag, capability = _flag_of(draft, "mxfp8"), draft.facts.device_capability
     reason = local_fp8_layers(draft)
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
         yield Problem(
@@ -134,9 +140,10 @@ def fp8_products_can_run(draft: Draft) -> Problems:
             f"{flag} with --num-experts requires a Hopper or later GPU, and this is {draft.facts.device_name}",
             "remove --fp8-format",
         )
-    if draft.config.precision.fp8_recipe == "blockwise":
+    names = _recipe_names(draft)
+    if "blockwise" in names:
         yield from _blocks_can_be_multiplied(draft)
-    multiple = MXFP8_BLOCK if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
+    multiple = MXFP8_BLOCK if "mxfp8" in names else PRODUCT_MULTIPLE
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
         if size % multiple:
             yield Problem(
@@ -150,7 +157,7 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
     capability, size = draft.facts.device_capability, draft.config.precision.fp8_block_size
     if capability is not None and capability[0] != BLOCKWISE_CAPABILITY:
         yield Problem(
-            f"--fp8-recipe blockwise requires a Hopper GPU, and this is {draft.facts.device_name}",
+            f"{_flag_of(draft, 'blockwise')} requires a Hopper GPU, and this is {draft.facts.device_name}",
             "use --fp8-recipe tensorwise",
         )
     if size != GPU_BLOCK_SIZE:
@@ -160,15 +167,50 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
         )
 
 
-def product_algorithms_have_their_digest(draft: Draft) -> Problems:
-    training, text = draft.config.training, draft.facts.product_algorithms
-    digest, given = text and digest_of(text), training.product_algorithms_digest
-    if given != digest and (text is not None or training.product_algorithms is None):
+def _flag_of(draft: Draft, recipe: str) -> str:
+    """Return what chooses a recipe."""
+    path = draft.config.precision.te_precision_config_file
+    return f"--fp8-recipe {recipe}" if path is None else f"recipe {recipe} of {path}, or of --fp8-recipe,"
+
+
+def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
+    precision, modules = draft.config.precision, draft.derived.fp8_modules
+    if modules is None:
+        return
+    flag = f"--te-precision-config-file {precision.te_precision_config_file}"
+    for name, pattern, *_ in modules.unmatched:
         yield Problem(
-            f"--product-algorithms {training.product_algorithms or 'none'}: the digest is {digest or 'none'}, and"
-            f" --product-algorithms-digest (from the saved configuration) is {given or 'none'}",
-            "give --product-algorithms the file of that run, or remove --product-algorithms-digest",
+            f"{flag}: matchers.{name}.pattern {pattern!r} matches no linear layer",
+            f"correct it, or set enabled: false; the path of a linear layer is {modules.linears[0].path}",
         )
+    for first, second in modules.disagreeing:
+        yield Problem(
+            f"{flag}: {first} and {second} are computed together, and have different recipes",
+            "let both match the same config",
+        )
+        break
+    if precision.fp8_format is None and modules.layers:
+        yield Problem(
+            f"{flag} has FP8 (override_nonquantized_autocast), and --fp8-format is not given",
+            "give --fp8-format, and let a last matcher with pattern '*' keep other linear layers out of FP8",
+        )
+
+
+def files_have_their_digests(draft: Draft) -> Problems:
+    """A saved configuration has the digests of its files."""
+    config, facts = draft.config, draft.facts
+    for path, text in (
+        ("training.product_algorithms", facts.product_algorithms),
+        ("precision.te_precision_config_file", facts.module_precision),
+    ):
+        file, digest_path = config.get(path), f"{path.removesuffix('_file')}_digest"
+        digest, given = text and digest_of(text), config.get(digest_path)
+        if given != digest and (text is not None or file is None):
+            yield Problem(
+                f"{flag_of(path)} {file or 'none'}: the digest is {digest or 'none'}, and"
+                f" {flag_of(digest_path)} (from the saved configuration) is {given or 'none'}",
+                f"give {flag_of(path)} the file of that run, or remove {flag_of(digest_path)}",
+            )
 
 
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
@@ -180,5 +222,6 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     cublas_is_deterministic,
     fp8_recipe_is_supported,
     fp8_products_can_run,
-    product_algorithms_have_their_digest,
+    modules_have_the_precision_of_the_file,
+    files_have_their_digests,
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import scale_block, split_sizes
+from megatrain.config.derive.fp8 import scale_blocks, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -82,17 +82,14 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
 
 def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
     """Ranks that hold parts of blocks have scales of their own for them."""
-    precision = draft.config.precision
-    block = scale_block(draft)
-    if block is None:
-        return
-    for what, flags, size in dict.fromkeys(split_sizes(draft)):
-        if size % block:
-            yield (
-                f"--fp8-recipe {precision.fp8_recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
-                f" layout (decided by {flags})"
-            )
-            return
+    for recipe, block in scale_blocks(draft).items():
+        for what, flags, size in dict.fromkeys(split_sizes(draft)):
+            if size % block:
+                yield (
+                    f"FP8 recipe {recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
+                    f" layout (decided by {flags})"
+                )
+                break
 
 
 def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:

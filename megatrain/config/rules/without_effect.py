@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatrain.config.derive.cuda_graphs import WHOLE
+from megatrain.config.derive.fp8 import scale_blocks
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -243,16 +244,16 @@ CONDITIONS: Final = (
     Condition(
         "without --fp8-format",
         lambda d: d.config.precision.fp8_format is not None,
-        _settings("precision", "fp8_recipe fp8_wgrad first_last_layers_bf16"),
+        _settings("precision", "fp8_recipe fp8_wgrad first_last_layers_bf16 te_precision_config_file"),
     ),
     Condition(
-        "in layers of --fp8-format, whose ranks gather codes of one byte",
+        "in linear layers of --fp8-format, which wait for their communication",
         lambda d: d.config.precision.fp8_format is None,
         _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
         "without --fp8-recipe blockwise",
-        lambda d: d.config.precision.fp8_recipe == "blockwise",
+        lambda d: d.config.precision.fp8_recipe == "blockwise" or "blockwise" in scale_blocks(d),
         _settings("precision", "fp8_block_size"),
     ),
     Condition(

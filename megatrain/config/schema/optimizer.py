@@ -135,6 +135,10 @@ class PrecisionConfig(CheckedSection):
     """Number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
     """Number of last layers for --first-last-layers-bf16. Layers of multi-token prediction do not count."""
+    te_precision_config_file: str | None = None
+    """With --fp8-format: YAML file in Megatron-LM's format with the FP8 recipe of each linear layer, by patterns of module names; see docs/training.md."""
+    te_precision_config_digest: str | None = AUTO
+    """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
     loss_scale: float | None = field(default=None, metadata=in_range(above=0))
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
     initial_loss_scale: float = field(default=2.0**32, metadata=in_range(above=0))

@@ -12,9 +12,10 @@ where each lies within a rank. Scales stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.grid import RankGroup
+
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""Number of an expert in a name: all experts of a layer have one recipe."""
 
 
 class Scaling(Protocol):
@@ -210,7 +214,6 @@ class Fp8Recipe:
     Args:
         name: value of --fp8-recipe.
         format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
-        layers: numbers of the layers that it applies to; those of multi-token prediction follow the others.
         tokens: ranks that process the same micro-batch.
         tp: ranks over which weights are split.
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
@@ -220,7 +223,6 @@ class Fp8Recipe:
 
     name: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
     format: Literal["e4m3", "hybrid"]
-    layers: Container[int]
     tokens: RankGroup
     tp: RankGroup
     has_fp8_wgrad: bool
@@ -250,11 +252,6 @@ class Fp8Recipe:
         gradients = e4m3 if is_e4m3 else torch.float8_e5m2
         return (f"{name}.input", e4m3), (name, e4m3), (f"{name}.output_gradient", gradients)
 
-    def finish_step(self) -> None:
-        """Compute the scales of the next step, at the end of a step."""
-        if self.history is not None:
-            self.history.finish_step()
-
     def _scaling(
         self, name: str, dtype: torch.dtype, group: RankGroup, *, is_weight: bool = False
     ) -> Scaling:
@@ -264,3 +261,31 @@ class Fp8Recipe:
         if self.history is None:
             return current
         return DelayedScaling(current, self.history, self.history.add(name, dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Recipes:
+    """The recipe of each linear layer.
+
+    Args:
+        default: the recipe of `layers`.
+        layers: numbers of the layers in FP8; those of multi-token prediction follow the others.
+        by_weight: recipes of all linear layers, by canonical name of the weight, in place of these; None: the dtype of the weights.
+        history: that of all recipes with delayed scaling.
+    """
+
+    default: Fp8Recipe
+    layers: Container[int]
+    by_weight: Mapping[str, Fp8Recipe | None] | None
+    history: AmaxHistory
+
+    def recipe(self, layer: int, name: str) -> Fp8Recipe | None:
+        """Return the recipe of a linear layer; None: it is not in FP8.
+
+        Args:
+            layer: number of its layer.
+            name: canonical name of its weight.
+        """
+        if self.by_weight is not None:
+            return self.by_weight[_EXPERT.sub(".experts.", name)]
+        return self.default if layer in self.layers else None
