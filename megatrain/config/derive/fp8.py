@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.module_precision import Recipe, recipes_of_modules
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.product_algorithms import digest_of
 from megatrain.config.schema.values import UnresolvedError
 
@@ -25,7 +25,7 @@ MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 """Compute capability of Blackwell."""
 
 
-def fp8_recipes(draft: Draft) -> set[Recipe]:
+def fp8_recipes(draft: Draft | Plan) -> set[Recipe]:
     """Return the recipes of all linear layers in FP8."""
     precision, modules = draft.config.precision, draft.derived.fp8_modules
     if precision.fp8_format is None:

@@ -102,26 +102,39 @@ def _recipe_names(draft: Draft) -> set[str]:
     return {recipe.name for recipe in fp8_recipes(draft)}
 
 
+def _choice_of(draft: Draft, recipe: str) -> tuple[str, str]:
+    """Return what chooses a recipe in use, and how to choose another one."""
+    precision = draft.config.precision
+    if precision.fp8_recipe == recipe:
+        return f"--fp8-recipe {recipe}", "use --fp8-recipe tensorwise"
+    file = f"--te-precision-config-file {precision.te_precision_config_file}"
+    return (
+        f"{file}: fp8_quantization_recipe {recipe}",
+        "remove --te-precision-config-file, or choose tensorwise in the file",
+    )
+
+
 def _problems_of_mxfp8(draft: Draft) -> Problems:
     """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
-    flag, capability = _flag_of(draft, "mxfp8"), draft.facts.device_capability
+    flag, other = _choice_of(draft, "mxfp8")
+    capability = draft.facts.device_capability
     reason = local_fp8_layers(draft)
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
         yield Problem(
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
-            "use --fp8-recipe tensorwise, or blockwise",
+            f"{other}, or blockwise",
         )
     elif draft.config.training.device != "cuda":
         return
     elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
-            "use --fp8-recipe tensorwise, or --transformer-impl transformer_engine on a Blackwell GPU",
+            f"{other}, or --transformer-impl transformer_engine on a Blackwell GPU",
         )
     elif reason:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine, and local supplies those after norms ({reason})",
-            f"use --fp8-recipe tensorwise, or remove {reason}",
+            f"{other}, or remove {reason}",
         )
 
 
@@ -156,21 +169,13 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
     """Return whether cuBLAS has products of these blocks on this GPU."""
     capability, size = draft.facts.device_capability, draft.config.precision.fp8_block_size
     if capability is not None and capability[0] != BLOCKWISE_CAPABILITY:
-        yield Problem(
-            f"{_flag_of(draft, 'blockwise')} requires a Hopper GPU, and this is {draft.facts.device_name}",
-            "use --fp8-recipe tensorwise",
-        )
+        flag, other = _choice_of(draft, "blockwise")
+        yield Problem(f"{flag} requires a Hopper GPU, and this is {draft.facts.device_name}", other)
     if size != GPU_BLOCK_SIZE:
         yield Problem(
             f"--fp8-block-size {size}: GPUs multiply blocks of {GPU_BLOCK_SIZE}",
             f"use --fp8-block-size {GPU_BLOCK_SIZE}",
         )
-
-
-def _flag_of(draft: Draft, recipe: str) -> str:
-    """Return what chooses a recipe."""
-    path = draft.config.precision.te_precision_config_file
-    return f"--fp8-recipe {recipe}" if path is None else f"recipe {recipe} of {path}, or of --fp8-recipe,"
 
 
 def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
@@ -181,18 +186,18 @@ def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
     for name, pattern, *_ in modules.unmatched:
         yield Problem(
             f"{flag}: matchers.{name}.pattern {pattern!r} matches no linear layer",
-            f"correct it, or set enabled: false; the path of a linear layer is {modules.linears[0].path}",
+            f"correct it (a path is {modules.linears[0].path}), set enabled: false, or remove --te-precision-config-file",
         )
     for first, second in modules.disagreeing:
         yield Problem(
             f"{flag}: {first} and {second} are computed together, and have different recipes",
-            "let both match the same config",
+            "let both match the same config, or remove --te-precision-config-file",
         )
         break
     if precision.fp8_format is None and modules.layers:
         yield Problem(
             f"{flag} has FP8 (override_nonquantized_autocast), and --fp8-format is not given",
-            "give --fp8-format, and let a last matcher with pattern '*' keep other linear layers out of FP8",
+            "use --fp8-format e4m3, and a last matcher with pattern '*' for other linear layers",
         )
 
 
@@ -204,7 +209,7 @@ def files_have_their_digests(draft: Draft) -> Problems:
         ("precision.te_precision_config_file", facts.module_precision),
     ):
         file, digest_path = config.get(path), f"{path.removesuffix('_file')}_digest"
-        digest, given = text and digest_of(text), config.get(digest_path)
+        digest, given = digest_of(text) if file and text else None, config.get(digest_path)
         if given != digest and (text is not None or file is None):
             yield Problem(
                 f"{flag_of(path)} {file or 'none'}: the digest is {digest or 'none'}, and"

@@ -228,8 +228,9 @@ def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
     if draft.derived.transformer_impl == "local" or not numbers:
         return
     reason = local_fp8_layers(draft)
+    chosen = "" if draft.derived.fp8_modules is None else " and --te-precision-config-file"
     yield (
-        f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}: Transformer Engine computes the linear"
+        f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}{chosen}: Transformer Engine computes the linear"
         f" layers of layers {_ranges(numbers)} in FP8"
         + (f", but local those after norms ({reason})" if reason else "")
         + f"; weights are all-gathered in {precision.params_dtype}"

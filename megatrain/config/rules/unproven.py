@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import scale_blocks, split_sizes
+from megatrain.config.derive.fp8 import fp8_recipes, scale_blocks, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -97,7 +97,7 @@ def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
     if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         return
     flags = f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}"
-    if precision.fp8_recipe == "delayed":
+    if all(recipe.name == "delayed" for recipe in fp8_recipes(draft)):
         yield f"{flags} with Transformer Engine has the same scales under every layout, and no row in `{_COMMAND}`"
     else:
         yield f"{flags} with Transformer Engine: scales of weights and of context ranks are those of a rank's part"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +14,7 @@ from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8 import amax_history, experts, scaling
-from megatrain.parallel.fp8.scaling import Fp8Linear
+from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
 
 
 def _scales_of_a_part() -> AbstractContextManager[Any]:
@@ -50,6 +51,16 @@ def _scales_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(scaling, "cast_blocks", shifted)
 
 
+def _recipes_by_number_within_a_stage() -> AbstractContextManager[Any]:
+    """Name layers as each of two stages counts them."""
+    recipe = Fp8Recipes.recipe
+
+    def within(self: Fp8Recipes, layer: int, name: str) -> Fp8Recipe | None:
+        return recipe(self, layer, re.sub(r"layers\.\d+", f"layers.{layer % 2}", name))
+
+    return mock.patch.object(Fp8Recipes, "recipe", within)
+
+
 FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
@@ -59,4 +70,8 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "tp2 sp mixtral etp2 fp8tensorwise",
     ),
     "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
+    "FP8 recipes of layers by their number within a stage": (
+        _recipes_by_number_within_a_stage,
+        "pp2 fp8modules",
+    ),
 }
