@@ -30,6 +30,7 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
+from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
@@ -104,6 +105,7 @@ def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes
             keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
             history=history if name == "delayed" else None,
             block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
+            gathers_weights=_gathers_fp8(plan),
         )
 
     return Fp8Recipes(
@@ -154,7 +156,7 @@ def build_buffers(plan: Plan, model: Model, grid: RankGrid, device: torch.device
 def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> DataParallel:
     """Build the communication of gradients and weights between replicas."""
     config = plan.config
-    return DataParallel(
+    data_parallel = DataParallel(
         buffers,
         grid,
         DataParallelOptions(
@@ -163,6 +165,17 @@ def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Dat
             grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
         ),
     )
+    if _gathers_fp8(plan):
+        plain = data_parallel.weights
+        data_parallel.weights = Fp8WeightGather(
+            plain.memory, plain.groups, buffers.buckets, grid.tp, overlap=plain.overlap
+        )
+    return data_parallel
+
+
+def _gathers_fp8(plan: Plan) -> bool:
+    """Return whether weights of FP8 layers are all-gathered in FP8."""
+    return plan.config.precision.fp8_param_gather and plan.derived.transformer_impl == "local"
 
 
 def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> ShardedOptimizer:

@@ -123,6 +123,7 @@ def _restore_scales(engine: Engine, loaded: Loaded) -> None:
     engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
     if engine.model.fp8 is not None:
         engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
+        engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales
 
 
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:

@@ -49,6 +49,11 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
                     "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
                     "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
                     "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+                    "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+                    "fp8delayedgather": (
+                        "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"
+                        " --fp8-param-gather"
+                    ),
                     "fp8modules": "--fp8-format hybrid --fp8-block-size 4 --te-precision-config-file fp8_modules.yaml",
                 },
             ),

@@ -129,6 +129,8 @@ class PrecisionConfig(CheckedSection):
     """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
     fp8_wgrad: bool = True
     """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
+    fp8_param_gather: bool = False
+    """All-gather the weights of FP8 linear layers as codes of one byte, with delayed and tensorwise scales: less communication, the same results bit for bit."""
     first_last_layers_bf16: bool = False
     """With --fp8-format: compute the first and last layers in the dtype of the weights."""
     num_layers_at_start_in_bf16: int = field(default=1, metadata=in_range(at_least=0))

@@ -93,6 +93,13 @@ class DelayedScaling:
     history: AmaxHistory
     number: int
     """Number of the tensor in the history."""
+    notes_casts: bool = True
+    """Casts add to the history; else `note` does."""
+
+    def note(self, amax: Tensor) -> None:
+        """Add a largest absolute value, fp32 [], to those of this step."""
+        seen = self.history.seen(self.number)
+        seen.copy_(torch.maximum(seen, amax))
 
     def scale(self, x: Tensor) -> Tensor:
         """See `Scaling`."""
@@ -104,7 +111,8 @@ class DelayedScaling:
     ) -> Cast:
         """See `Scaling`."""
         assert scale is not None
-        seen = self.history.seen(self.number) if info.is_training else None
+        is_noted = info.is_training and self.notes_casts
+        seen = self.history.seen(self.number) if is_noted else None
         codes = quantize(x, scale, self.current.dtype, rows=rows, columns=columns, seen=seen)
         return _with_scale(codes, scale)
 
@@ -219,6 +227,7 @@ class Fp8Recipe:
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
         history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
+        gathers_weights: weights are all-gathered in FP8 (weight_gather.py).
     """
 
     name: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
@@ -229,6 +238,7 @@ class Fp8Recipe:
     keeps_weights: bool
     history: AmaxHistory | None = None
     block: int | None = None
+    gathers_weights: bool = False
 
     def linear(self, name: str) -> Fp8Linear:
         """Build the tensors of the layer whose weight has this canonical name."""
@@ -260,7 +270,8 @@ class Fp8Recipe:
         current = CurrentScaling(dtype, group)
         if self.history is None:
             return current
-        return DelayedScaling(current, self.history, self.history.add(name, dtype))
+        notes_casts = not (is_weight and self.gathers_weights)
+        return DelayedScaling(current, self.history, self.history.add(name, dtype), notes_casts)
 
 
 @dataclass(frozen=True, kw_only=True)

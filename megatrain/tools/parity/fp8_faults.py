@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.fp8 import amax_history, experts, scaling
+from megatrain.parallel.fp8 import amax_history, experts, scaling, weight_gather
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
 
 
@@ -36,6 +36,10 @@ def _stale_weight_cast() -> AbstractContextManager[Any]:
         return cast_weight(self, weight, PassInfo(microbatch=1, is_training=info.is_training))
 
     return mock.patch.object(Fp8Linear, "cast_weight", once)
+
+
+def _gather_with_scales_of_a_shard() -> AbstractContextManager[Any]:
+    return mock.patch.object(weight_gather, "all_reduce", lambda x, _group, _op: x)
 
 
 def _scales_of_other_tokens() -> AbstractContextManager[Any]:
@@ -70,6 +74,10 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "tp2 sp mixtral etp2 fp8tensorwise",
     ),
     "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
+    "FP8 gather of weights with scales of a rank's shard": (
+        _gather_with_scales_of_a_shard,
+        "dp2 zero1 overlap fp8gather",
+    ),
     "FP8 recipes of layers by their number within a stage": (
         _recipes_by_number_within_a_stage,
         "pp2 fp8modules",

@@ -308,6 +308,8 @@ def weights_of(engine: Engine) -> list[Part]:
     """Return all weights that the model computes with, replicated ones included, and the routers' expert biases."""
     biases = engine.model.expert_biases.state()
     parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
+    if engine.plan.config.precision.fp8_param_gather:  # a rank has codes of what the others update
+        return [*parts, *master_weights_of(engine)]
     for bucket, weights in engine.data_parallel.gathered_buckets():
         for param in bucket.params:
             flat = weights[param.start : param.stop]
