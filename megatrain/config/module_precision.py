@@ -34,10 +34,10 @@ class PrecisionFileError(Exception):
 
 
 class Recipe(NamedTuple):
-    """A recipe of FP8: values of --fp8-recipe and --fp8-format."""
+    """A recipe: values of --fp8-recipe and --fp8-format, or of --fp4-recipe and --fp4-format."""
 
-    name: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-    format: Literal["e4m3", "hybrid"]
+    name: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+    format: Literal["e4m3", "hybrid", "e2m1"]
 
 
 class Matcher(NamedTuple):

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.fp8 import MXFP8_BLOCK
+from megatrain.config.derive.fp8 import MXFP8_BLOCK, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
@@ -27,6 +27,7 @@ from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
@@ -80,9 +81,10 @@ def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
 
 
 def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes | None:
-    """Return the builders of FP8 tensors; None without --fp8-format."""
+    """Return the builders of FP8 tensors; None without --fp8-format and --fp4-format."""
     precision, modules = plan.config.precision, plan.derived.fp8_modules
-    if precision.fp8_format is None:
+    default = recipe_of_flags(plan)
+    if default is None:
         return None
     history = AmaxHistory(
         precision.fp8_amax_history_len,
@@ -106,10 +108,12 @@ def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes
             history=history if name == "delayed" else None,
             block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
             gathers_weights=_gathers_fp8(plan),
+            cp=ContextParallel(grid.cp),
+            seed=plan.config.training.seed,
         )
 
     return Fp8Recipes(
-        default=build(Recipe(precision.fp8_recipe, precision.fp8_format)),
+        default=build(default),
         layers=frozenset(plan.derived.fp8_layers),
         by_weight=None
         if modules is None

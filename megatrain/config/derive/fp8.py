@@ -25,19 +25,31 @@ MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 """Compute capability of Blackwell."""
 
 
+NVFP4_BLOCK: Final = 16
+"""Values that share a scale of NVFP4."""
+
+
+def recipe_of_flags(draft: Draft | Plan) -> Recipe | None:
+    """Return the recipe of --fp8-format or --fp4-format; None without them."""
+    precision = draft.config.precision
+    if precision.fp4_format is not None:
+        return Recipe(precision.fp4_recipe, precision.fp4_format)
+    return precision.fp8_format and Recipe(precision.fp8_recipe, precision.fp8_format)
+
+
 def fp8_recipes(draft: Draft | Plan) -> set[Recipe]:
-    """Return the recipes of all linear layers in FP8."""
-    precision, modules = draft.config.precision, draft.derived.fp8_modules
-    if precision.fp8_format is None:
+    """Return the recipes of all linear layers that have one."""
+    recipe, modules = recipe_of_flags(draft), draft.derived.fp8_modules
+    if recipe is None:
         return set()
     if modules is None:
-        return {Recipe(precision.fp8_recipe, precision.fp8_format)}
+        return {recipe}
     return {recipe for recipe in modules.by_path.values() if recipe is not None}
 
 
 def scale_blocks(draft: Draft) -> dict[str, int]:
     """Return the elements of a row that share a scale, by recipe, for the recipes in use that have blocks."""
-    sizes = {"blockwise": draft.config.precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
+    sizes = {"blockwise": draft.config.precision.fp8_block_size, "mxfp8": MXFP8_BLOCK, "nvfp4": NVFP4_BLOCK}
     return {name: sizes[name] for name, _ in sorted(fp8_recipes(draft)) if name in sizes}
 
 
@@ -59,15 +71,14 @@ def te_precision_config_digest(draft: Draft) -> DerivedValue:
 
 def fp8_modules(draft: Draft) -> DerivedValue:
     """Derive the recipe of each linear layer from the file of --te-precision-config-file."""
-    precision = draft.config.precision
-    path = precision.te_precision_config_file
+    path = draft.config.precision.te_precision_config_file
     if path is None:
         return DerivedValue(None, "--te-precision-config-file is not given")
     found = recipes_of_modules(
         _text_of_modules(draft),
         draft.derived.layer_table,
         fp8_layers=_layers_of_flags(draft),
-        recipe=precision.fp8_format and Recipe(precision.fp8_recipe, precision.fp8_format),
+        recipe=recipe_of_flags(draft),
     )
     parts = [f"matcher {name} decides {count}" for name, count in found.deciding.items()]
     others = len(found.linears) - sum(found.deciding.values())
@@ -82,17 +93,18 @@ def _text_of_modules(draft: Draft) -> str:
 
 def fp8_layers(draft: Draft) -> DerivedValue:
     """Derive the layers with linear layers in FP8."""
-    fp8_format, modules = draft.config.precision.fp8_format, draft.derived.fp8_modules
-    if fp8_format is None:
+    recipe, modules = recipe_of_flags(draft), draft.derived.fp8_modules
+    if recipe is None:
         return DerivedValue((), "no --fp8-format")
     numbers = _layers_of_flags(draft) if modules is None else modules.layers
-    return DerivedValue(numbers, f"--fp8-format {fp8_format}: {len(numbers)} layers")
+    flag = "--fp4-format" if recipe.name == "nvfp4" else "--fp8-format"
+    return DerivedValue(numbers, f"{flag} {recipe.format}: {len(numbers)} layers")
 
 
 def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     """Return the layers in FP8 by flags, as in Megatron-LM: layers of multi-token prediction always are."""
     precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
-    if precision.fp8_format is None:
+    if recipe_of_flags(draft) is None:
         return ()
     first, last = 0, count
     if precision.first_last_layers_bf16:
@@ -100,11 +112,11 @@ def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
 
 
-def product_sizes(draft: Draft) -> Iterator[ProductSize]:
-    """Yield the sizes of all products in FP8 layers."""
+def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[ProductSize]:
+    """Yield the sizes of all products in FP8 layers; with `gathers_values`, casts follow the gather of sequence parallelism."""
     parallel, model = draft.config.parallel, draft.config.model
     tp = parallel.tensor_model_parallel_size
-    ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel and not gathers_values else 1)
     samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
     yield ProductSize(
         "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks

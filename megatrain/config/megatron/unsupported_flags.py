@@ -127,9 +127,8 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Precision, memory, speed
     missing(
-        "FP4 and MXFP8 are not supported",
-        "--fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
-        instead="they require Blackwell GPUs; use --fp8-format hybrid --fp8-recipe blockwise, or --bf16 alone",
+        "all-gathering weights in FP4 or MXFP8, and recipes of one's own, are not supported",
+        "--fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
     ),
     missing(
         "this choice of quantized modules or kernels is not supported",

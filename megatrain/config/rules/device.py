@@ -10,9 +10,11 @@ from megatrain.config.derive.fp8 import (
     MIN_CAPABILITY,
     MIN_CAPABILITY_OF_MXFP8,
     MXFP8_BLOCK,
+    NVFP4_BLOCK,
     PRODUCT_MULTIPLE,
     fp8_recipes,
     product_sizes,
+    recipe_of_flags,
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
@@ -83,6 +85,33 @@ def cublas_is_deterministic(draft: Draft) -> Iterator[Problem]:
 
 def _is_deterministic(draft: Draft) -> bool:
     return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
+
+
+def fp4_can_be_emulated(draft: Draft) -> Problems:
+    precision, flag = draft.config.precision, f"--fp4-format {draft.config.precision.fp4_format}"
+    if precision.fp4_format is None:
+        return
+    if precision.fp8_format is not None:
+        yield Problem(
+            f"{flag} and --fp8-format {precision.fp8_format} exclude each other", "remove --fp4-format"
+        )
+    elif draft.config.training.device == "cuda":
+        yield Problem(
+            f"{flag} is emulated on CPUs only: its products need Blackwell GPUs, and are not used there yet",
+            "remove --fp4-format, and use --fp8-format hybrid --fp8-recipe tensorwise",
+        )
+    elif draft.config.model.multi_latent_attention or draft.config.experts.num_experts:
+        yield Problem(
+            f"{flag} is not supported together with --num-experts or --multi-latent-attention",
+            "remove --fp4-format",
+        )
+    else:
+        for what, flags, size in dict.fromkeys(product_sizes(draft, gathers_values=True)):
+            if size % NVFP4_BLOCK:
+                yield Problem(
+                    f"{flag}: {size:g} {what} are not a multiple of {NVFP4_BLOCK}",
+                    f"change {flags}, or remove --fp4-format",
+                )
 
 
 def fp8_recipe_is_supported(draft: Draft) -> Problems:
@@ -194,7 +223,7 @@ def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
             "let both match the same config, or remove --te-precision-config-file",
         )
         break
-    if precision.fp8_format is None and modules.layers:
+    if recipe_of_flags(draft) is None and modules.layers:
         yield Problem(
             f"{flag} has FP8 (override_nonquantized_autocast), and --fp8-format is not given",
             "use --fp8-format e4m3, and a last matcher with pattern '*' for other linear layers",
@@ -225,6 +254,7 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     gpus_require_nccl,
     kernels_can_be_compiled,
     cublas_is_deterministic,
+    fp4_can_be_emulated,
     fp8_recipe_is_supported,
     fp8_products_can_run,
     modules_have_the_precision_of_the_file,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import fp8_recipes, scale_blocks, split_sizes
+from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -67,9 +67,10 @@ def means_of_context_ranks(draft: Draft) -> Iterator[str]:
 
 def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
     """A cast of partial sums is not the sum of their casts."""
-    flag = f"--fp8-format {draft.config.precision.fp8_format}"
-    if draft.config.precision.fp8_format is None:
+    recipe = recipe_of_flags(draft)
+    if recipe is None:
         return
+    flag = f"{'--fp4-format' if recipe.name == 'nvfp4' else '--fp8-format'} {recipe.format}"
     if draft.derived.kv_copies > 1:
         yield (
             f"{flag} with fewer query groups than --tensor-model-parallel-size casts gradients of keys and values that"

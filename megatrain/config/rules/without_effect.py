@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatrain.config.derive.cuda_graphs import WHOLE
-from megatrain.config.derive.fp8 import fp8_recipes, scale_blocks
+from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -252,10 +252,12 @@ CONDITIONS: Final = (
     Condition(
         "without --fp8-format",
         lambda d: d.config.precision.fp8_format is not None,
-        _settings(
-            "precision",
-            "fp8_recipe fp8_wgrad fp8_param_gather first_last_layers_bf16 te_precision_config_file",
-        ),
+        _settings("precision", "fp8_recipe fp8_param_gather"),
+    ),
+    Condition(
+        "without --fp8-format or --fp4-format",
+        lambda d: recipe_of_flags(d) is not None,
+        _settings("precision", "fp8_wgrad first_last_layers_bf16 te_precision_config_file"),
     ),
     Condition(
         "in linear layers of --fp8-format, which wait for their communication",

@@ -129,6 +129,10 @@ class PrecisionConfig(CheckedSection):
     """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
     fp8_wgrad: bool = True
     """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
+    fp4_format: Literal["e2m1"] | None = None
+    """Compute the linear layers of attention and MLPs with values of 4 bits. On CPUs only, which emulate it."""
+    fp4_recipe: Literal["nvfp4"] = "nvfp4"
+    """Scales and rounding with --fp4-format: see docs/training.md."""
     fp8_param_gather: bool = False
     """All-gather the weights of FP8 linear layers as codes of one byte, with delayed and tensorwise scales: less communication, the same results bit for bit."""
     first_last_layers_bf16: bool = False

@@ -113,7 +113,7 @@ class LocalLeaves:
     def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
         recipe = self.recipe_of(linear)
-        return None if recipe is None else recipe.linear(linear.weight.pieces[0].name)
+        return None if recipe is None else recipe.linear(linear.weight.pieces[0].name, linear.weight)
 
     def recipe_of(self, linear: Weights) -> Fp8Recipe | None:
         """Return the FP8 recipe of a linear layer; None: it is in `dtype`."""

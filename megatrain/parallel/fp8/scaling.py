@@ -4,6 +4,7 @@
     delayed       scale from the largest values of earlier steps (amax_history.py): one pass over the tensor, not two
     blockwise     scales from the largest values of blocks (kernels/fp8/blocks.py): one pass over the tensor
     mxfp8         the same with blocks of 32 values, of weights too; on GPUs by Transformer Engine
+    nvfp4         values of 4 bits in blocks of 16 (nvfp4.py, the recipe of --fp4-recipe); on CPUs only
 
 A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
 the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
@@ -28,12 +29,16 @@ from megatrain.kernels.fp8.blocks import (
     cast_square_blocks,
     row_block_product_reference,
 )
+from megatrain.kernels.fp8.nvfp4 import BLOCK as NVFP4_BLOCK
 from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.fp8.amax_history import AmaxHistory
+from megatrain.parallel.fp8.nvfp4 import Nvfp4Scaling
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import ParamLayout
 
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """Number of an expert in a name: all experts of a layer have one recipe."""
@@ -220,18 +225,19 @@ class Fp8Recipe:
     """Builder of the FP8 tensors of linear layers.
 
     Args:
-        name: value of --fp8-recipe.
-        format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
+        name: value of --fp8-recipe, or of --fp4-recipe.
+        format: `e4m3` for all tensors; `hybrid`: gradients in e5m2; `e2m1` with nvfp4.
         tokens: ranks that process the same micro-batch.
         tp: ranks over which weights are split.
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
         history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
         gathers_weights: weights are all-gathered in FP8 (weight_gather.py).
+        cp: context ranks, and `seed`: that of stochastic rounding, for nvfp4.
     """
 
-    name: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
-    format: Literal["e4m3", "hybrid"]
+    name: Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+    format: Literal["e4m3", "hybrid", "e2m1"]
     tokens: RankGroup
     tp: RankGroup
     has_fp8_wgrad: bool
@@ -239,9 +245,13 @@ class Fp8Recipe:
     history: AmaxHistory | None = None
     block: int | None = None
     gathers_weights: bool = False
+    cp: ContextParallel | None = None
+    seed: int = 0
 
-    def linear(self, name: str) -> Fp8Linear:
-        """Build the tensors of the layer whose weight has this canonical name."""
+    def linear(self, name: str, layout: ParamLayout | None = None) -> Fp8Linear:
+        """Build the tensors of the layer whose weight has this canonical name, and for nvfp4 this layout."""
+        if self.name == "nvfp4":
+            return self._nvfp4_linear(name, layout)
         of_input, of_weight, of_gradient = self.tensors(name)
         return Fp8Linear(
             self._scaling(*of_input, self.tokens),
@@ -251,6 +261,19 @@ class Fp8Recipe:
             self.keeps_weights,
             self.block,
             self.name != "mxfp8",
+        )
+
+    def _nvfp4_linear(self, name: str, layout: ParamLayout | None) -> Fp8Linear:
+        assert self.cp is not None
+        assert layout is not None
+        common = (name, self.seed, self.cp, layout)
+        return Fp8Linear(
+            Nvfp4Scaling("input", self.tokens, *common),
+            Nvfp4Scaling("weight", self.tp, *common),
+            Nvfp4Scaling("gradient", self.tokens, *common),
+            self.has_fp8_wgrad,
+            self.keeps_weights,
+            NVFP4_BLOCK,
         )
 
     def tensors(self, name: str) -> tuple[tuple[str, torch.dtype], ...]:

@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.fp8 import amax_history, experts, scaling, weight_gather
+from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
+from megatrain.parallel.layout import ParamLayout
 
 
 def _scales_of_a_part() -> AbstractContextManager[Any]:
@@ -40,6 +42,15 @@ def _stale_weight_cast() -> AbstractContextManager[Any]:
 
 def _gather_with_scales_of_a_shard() -> AbstractContextManager[Any]:
     return mock.patch.object(weight_gather, "all_reduce", lambda x, _group, _op: x)
+
+
+def _random_numbers_of_a_rank() -> AbstractContextManager[Any]:
+    """Count the outputs of each rank from 0 on."""
+
+    def alone(layout: ParamLayout, device: torch.device) -> tuple[Tensor, int]:
+        return torch.arange(layout.shape[0], device=device), layout.shape[0]
+
+    return mock.patch.object(nvfp4, "_output_numbers", alone)
 
 
 def _scales_of_other_tokens() -> AbstractContextManager[Any]:
@@ -78,6 +89,7 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         _gather_with_scales_of_a_shard,
         "dp2 zero1 overlap fp8gather",
     ),
+    "NVFP4 rounding by a rank's own numbers of outputs": (_random_numbers_of_a_rank, "tp2 nvfp4"),
     "FP8 recipes of layers by their number within a stage": (
         _recipes_by_number_within_a_stage,
         "pp2 fp8modules",

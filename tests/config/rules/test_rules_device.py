@@ -41,6 +41,14 @@ CASES = {
     "kernels_can_be_compiled": [
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
     ],
+    "fp4_can_be_emulated": [
+        ("--fp4-format e2m1 --fp8-format hybrid", "", None,
+         ("--fp4-format e2m1", "--fp8-format hybrid", "exclude"), ("remove --fp4-format",)),
+        ("--fp4-format e2m1 --bf16", "", H100, ("--fp4-format e2m1", "Blackwell"), ("remove --fp4-format", "--fp8-format hybrid")),
+        ("--fp4-format e2m1 --num-experts 4", "", None, ("--fp4-format e2m1", "--num-experts"), ("remove --fp4-format",)),
+        ("--fp4-format e2m1 --ffn-hidden-size 100", "", None,
+         ("--fp4-format e2m1", "100", "16"), ("--ffn-hidden-size", "remove --fp4-format")),
+    ],
     "fp8_recipe_is_supported": [
         ("--fp8-format hybrid --fp8-recipe mxfp8 --bf16 --transformer-impl transformer_engine", "", H100,
          ("--fp8-recipe mxfp8", "Blackwell", "H100"), ("--fp8-recipe tensorwise", "blockwise")),

@@ -55,6 +55,7 @@ CASES = [
     ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity selective")),
     ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
     ("--fp8-recipe tensorwise", "", ("--fp8-recipe tensorwise", "without --fp8-format")),
+    ("--first-last-layers-bf16", "", ("--first-last-layers-bf16", "without --fp8-format or --fp4-format")),
     ("--fp8-format hybrid --tp-comm-overlap", "", ("--tp-comm-overlap", "--fp8-format")),
     ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "", ("--fp8-margin 1", "delayed")),
     ("--fp8-format hybrid --fp8-block-size 64", "", ("--fp8-block-size 64", "blockwise")),
