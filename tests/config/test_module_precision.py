@@ -144,3 +144,11 @@ def test_other_contents_are_a_note_on_resume(plan_of):
     assert FACTS.module_precision is not None
     change = f"--te-precision-config-digest {digest_of(FACTS.module_precision)} -> {digest_of(text)}"
     assert any(change in note for note in plan_of(f"{RUN} --load c", facts=other).notes)
+
+
+def test_a_file_that_was_not_read_leaves_the_flags(plan_of):
+    """`megatrain port` reads no files."""
+    plan = plan_of(RUN)
+    assert plan.derived.fp8_modules is None
+    assert plan.derived.fp8_layers == (0, 1, 2, 3)
+    assert plan.config.precision.te_precision_config_digest is None

@@ -7,7 +7,6 @@ from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.module_precision import Recipe, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.product_algorithms import digest_of
-from megatrain.config.schema.values import UnresolvedError
 
 PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
@@ -27,6 +26,9 @@ MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 
 NVFP4_BLOCK: Final = 16
 """Values that share a scale of NVFP4."""
+
+
+_NO_FILE: Final = "--te-precision-config-file is not given, or not read"
 
 
 def recipe_of_flags(draft: Draft | Plan) -> Recipe | None:
@@ -63,19 +65,19 @@ class ProductSize(NamedTuple):
 
 
 def te_precision_config_digest(draft: Draft) -> DerivedValue:
-    path = draft.config.precision.te_precision_config_file
-    if path is None:
-        return DerivedValue(None, "--te-precision-config-file is not given")
-    return DerivedValue(digest_of(_text_of_modules(draft)), f"of {path}")
+    path, text = draft.config.precision.te_precision_config_file, draft.facts.module_precision
+    if path is None or text is None:
+        return DerivedValue(None, _NO_FILE)
+    return DerivedValue(digest_of(text), f"of {path}")
 
 
 def fp8_modules(draft: Draft) -> DerivedValue:
     """Derive the recipe of each linear layer from the file of --te-precision-config-file."""
-    path = draft.config.precision.te_precision_config_file
-    if path is None:
-        return DerivedValue(None, "--te-precision-config-file is not given")
+    path, text = draft.config.precision.te_precision_config_file, draft.facts.module_precision
+    if path is None or text is None:
+        return DerivedValue(None, _NO_FILE)
     found = recipes_of_modules(
-        _text_of_modules(draft),
+        text,
         draft.derived.layer_table,
         fp8_layers=_layers_of_flags(draft),
         recipe=recipe_of_flags(draft),
@@ -83,12 +85,6 @@ def fp8_modules(draft: Draft) -> DerivedValue:
     parts = [f"matcher {name} decides {count}" for name, count in found.deciding.items()]
     others = len(found.linears) - sum(found.deciding.values())
     return DerivedValue(found, f"by {path}: {', '.join((*parts, f'the flags {others}'))}")
-
-
-def _text_of_modules(draft: Draft) -> str:
-    if draft.facts.module_precision is None:
-        raise UnresolvedError  # `data_problems` has the reason.
-    return draft.facts.module_precision
 
 
 def fp8_layers(draft: Draft) -> DerivedValue:

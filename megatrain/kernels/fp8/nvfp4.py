@@ -7,7 +7,7 @@ of blocks.py. Stochastic rounding chooses between the two values around a number
 The Hadamard transform mixes 16 elements, so that none of them is much larger than the others; it is orthogonal, so that the
 product of two transformed matrices is that of the matrices.
 
-Source: Pretraining Large Language Models with NVFP4, arXiv:2509.25149, sections 2 and 4.
+Source: Pretraining Large Language Models with NVFP4, arXiv:2509.25149.
 """
 
 from __future__ import annotations
