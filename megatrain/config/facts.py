@@ -172,6 +172,8 @@ class Facts:
     """Contents of the file of --heterogeneous-layers-config-path."""
     product_algorithms: str | None = None
     """Contents of the file of --product-algorithms."""
+    module_precision: str | None = None
+    """Contents of the file of --te-precision-config-file."""
     datasets: tuple[DatasetFacts, ...] = ()
     """Datasets of --data-path and the flags per split, in order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatrain.config.derive.layer_sizes import LayerTable
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import DataPhase, Facts
+from megatrain.config.module_precision import ModuleRecipes
 from megatrain.config.product_algorithms import ProductAlgorithms
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
@@ -45,8 +46,10 @@ class Derived(CheckedSection):
         "flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"
     ] = INVALID
     """Attention kernel."""
+    fp8_modules: ModuleRecipes | None = INVALID
+    """Recipe of each linear layer; None: that of the flags, in all of `fp8_layers`."""
     fp8_layers: tuple[int, ...] = INVALID
-    """Numbers of the layers whose linear layers are in FP8; those of multi-token prediction follow the others."""
+    """Numbers of the layers with linear layers in FP8; those of multi-token prediction follow the others."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
     matrix_init_std: float = INVALID

@@ -8,6 +8,7 @@ A rank has one virtual stage, or several as model chunks. Multi-token prediction
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAtt
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
-from megatrain.parallel.fp8.scaling import Fp8Recipe
+from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
@@ -72,7 +73,7 @@ class Model:
     """Dtype of the residual stream."""
     expert_biases: ExpertBiases
     """Biases of the routers of all stages."""
-    fp8: Fp8Recipe | None = None
+    fp8: Fp8Recipes | None = None
     """FP8 of linear layers; None: there is none."""
 
 
@@ -101,7 +102,7 @@ def build_model(
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
-    fp8: Fp8Recipe | None = None,
+    fp8: Fp8Recipes | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -120,7 +121,7 @@ def build_model(
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
-        fp8: builder of the FP8 tensors of linear layers.
+        fp8: builders of the FP8 tensors of linear layers.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -129,8 +130,8 @@ def build_model(
 
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
-        fp8_here = fp8 if fp8 is not None and layer in fp8.layers else None
-        common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_here)
+        fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
+        common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
         if implementation == "transformer_engine":
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
         return LocalLeaves(*common)

@@ -11,9 +11,10 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.fp8 import MXFP8_BLOCK
+from megatrain.config.derive.fp8 import MXFP8_BLOCK, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
+from megatrain.config.module_precision import Recipe
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.model.build_experts import DispatcherType
 from megatrain.model.custom_layers import apply_custom_layers
@@ -26,9 +27,11 @@ from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.amax_history import AmaxHistory
-from megatrain.parallel.fp8.scaling import Fp8Recipe
+from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
+from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
@@ -66,7 +69,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
-        fp8=_fp8_recipe(plan, grid, device),
+        fp8=_fp8_recipes(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
         dispatcher=_dispatcher(config.experts),
     )
@@ -77,10 +80,11 @@ def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
     return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
 
 
-def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
-    """Return the builder of FP8 tensors; None without --fp8-format."""
-    precision = plan.config.precision
-    if precision.fp8_format is None:
+def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes | None:
+    """Return the builders of FP8 tensors; None without --fp8-format and --fp4-format."""
+    precision, modules = plan.config.precision, plan.derived.fp8_modules
+    default = recipe_of_flags(plan)
+    if default is None:
         return None
     history = AmaxHistory(
         precision.fp8_amax_history_len,
@@ -89,21 +93,32 @@ def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe |
         (grid.tp_cp, grid.dp),
         device,
     )
-    is_delayed = precision.fp8_recipe == "delayed"
-    # Plans build `local`, which only emulates mxfp8.
-    is_planned_for_library = device.type == "meta" and precision.fp8_recipe == "mxfp8"
-    name = "tensorwise" if is_planned_for_library else precision.fp8_recipe
-    blocks = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
-    return Fp8Recipe(
-        name=name,
-        format=precision.fp8_format,
+
+    def build(recipe: Recipe) -> Fp8Recipe:
+        # Plans build `local`, which only emulates mxfp8.
+        is_planned_for_library = device.type == "meta" and recipe.name == "mxfp8"
+        name = "tensorwise" if is_planned_for_library else recipe.name
+        return Fp8Recipe(
+            name=name,
+            format=recipe.format,
+            tokens=grid.tp_cp,
+            tp=grid.tp,
+            has_fp8_wgrad=precision.fp8_wgrad,
+            keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
+            history=history if name == "delayed" else None,
+            block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
+            gathers_weights=_gathers_fp8(plan),
+            cp=ContextParallel(grid.cp),
+            seed=plan.config.training.seed,
+        )
+
+    return Fp8Recipes(
+        default=build(default),
         layers=frozenset(plan.derived.fp8_layers),
-        tokens=grid.tp_cp,
-        tp=grid.tp,
-        has_fp8_wgrad=precision.fp8_wgrad,
-        keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
-        history=history if is_delayed else None,
-        block=blocks.get(name),
+        by_weight=None
+        if modules is None
+        else {name: recipe and build(recipe) for name, recipe in modules.by_weight.items()},
+        history=history,
     )
 
 
@@ -145,7 +160,7 @@ def build_buffers(plan: Plan, model: Model, grid: RankGrid, device: torch.device
 def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> DataParallel:
     """Build the communication of gradients and weights between replicas."""
     config = plan.config
-    return DataParallel(
+    data_parallel = DataParallel(
         buffers,
         grid,
         DataParallelOptions(
@@ -154,6 +169,17 @@ def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Dat
             grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
         ),
     )
+    if _gathers_fp8(plan):
+        plain = data_parallel.weights
+        data_parallel.weights = Fp8WeightGather(
+            plain.memory, plain.groups, buffers.buckets, grid.tp, overlap=plain.overlap
+        )
+    return data_parallel
+
+
+def _gathers_fp8(plan: Plan) -> bool:
+    """Return whether weights of FP8 layers are all-gathered in FP8."""
+    return plan.config.precision.fp8_param_gather and plan.derived.transformer_impl == "local"
 
 
 def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> ShardedOptimizer:

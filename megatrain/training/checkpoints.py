@@ -121,8 +121,9 @@ def rewind_run(
 def _restore_scales(engine: Engine, loaded: Loaded) -> None:
     """Restore the loss scale, and the history of delayed FP8 scales."""
     engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
-    if engine.model.fp8 is not None and engine.model.fp8.history is not None:
+    if engine.model.fp8 is not None:
         engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
+        engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales
 
 
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:
@@ -193,10 +194,9 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
 
 def _amax_history(ranks: Ranks, engine: Engine) -> dict[str, Any]:
     """Return the history of delayed FP8 scales of all stages on rank 0, and an empty one on others."""
-    history = None if engine.model.fp8 is None else engine.model.fp8.history
-    if history is None:
+    if engine.model.fp8 is None:
         return {}
-    of_ranks = ranks.grid.messages.gather(history.state())
+    of_ranks = ranks.grid.messages.gather(engine.model.fp8.history.state())
     return {name: entries for state in of_ranks for name, entries in state.items()}
 
 

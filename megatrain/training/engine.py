@@ -113,11 +113,11 @@ class Engine:
             norm = self.optimizer.gradient_norm() / scale
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
         may_update = self._may_update(norm, losses.lm_loss)
+        if self.model.fp8 is not None:
+            self.model.fp8.history.finish_step()
         with self.timers.span("optimizer"):
             self.optimizer.step(hyperparams, norm=norm, gradient_scale=scale, is_finite=may_update)
         router_metrics = self.routers.finish_step(may_update)
-        if self.model.fp8 is not None:
-            self.model.fp8.finish_step()
         self.buffers.gradients.zero()
         metrics = StepMetrics(
             losses=losses,

@@ -38,6 +38,8 @@ EXCLUDED = {
     "precision.params_dtype": "a precision of parity",
     "precision.fp8_amax_compute_algo": "a row of delayed scaling has max, the other reads one value",
     "precision.fp8_wgrad": "a row of FP8 has it off",
+    "precision.fp8_param_gather": "rows of FP8 have it",
+    "precision.fp4_recipe": "has one value",
     "precision.first_last_layers_bf16": "a row of FP8 has it",
     "training.decrease_batch_size_if_needed": "determines the batch size before it is split",
     "training.check_for_nan_in_loss_and_grad": "checks a norm that parity compares",

@@ -129,7 +129,7 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, numbers: str, has_fp8_wg
     recipe = Fp8Recipe(
         name="blockwise",
         format="hybrid" if numbers == "hybrid" else "e4m3",
-        layers=(0,), tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True, block=128,
+        tokens=ALONE, tp=ALONE, has_fp8_wgrad=has_fp8_wgrad, keeps_weights=True, block=128,
     )  # fmt: skip
     inputs, outputs = 1024, 512
     weight, dy = drawn(outputs, inputs, std=0.02, seed=1), drawn(256, 2, outputs, std=1e-4, seed=2)

@@ -94,7 +94,6 @@ def test_a_linear_layer_is_near_that_in_bf16(kind: str, has_fp8_wgrad: bool) -> 
     recipe = Fp8Recipe(
         name="tensorwise",
         format="hybrid",
-        layers=(0,),
         tokens=ALONE,
         tp=ALONE,
         has_fp8_wgrad=has_fp8_wgrad,

@@ -196,7 +196,7 @@ def _differences_of_a_layer(_rank: int, _world_size: int) -> list[str]:
         weight.main_grad = grad  # type: ignore[attr-defined]
         history = AmaxHistory(3, "most_recent", 0, (), device)
         recipe = Fp8Recipe(
-            name="delayed", format="hybrid", layers=(0,), tokens=alone, tp=alone, has_fp8_wgrad=True,
+            name="delayed", format="hybrid", tokens=alone, tp=alone, has_fp8_wgrad=True,
             keeps_weights=True, history=history,
         )  # fmt: skip
         module = te.Linear(

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from megatrain.config.derive.layer_sizes import LayerSizes
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.module_precision import Recipe, recipes_of_modules
+from megatrain.config.plan import DerivedValue, Draft, Plan
+from megatrain.config.product_algorithms import digest_of
 
 PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""
@@ -22,11 +24,35 @@ MIN_CAPABILITY_OF_MXFP8: Final = (10, 0)
 """Compute capability of Blackwell."""
 
 
-def scale_block(draft: Draft) -> int | None:
-    """Return the elements of a row that share a scale; None: a tensor has one."""
+NVFP4_BLOCK: Final = 16
+"""Values that share a scale of NVFP4."""
+
+
+_NO_FILE: Final = "--te-precision-config-file is not given, or not read"
+
+
+def recipe_of_flags(draft: Draft | Plan) -> Recipe | None:
+    """Return the recipe of --fp8-format or --fp4-format; None without them."""
     precision = draft.config.precision
-    sizes = {"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}
-    return None if precision.fp8_format is None else sizes.get(precision.fp8_recipe)
+    if precision.fp4_format is not None:
+        return Recipe(precision.fp4_recipe, precision.fp4_format)
+    return precision.fp8_format and Recipe(precision.fp8_recipe, precision.fp8_format)
+
+
+def fp8_recipes(draft: Draft | Plan) -> set[Recipe]:
+    """Return the recipes of all linear layers that have one."""
+    recipe, modules = recipe_of_flags(draft), draft.derived.fp8_modules
+    if recipe is None:
+        return set()
+    if modules is None:
+        return {recipe}
+    return {recipe for recipe in modules.by_path.values() if recipe is not None}
+
+
+def scale_blocks(draft: Draft) -> dict[str, int]:
+    """Return the elements of a row that share a scale, by recipe, for the recipes in use that have blocks."""
+    sizes = {"blockwise": draft.config.precision.fp8_block_size, "mxfp8": MXFP8_BLOCK, "nvfp4": NVFP4_BLOCK}
+    return {name: sizes[name] for name, _ in sorted(fp8_recipes(draft)) if name in sizes}
 
 
 class ProductSize(NamedTuple):
@@ -38,23 +64,55 @@ class ProductSize(NamedTuple):
     size: float
 
 
+def te_precision_config_digest(draft: Draft) -> DerivedValue:
+    path, text = draft.config.precision.te_precision_config_file, draft.facts.module_precision
+    if path is None or text is None:
+        return DerivedValue(None, _NO_FILE)
+    return DerivedValue(digest_of(text), f"of {path}")
+
+
+def fp8_modules(draft: Draft) -> DerivedValue:
+    """Derive the recipe of each linear layer from the file of --te-precision-config-file."""
+    path, text = draft.config.precision.te_precision_config_file, draft.facts.module_precision
+    if path is None or text is None:
+        return DerivedValue(None, _NO_FILE)
+    found = recipes_of_modules(
+        text,
+        draft.derived.layer_table,
+        fp8_layers=_layers_of_flags(draft),
+        recipe=recipe_of_flags(draft),
+    )
+    parts = [f"matcher {name} decides {count}" for name, count in found.deciding.items()]
+    others = len(found.linears) - sum(found.deciding.values())
+    return DerivedValue(found, f"by {path}: {', '.join((*parts, f'the flags {others}'))}")
+
+
 def fp8_layers(draft: Draft) -> DerivedValue:
-    """Derive the layers in FP8, as Megatron-LM does: layers of multi-token prediction always are."""
-    precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
-    if precision.fp8_format is None:
+    """Derive the layers with linear layers in FP8."""
+    recipe, modules = recipe_of_flags(draft), draft.derived.fp8_modules
+    if recipe is None:
         return DerivedValue((), "no --fp8-format")
+    numbers = _layers_of_flags(draft) if modules is None else modules.layers
+    flag = "--fp4-format" if recipe.name == "nvfp4" else "--fp8-format"
+    return DerivedValue(numbers, f"{flag} {recipe.format}: {len(numbers)} layers")
+
+
+def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
+    """Return the layers in FP8 by flags, as in Megatron-LM: layers of multi-token prediction always are."""
+    precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
+    if recipe_of_flags(draft) is None:
+        return ()
     first, last = 0, count
     if precision.first_last_layers_bf16:
         first, last = precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16
-    numbers = (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
-    return DerivedValue(numbers, f"--fp8-format {precision.fp8_format}: {len(numbers)} layers")
+    return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
 
 
-def product_sizes(draft: Draft) -> Iterator[ProductSize]:
-    """Yield the sizes of all products in FP8 layers."""
+def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[ProductSize]:
+    """Yield the sizes of all products in FP8 layers; with `gathers_values`, casts follow the gather of sequence parallelism."""
     parallel, model = draft.config.parallel, draft.config.model
     tp = parallel.tensor_model_parallel_size
-    ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel else 1)
+    ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel and not gathers_values else 1)
     samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
     yield ProductSize(
         "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks

@@ -21,7 +21,7 @@ from megatrain.config.derive.data_plans import (
     train_start,
     valid_plan,
 )
-from megatrain.config.derive.fp8 import fp8_layers
+from megatrain.config.derive.fp8 import fp8_layers, fp8_modules, te_precision_config_digest
 from megatrain.config.derive.model import (
     activation,
     eod_id,
@@ -117,6 +117,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("precision.params_dtype", params_dtype),
     ("derived.master_dtype", master_dtype),
     ("derived.cp_comm_types", cp_comm_types),
+    ("precision.te_precision_config_digest", te_precision_config_digest),
+    ("derived.fp8_modules", fp8_modules),
     ("derived.fp8_layers", fp8_layers),
     ("derived.transformer_impl", transformer_impl),
     ("derived.attention_backend", attention_backend),

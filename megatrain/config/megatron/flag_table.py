@@ -45,6 +45,7 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--experimental-attention-variant": ("dsa", "gdn2"),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
+    "--fp4-recipe": ("custom",),
     "--fp8-recipe": ("custom",),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),

@@ -1,7 +1,7 @@
 """Answers to Megatron-LM's flags that are not settings: a note if the flag is ignored, a problem if it is refused.
 
     --use-mcore-models          note: --use-mcore-models is ignored: megatrain has one model definition
-    --fp8-param-gather          note: --fp8-param-gather has no effect so far: all-gathering weights in FP8 is missing, and ...
+    --delay-wgrad-compute       note: --delay-wgrad-compute has no effect so far: delayed weight gradients ... are missing, and ...
     --moe-use-upcycling false   note: --moe-use-upcycling false has no effect: upcycling ... is not supported
     --moe-use-upcycling         problem: --moe-use-upcycling: upcycling ... is not supported
 

@@ -32,11 +32,6 @@ PENDING_FLAGS: Final = (
         "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
-        "all-gathering weights in FP8",
-        "weights are all-gathered in their dtype and cast to FP8 once an iteration",
-        "--fp8-param-gather",
-    ),
-    pending(
         "CUDA graphs of parts of a model",
         "--cuda-graph-impl local records the whole micro-batch",
         "--cuda-graph-modules=+* --cuda-graph-scope=+* --external-cuda-graph --optimizer-cuda-graph"

@@ -127,14 +127,13 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Precision, memory, speed
     missing(
-        "FP4 and MXFP8 are not supported",
-        "--fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
-        instead="they require Blackwell GPUs; use --fp8-format hybrid --fp8-recipe blockwise, or --bf16 alone",
+        "all-gathering weights in FP4 or MXFP8, and recipes of one's own, are not supported",
+        "--fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
     ),
     missing(
-        "the precision of single modules cannot be chosen",
-        "--fp8-output-proj --fp8-quantizer-factory= --te-precision-config-file=",
-        instead="remove the flag; --first-last-layers-bf16 keeps whole layers out of FP8",
+        "this choice of quantized modules or kernels is not supported",
+        "--fp8-output-proj --fp8-quantizer-factory=",
+        instead="remove the flag; --te-precision-config-file chooses the FP8 recipe of single linear layers of transformer layers",
     ),
     missing(
         "master weights and gradient sums in a dtype other than fp32 are not supported",

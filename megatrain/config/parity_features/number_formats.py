@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags
 from megatrain.config.parity_features.feature import REPLICAS, Feature, Option, PlanOrDraft
 
 
@@ -11,28 +12,50 @@ def _moments(plan: PlanOrDraft) -> set[str]:
     return {plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype}
 
 
-FP8_RECIPES_WITH_ROWS: Final = ("tensorwise", "delayed", "blockwise")
+FP8_RECIPES_WITH_ROWS: Final = ("tensorwise", "delayed", "blockwise", "nvfp4")
 """Recipes whose scales are the same under every layout. Their rows are in fp64, in which a split equals one process."""
+
+FP8_MODULES: Final = """
+configs:
+  bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  tensorwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: tensorwise}}
+  blockwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: blockwise}}
+matchers:
+  projections: {type: glob, enabled: true, pattern: "*.self_attention.*proj", config: bf16}
+  mlp: {type: glob, enabled: true, pattern: "decoder.layers.1.mlp.*", config: tensorwise}
+  layer: {type: glob, enabled: true, pattern: "decoder.layers.2.*", config: blockwise}
+"""
+"""The file of a row with --te-precision-config-file; other linear layers have the recipe of the flags."""
+
+
+def _has_fp8_of_rows(plan: PlanOrDraft) -> bool:
+    names = {recipe.name for recipe in fp8_recipes(plan)}
+    return recipe_of_flags(plan) is not None and names <= set(FP8_RECIPES_WITH_ROWS)
+
 
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     Option(
         "FP8",
-        ("precision.fp8_format", "precision.fp8_recipe"),
+        ("precision.fp8_format", "precision.fp8_recipe", "precision.fp4_format"),
         (
-            Feature("nofp8", "", lambda p: p.config.precision.fp8_format is None),
+            Feature("nofp8", "", lambda p: recipe_of_flags(p) is None),
             Feature(
                 "fp8",
                 "--fp8-format hybrid",
-                lambda p: (
-                    p.config.precision.fp8_format is not None
-                    and p.config.precision.fp8_recipe in FP8_RECIPES_WITH_ROWS
-                ),
+                _has_fp8_of_rows,
                 rows={
                     "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
                     "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
                     "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
                     "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
                     "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+                    "nvfp4": "--fp4-format e2m1",
+                    "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+                    "fp8delayedgather": (
+                        "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"
+                        " --fp8-param-gather"
+                    ),
+                    "fp8modules": "--fp8-format hybrid --fp8-block-size 4 --te-precision-config-file fp8_modules.yaml",
                 },
             ),
         ),

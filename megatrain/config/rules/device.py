@@ -10,13 +10,17 @@ from megatrain.config.derive.fp8 import (
     MIN_CAPABILITY,
     MIN_CAPABILITY_OF_MXFP8,
     MXFP8_BLOCK,
+    NVFP4_BLOCK,
     PRODUCT_MULTIPLE,
+    fp8_recipes,
     product_sizes,
+    recipe_of_flags,
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.product_algorithms import digest_of
+from megatrain.config.schema.tree import flag_of
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 
@@ -83,11 +87,38 @@ def _is_deterministic(draft: Draft) -> bool:
     return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
 
 
+def fp4_can_be_emulated(draft: Draft) -> Problems:
+    precision, flag = draft.config.precision, f"--fp4-format {draft.config.precision.fp4_format}"
+    if precision.fp4_format is None:
+        return
+    if precision.fp8_format is not None:
+        yield Problem(
+            f"{flag} and --fp8-format {precision.fp8_format} exclude each other", "remove --fp4-format"
+        )
+    elif draft.config.training.device == "cuda":
+        yield Problem(
+            f"{flag} is emulated on CPUs only: its products need Blackwell GPUs, and are not used there yet",
+            "remove --fp4-format, and use --fp8-format hybrid --fp8-recipe tensorwise",
+        )
+    elif draft.config.model.multi_latent_attention or draft.config.experts.num_experts:
+        yield Problem(
+            f"{flag} is not supported together with --num-experts or --multi-latent-attention",
+            "remove --fp4-format",
+        )
+    else:
+        for what, flags, size in dict.fromkeys(product_sizes(draft, gathers_values=True)):
+            if size % NVFP4_BLOCK:
+                yield Problem(
+                    f"{flag}: {size:g} {what} are not a multiple of {NVFP4_BLOCK}",
+                    f"change {flags}, or remove --fp4-format",
+                )
+
+
 def fp8_recipe_is_supported(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.fp8_format is None:
         return
-    if precision.fp8_recipe == "mxfp8":
+    if "mxfp8" in _recipe_names(draft):
         yield from _problems_of_mxfp8(draft)
     if precision.fp16:
         yield Problem(
@@ -96,26 +127,43 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
         )
 
 
+def _recipe_names(draft: Draft) -> set[str]:
+    return {recipe.name for recipe in fp8_recipes(draft)}
+
+
+def _choice_of(draft: Draft, recipe: str) -> tuple[str, str]:
+    """Return what chooses a recipe in use, and how to choose another one."""
+    precision = draft.config.precision
+    if precision.fp8_recipe == recipe:
+        return f"--fp8-recipe {recipe}", "use --fp8-recipe tensorwise"
+    file = f"--te-precision-config-file {precision.te_precision_config_file}"
+    return (
+        f"{file}: fp8_quantization_recipe {recipe}",
+        "remove --te-precision-config-file, or choose tensorwise in the file",
+    )
+
+
 def _problems_of_mxfp8(draft: Draft) -> Problems:
     """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
-    flag, capability = "--fp8-recipe mxfp8", draft.facts.device_capability
+    flag, other = _choice_of(draft, "mxfp8")
+    capability = draft.facts.device_capability
     reason = local_fp8_layers(draft)
     if draft.config.training.device != "cuda":
         return
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
         yield Problem(
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",
-            "use --fp8-recipe tensorwise, or blockwise",
+            f"{other}, or blockwise",
         )
     elif draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine ({draft.origins['derived.transformer_impl'].detail})",
-            "use --fp8-recipe tensorwise, or --transformer-impl transformer_engine on a Blackwell GPU",
+            f"{other}, or --transformer-impl transformer_engine on a Blackwell GPU",
         )
     elif reason:
         yield Problem(
             f"{flag} requires the linear layers of Transformer Engine, and local supplies those after norms ({reason})",
-            f"use --fp8-recipe tensorwise, or remove {reason}",
+            f"{other}, or remove {reason}",
         )
 
 
@@ -134,9 +182,10 @@ def fp8_products_can_run(draft: Draft) -> Problems:
             f"{flag} with --num-experts requires a Hopper or later GPU, and this is {draft.facts.device_name}",
             "remove --fp8-format",
         )
-    if draft.config.precision.fp8_recipe == "blockwise":
+    names = _recipe_names(draft)
+    if "blockwise" in names:
         yield from _blocks_can_be_multiplied(draft)
-    multiple = MXFP8_BLOCK if draft.config.precision.fp8_recipe == "mxfp8" else PRODUCT_MULTIPLE
+    multiple = MXFP8_BLOCK if "mxfp8" in names else PRODUCT_MULTIPLE
     for what, flags, size in dict.fromkeys(product_sizes(draft)):
         if size % multiple:
             yield Problem(
@@ -149,10 +198,8 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
     """Return whether cuBLAS has products of these blocks on this GPU."""
     capability, size = draft.facts.device_capability, draft.config.precision.fp8_block_size
     if capability is not None and capability[0] != BLOCKWISE_CAPABILITY:
-        yield Problem(
-            f"--fp8-recipe blockwise requires a Hopper GPU, and this is {draft.facts.device_name}",
-            "use --fp8-recipe tensorwise",
-        )
+        flag, other = _choice_of(draft, "blockwise")
+        yield Problem(f"{flag} requires a Hopper GPU, and this is {draft.facts.device_name}", other)
     if size != GPU_BLOCK_SIZE:
         yield Problem(
             f"--fp8-block-size {size}: GPUs multiply blocks of {GPU_BLOCK_SIZE}",
@@ -160,15 +207,44 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
         )
 
 
-def product_algorithms_have_their_digest(draft: Draft) -> Problems:
-    training, text = draft.config.training, draft.facts.product_algorithms
-    digest, given = text and digest_of(text), training.product_algorithms_digest
-    if given != digest and (text is not None or training.product_algorithms is None):
+def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
+    precision, modules = draft.config.precision, draft.derived.fp8_modules
+    if modules is None:
+        return
+    flag = f"--te-precision-config-file {precision.te_precision_config_file}"
+    for name, pattern, *_ in modules.unmatched:
         yield Problem(
-            f"--product-algorithms {training.product_algorithms or 'none'}: the digest is {digest or 'none'}, and"
-            f" --product-algorithms-digest (from the saved configuration) is {given or 'none'}",
-            "give --product-algorithms the file of that run, or remove --product-algorithms-digest",
+            f"{flag}: matchers.{name}.pattern {pattern!r} matches no linear layer",
+            f"correct it (a path is {modules.linears[0].path}), set enabled: false, or remove --te-precision-config-file",
         )
+    for first, second in modules.disagreeing:
+        yield Problem(
+            f"{flag}: {first} and {second} are computed together, and have different recipes",
+            "let both match the same config, or remove --te-precision-config-file",
+        )
+        break
+    if recipe_of_flags(draft) is None and modules.layers:
+        yield Problem(
+            f"{flag} has FP8 (override_nonquantized_autocast), and --fp8-format is not given",
+            "use --fp8-format e4m3, and a last matcher with pattern '*' for other linear layers",
+        )
+
+
+def files_have_their_digests(draft: Draft) -> Problems:
+    """A saved configuration has the digests of its files."""
+    config, facts = draft.config, draft.facts
+    for path, text in (
+        ("training.product_algorithms", facts.product_algorithms),
+        ("precision.te_precision_config_file", facts.module_precision),
+    ):
+        file, digest_path = config.get(path), f"{path.removesuffix('_file')}_digest"
+        digest, given = digest_of(text) if file and text else None, config.get(digest_path)
+        if given != digest and (text is not None or file is None):
+            yield Problem(
+                f"{flag_of(path)} {file or 'none'}: the digest is {digest or 'none'}, and"
+                f" {flag_of(digest_path)} (from the saved configuration) is {given or 'none'}",
+                f"give {flag_of(path)} the file of that run, or remove {flag_of(digest_path)}",
+            )
 
 
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
@@ -178,7 +254,9 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     gpus_require_nccl,
     kernels_can_be_compiled,
     cublas_is_deterministic,
+    fp4_can_be_emulated,
     fp8_recipe_is_supported,
     fp8_products_can_run,
-    product_algorithms_have_their_digest,
+    modules_have_the_precision_of_the_file,
+    files_have_their_digests,
 )

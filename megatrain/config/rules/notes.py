@@ -9,6 +9,7 @@ from megatrain.config.derive.attention_features import layers_with_softcap_or_dr
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.fp8 import fp8_recipes
 from megatrain.config.derive.transformer_engine import local_fp8_layers, local_leaves
 from megatrain.config.plan import Draft
 from megatrain.config.rules.logging import missing_packages
@@ -227,8 +228,9 @@ def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
     if draft.derived.transformer_impl == "local" or not numbers:
         return
     reason = local_fp8_layers(draft)
+    chosen = "" if draft.derived.fp8_modules is None else " and --te-precision-config-file"
     yield (
-        f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}: Transformer Engine computes the linear"
+        f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}{chosen}: Transformer Engine computes the linear"
         f" layers of layers {_ranges(numbers)} in FP8"
         + (f", but local those after norms ({reason})" if reason else "")
         + f"; weights are all-gathered in {precision.params_dtype}"
@@ -236,12 +238,7 @@ def fp8_layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
 
 
 def gradients_of_blocks_are_e4m3(draft: Draft) -> Iterator[str]:
-    precision = draft.config.precision
-    if (
-        precision.fp8_format == "hybrid"
-        and precision.fp8_recipe == "blockwise"
-        and draft.derived.transformer_impl == "local"
-    ):
+    if ("blockwise", "hybrid") in fp8_recipes(draft) and draft.derived.transformer_impl == "local":
         yield "--fp8-format hybrid with --fp8-recipe blockwise: gradients are in E4M3 too, the only format whose blocks GPUs multiply"
 
 

@@ -79,10 +79,21 @@ def overlapped_products_have_one_stream(draft: Draft) -> Problems:
         )
 
 
+def gathered_codes_differ_from_own_weights(draft: Draft) -> Problems:
+    interval = draft.config.training.check_weight_hash_across_dp_replicas_interval
+    if draft.config.precision.fp8_param_gather and interval is not None:
+        yield Problem(
+            f"--check-weight-hash-across-dp-replicas-interval {interval} is not supported together with --fp8-param-gather: a"
+            " rank has decoded codes of the weights that other ranks update, and its own as they are",
+            "remove --check-weight-hash-across-dp-replicas-interval or --fp8-param-gather",
+        )
+
+
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_settings_agree,
     instances_divide_replicas,
     instances_divide_replicas_of_experts,
     bf16_reduction_requires_bf16_weights,
     overlapped_products_have_one_stream,
+    gathered_codes_differ_from_own_weights,
 )

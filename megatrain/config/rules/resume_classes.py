@@ -100,7 +100,7 @@ SAFE: Final = ResumeClass(
     " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
     " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm muon_momentum muon_nesterov muon_no_split_qkv"
     " muon_scale_mode muon_extra_scale_factor muon_num_ns_steps muon_coefficient_type muon_fp32_matmul_prec;"
-    " precision: bf16 fp16 fp8_format fp8_recipe fp8_block_size fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad"
+    " precision: te_precision_config_digest bf16 fp16 fp8_format fp8_recipe fp8_block_size fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp4_format fp4_recipe"
     " first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16;"
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
@@ -122,7 +122,7 @@ SAFE: Final = ResumeClass(
 SILENT: Final = ResumeClass(
     kind="silent",
     settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path object_storage_cache_path;"
-    " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run product_algorithms;"
+    " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run product_algorithms; precision: te_precision_config_file;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
 )

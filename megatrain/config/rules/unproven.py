@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import scale_block, split_sizes
+from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -67,9 +67,10 @@ def means_of_context_ranks(draft: Draft) -> Iterator[str]:
 
 def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
     """A cast of partial sums is not the sum of their casts."""
-    flag = f"--fp8-format {draft.config.precision.fp8_format}"
-    if draft.config.precision.fp8_format is None:
+    recipe = recipe_of_flags(draft)
+    if recipe is None:
         return
+    flag = f"{'--fp4-format' if recipe.name == 'nvfp4' else '--fp8-format'} {recipe.format}"
     if draft.derived.kv_copies > 1:
         yield (
             f"{flag} with fewer query groups than --tensor-model-parallel-size casts gradients of keys and values that"
@@ -82,17 +83,14 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Iterator[str]:
 
 def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
     """Ranks that hold parts of blocks have scales of their own for them."""
-    precision = draft.config.precision
-    block = scale_block(draft)
-    if block is None:
-        return
-    for what, flags, size in dict.fromkeys(split_sizes(draft)):
-        if size % block:
-            yield (
-                f"--fp8-recipe {precision.fp8_recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
-                f" layout (decided by {flags})"
-            )
-            return
+    for recipe, block in scale_blocks(draft).items():
+        for what, flags, size in dict.fromkeys(split_sizes(draft)):
+            if size % block:
+                yield (
+                    f"FP8 recipe {recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
+                    f" layout (decided by {flags})"
+                )
+                break
 
 
 def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
@@ -100,7 +98,7 @@ def fp8_of_transformer_engine(draft: Draft) -> Iterator[str]:
     if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         return
     flags = f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}"
-    if precision.fp8_recipe == "delayed":
+    if all(recipe.name == "delayed" for recipe in fp8_recipes(draft)):
         yield f"{flags} with Transformer Engine has the same scales under every layout, and no row in `{_COMMAND}`"
     else:
         yield f"{flags} with Transformer Engine: scales of weights and of context ranks are those of a rank's part"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatrain.config.derive.cuda_graphs import WHOLE
+from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -28,6 +29,14 @@ def _settings(section: str, names: str) -> tuple[str, ...]:
 
 def _has_latents(draft: Draft) -> bool:
     return draft.config.model.multi_latent_attention
+
+
+def gathers_weights(draft: Draft) -> bool:
+    """Return whether ranks all-gather weights that others have updated."""
+    parallel = draft.config.parallel
+    replicas = draft.derived.data_parallel_size * parallel.context_parallel_size
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    return is_sharded and replicas > parallel.num_distributed_optimizer_instances
 
 
 _OF_EXPERTS: Final = tuple(
@@ -243,16 +252,36 @@ CONDITIONS: Final = (
     Condition(
         "without --fp8-format",
         lambda d: d.config.precision.fp8_format is not None,
-        _settings("precision", "fp8_recipe fp8_wgrad first_last_layers_bf16"),
+        _settings("precision", "fp8_recipe fp8_param_gather"),
     ),
     Condition(
-        "in layers of --fp8-format, whose ranks gather codes of one byte",
+        "without --fp8-format or --fp4-format",
+        lambda d: recipe_of_flags(d) is not None,
+        _settings("precision", "fp8_wgrad first_last_layers_bf16 te_precision_config_file"),
+    ),
+    Condition(
+        "in linear layers of --fp8-format, which wait for their communication",
         lambda d: d.config.precision.fp8_format is None,
         _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
+        "with --transformer-impl transformer_engine: weights are all-gathered in their dtype",
+        lambda d: d.derived.transformer_impl != TRANSFORMER_ENGINE,
+        _settings("precision", "fp8_param_gather"),
+    ),
+    Condition(
+        "with one replica, or with --data-parallel-sharding-strategy no_shard: no weights are all-gathered",
+        gathers_weights,
+        _settings("precision", "fp8_param_gather"),
+    ),
+    Condition(
+        "without --fp8-recipe delayed or tensorwise: weights are all-gathered in their dtype",
+        lambda d: any(recipe.name in ("delayed", "tensorwise") for recipe in fp8_recipes(d)),
+        _settings("precision", "fp8_param_gather"),
+    ),
+    Condition(
         "without --fp8-recipe blockwise",
-        lambda d: d.config.precision.fp8_recipe == "blockwise",
+        lambda d: d.config.precision.fp8_recipe == "blockwise" or "blockwise" in scale_blocks(d),
         _settings("precision", "fp8_block_size"),
     ),
     Condition(

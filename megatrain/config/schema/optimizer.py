@@ -129,12 +129,22 @@ class PrecisionConfig(CheckedSection):
     """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
     fp8_wgrad: bool = True
     """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
+    fp4_format: Literal["e2m1"] | None = None
+    """Compute the linear layers of attention and MLPs with values of 4 bits. On CPUs only, which emulate it."""
+    fp4_recipe: Literal["nvfp4"] = "nvfp4"
+    """Scales and rounding with --fp4-format: see docs/training.md."""
+    fp8_param_gather: bool = False
+    """All-gather the weights of FP8 linear layers as codes of one byte, with delayed and tensorwise scales: less communication, the same results bit for bit."""
     first_last_layers_bf16: bool = False
     """With --fp8-format: compute the first and last layers in the dtype of the weights."""
     num_layers_at_start_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
     """Number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
     """Number of last layers for --first-last-layers-bf16. Layers of multi-token prediction do not count."""
+    te_precision_config_file: str | None = None
+    """With --fp8-format: YAML file in Megatron-LM's format with the FP8 recipe of each linear layer, by patterns of module names; see docs/training.md."""
+    te_precision_config_digest: str | None = AUTO
+    """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
     loss_scale: float | None = field(default=None, metadata=in_range(above=0))
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
     initial_loss_scale: float = field(default=2.0**32, metadata=in_range(above=0))

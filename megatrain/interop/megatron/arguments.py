@@ -33,6 +33,7 @@ _ELSEWHERE: Final = frozenset(
     attention_backend data_args_path data_cache_path device heterogeneous_layers_config_path init_model_with_meta_device
     num_workers per_split_data_args_path rank test_data_path tokenizer_model train_data_path transformer_impl valid_data_path
     merge_file vocab_file use_dist_ckpt override_opt_param_scheduler use_checkpoint_opt_param_scheduler skip_train
+    te_precision_config_file
     """.split()
 )
 """Arguments about files, devices and the start of a run: they belong to a command, not to a model or its training."""
@@ -51,6 +52,7 @@ _NOT_THERE: Final = frozenset(
     data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
     compile product_algorithms product_algorithms_digest device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
     moe_router_group_score_topk overlap_p2p_communication train_data_path valid_data_path test_data_path num_workers
+    te_precision_config_file te_precision_config_digest
     """.split()
 )
 """Settings that Megatron-LM lacks, or that belong to a command."""

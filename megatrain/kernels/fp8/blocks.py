@@ -29,7 +29,7 @@ BLOCK: Final = 128
 """Elements per block on a side; the only size that cuBLAS multiplies. The emulation takes any."""
 LARGEST_SCALE: Final = 2.0**126
 """The inverse of a larger power of two is no normal number."""
-_SCALES_MULTIPLE: Final = 4
+SCALES_MULTIPLE: Final = 4
 
 
 class Cast(NamedTuple):
@@ -90,8 +90,8 @@ def cast_square_blocks_reference(
     codes = encode(x.to(accumulation_dtype(x.dtype)) * factor, dtype)
     inverse = scale.reciprocal()
     return Cast(
-        Operand(codes, _padded(inverse, 1, _SCALES_MULTIPLE)) if rows else None,
-        Operand(transposed(codes), _padded(inverse.t(), 1, _SCALES_MULTIPLE)) if columns else None,
+        Operand(codes, _padded(inverse, 1, SCALES_MULTIPLE)) if rows else None,
+        Operand(transposed(codes), _padded(inverse.t(), 1, SCALES_MULTIPLE)) if columns else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,8 @@ class LocalLeaves:
     """Attention kernel, a value of `derived.attention_backend`."""
     context: ContextAttention | None = None
     """Attention over the ranks of `cp`; None: a ring of them."""
-    fp8: Fp8Recipe | None = None
-    """Linear layers are in FP8; None: in `dtype`."""
+    fp8_recipe: Callable[[str], Fp8Recipe | None] | None = None
+    """Returns the FP8 recipe of the linear layer whose weight has this canonical name; None: all are in `dtype`."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
@@ -97,8 +98,9 @@ class LocalLeaves:
         self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
         mlp = LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
-        if self.fp8 is not None:
-            mlp.products = Fp8GroupedProducts(parallel.etp, self.fp8.keeps_weights)
+        recipe = self.recipe_of(fc2)
+        if recipe is not None:
+            mlp.products = Fp8GroupedProducts(parallel.etp, recipe.keeps_weights)
         return mlp
 
     def row_linear(self, linear: Weights) -> RowLinear:
@@ -110,7 +112,12 @@ class LocalLeaves:
 
     def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
-        return None if self.fp8 is None else self.fp8.linear(linear.weight.pieces[0].name)
+        recipe = self.recipe_of(linear)
+        return None if recipe is None else recipe.linear(linear.weight.pieces[0].name, linear.weight)
+
+    def recipe_of(self, linear: Weights) -> Fp8Recipe | None:
+        """Return the FP8 recipe of a linear layer; None: it is in `dtype`."""
+        return None if self.fp8_recipe is None else self.fp8_recipe(linear.weight.pieces[0].name)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout

@@ -8,7 +8,7 @@
     gradients of norms and biases    autograd writes them to `.grad`; a hook adds them to the gradient buffer
 
 The library supplies norms, linear layers, activations and core attention, with their communication over tensor ranks.
-With `fp8` its linear layers run in FP8 (`transformer_engine_fp8.py`). The residual stream, dropout, RoPE, the embedding
+With FP8 recipes its linear layers run in FP8 (`transformer_engine_fp8.py`). The residual stream, dropout, RoPE, the embedding
 and the head are ours under every implementation. The library's user buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
 """
 
@@ -66,7 +66,7 @@ class TransformerEngineLeaves(LocalLeaves):
             ops = library().ops
             activation = TEModuleAdapter(ops.Sequential(getattr(ops, _ACTIVATIONS[spec.activation])()), {})
             return TERowLinear(self, linear, activation)
-        if self.fp8 is not None:
+        if self.recipe_of(linear) is not None:
             return TERowLinear(
                 self, linear, functools.partial(_apply_activation, activation=activation_of(spec))
             )
@@ -284,8 +284,8 @@ def _linear_adapter(
     leaves: TransformerEngineLeaves,
     linear: Weights,
 ) -> TEModuleAdapter:
-    name = linear.weight.pieces[0].name
-    fp8 = None if leaves.fp8 is None else TEFp8Linear(module, library(), leaves.fp8, name)
+    recipe, name = leaves.recipe_of(linear), linear.weight.pieces[0].name
+    fp8 = None if recipe is None else TEFp8Linear(module, library(), recipe, name)
     return TEModuleAdapter(module, weights, fp8=fp8)
 
 

@@ -4,6 +4,7 @@
     delayed       scale from the largest values of earlier steps (amax_history.py): one pass over the tensor, not two
     blockwise     scales from the largest values of blocks (kernels/fp8/blocks.py): one pass over the tensor
     mxfp8         the same with blocks of 32 values, of weights too; on GPUs by Transformer Engine
+    nvfp4         values of 4 bits in blocks of 16 (nvfp4.py, the recipe of --fp4-recipe); on CPUs only
 
 A scale of a tensor belongs to the whole tensor of a micro-batch, not to a rank's part of it: largest values are reduced over
 the tensor and context ranks before the cast, so that a split computes the same codes as one process. Blocks need no reduction
@@ -12,9 +13,10 @@ where each lies within a rank. Scales stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +29,19 @@ from megatrain.kernels.fp8.blocks import (
     cast_square_blocks,
     row_block_product_reference,
 )
+from megatrain.kernels.fp8.nvfp4 import BLOCK as NVFP4_BLOCK
 from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.fp8.amax_history import AmaxHistory
+from megatrain.parallel.fp8.nvfp4 import Nvfp4Scaling
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import ParamLayout
+
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+"""Number of an expert in a name: all experts of a layer have one recipe."""
 
 
 class Scaling(Protocol):
@@ -89,6 +98,13 @@ class DelayedScaling:
     history: AmaxHistory
     number: int
     """Number of the tensor in the history."""
+    notes_casts: bool = True
+    """Casts add to the history; else `note` does."""
+
+    def note(self, amax: Tensor) -> None:
+        """Add a largest absolute value, fp32 [], to those of this step."""
+        seen = self.history.seen(self.number)
+        seen.copy_(torch.maximum(seen, amax))
 
     def scale(self, x: Tensor) -> Tensor:
         """See `Scaling`."""
@@ -100,7 +116,8 @@ class DelayedScaling:
     ) -> Cast:
         """See `Scaling`."""
         assert scale is not None
-        seen = self.history.seen(self.number) if info.is_training else None
+        is_noted = info.is_training and self.notes_casts
+        seen = self.history.seen(self.number) if is_noted else None
         codes = quantize(x, scale, self.current.dtype, rows=rows, columns=columns, seen=seen)
         return _with_scale(codes, scale)
 
@@ -208,28 +225,33 @@ class Fp8Recipe:
     """Builder of the FP8 tensors of linear layers.
 
     Args:
-        name: value of --fp8-recipe.
-        format: `e4m3` for all tensors; `hybrid`: gradients in e5m2.
-        layers: numbers of the layers that it applies to; those of multi-token prediction follow the others.
+        name: value of --fp8-recipe, or of --fp4-recipe.
+        format: `e4m3` for all tensors; `hybrid`: gradients in e5m2; `e2m1` with nvfp4.
         tokens: ranks that process the same micro-batch.
         tp: ranks over which weights are split.
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
         history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
+        gathers_weights: weights are all-gathered in FP8 (weight_gather.py).
+        cp: context ranks, and `seed`: that of stochastic rounding, for nvfp4.
     """
 
-    name: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
-    format: Literal["e4m3", "hybrid"]
-    layers: Container[int]
+    name: Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+    format: Literal["e4m3", "hybrid", "e2m1"]
     tokens: RankGroup
     tp: RankGroup
     has_fp8_wgrad: bool
     keeps_weights: bool
     history: AmaxHistory | None = None
     block: int | None = None
+    gathers_weights: bool = False
+    cp: ContextParallel | None = None
+    seed: int = 0
 
-    def linear(self, name: str) -> Fp8Linear:
-        """Build the tensors of the layer whose weight has this canonical name."""
+    def linear(self, name: str, layout: ParamLayout | None = None) -> Fp8Linear:
+        """Build the tensors of the layer whose weight has this canonical name, and for nvfp4 this layout."""
+        if self.name == "nvfp4":
+            return self._nvfp4_linear(name, layout)
         of_input, of_weight, of_gradient = self.tensors(name)
         return Fp8Linear(
             self._scaling(*of_input, self.tokens),
@@ -241,6 +263,19 @@ class Fp8Recipe:
             self.name != "mxfp8",
         )
 
+    def _nvfp4_linear(self, name: str, layout: ParamLayout | None) -> Fp8Linear:
+        assert self.cp is not None
+        assert layout is not None
+        common = (name, self.seed, self.cp, layout)
+        return Fp8Linear(
+            Nvfp4Scaling("input", self.tokens, *common),
+            Nvfp4Scaling("weight", self.tp, *common),
+            Nvfp4Scaling("gradient", self.tokens, *common),
+            self.has_fp8_wgrad,
+            self.keeps_weights,
+            NVFP4_BLOCK,
+        )
+
     def tensors(self, name: str) -> tuple[tuple[str, torch.dtype], ...]:
         """Return name and format of input, weight and output gradient of the layer whose weight has this canonical name."""
         e4m3 = torch.float8_e4m3fn
@@ -250,11 +285,6 @@ class Fp8Recipe:
         gradients = e4m3 if is_e4m3 else torch.float8_e5m2
         return (f"{name}.input", e4m3), (name, e4m3), (f"{name}.output_gradient", gradients)
 
-    def finish_step(self) -> None:
-        """Compute the scales of the next step, at the end of a step."""
-        if self.history is not None:
-            self.history.finish_step()
-
     def _scaling(
         self, name: str, dtype: torch.dtype, group: RankGroup, *, is_weight: bool = False
     ) -> Scaling:
@@ -263,4 +293,33 @@ class Fp8Recipe:
         current = CurrentScaling(dtype, group)
         if self.history is None:
             return current
-        return DelayedScaling(current, self.history, self.history.add(name, dtype))
+        notes_casts = not (is_weight and self.gathers_weights)
+        return DelayedScaling(current, self.history, self.history.add(name, dtype), notes_casts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Recipes:
+    """The recipe of each linear layer.
+
+    Args:
+        default: the recipe of `layers`.
+        layers: numbers of the layers in FP8; those of multi-token prediction follow the others.
+        by_weight: recipes of all linear layers, by canonical name of the weight, in place of these; None: the dtype of the weights.
+        history: that of all recipes with delayed scaling.
+    """
+
+    default: Fp8Recipe
+    layers: Container[int]
+    by_weight: Mapping[str, Fp8Recipe | None] | None
+    history: AmaxHistory
+
+    def recipe(self, layer: int, name: str) -> Fp8Recipe | None:
+        """Return the recipe of a linear layer; None: it is not in FP8.
+
+        Args:
+            layer: number of its layer.
+            name: canonical name of its weight.
+        """
+        if self.by_weight is not None:
+            return self.by_weight[_EXPERT.sub(".experts.", name)]
+        return self.default if layer in self.layers else None

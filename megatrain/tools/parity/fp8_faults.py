@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.fp8 import amax_history, experts, scaling
-from megatrain.parallel.fp8.scaling import Fp8Linear
+from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather
+from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
+from megatrain.parallel.layout import ParamLayout
 
 
 def _scales_of_a_part() -> AbstractContextManager[Any]:
@@ -37,6 +40,19 @@ def _stale_weight_cast() -> AbstractContextManager[Any]:
     return mock.patch.object(Fp8Linear, "cast_weight", once)
 
 
+def _gather_with_scales_of_a_shard() -> AbstractContextManager[Any]:
+    return mock.patch.object(weight_gather, "all_reduce", lambda x, _group, _op: x)
+
+
+def _random_numbers_of_a_rank() -> AbstractContextManager[Any]:
+    """Count the outputs of each rank from 0 on."""
+
+    def alone(layout: ParamLayout, device: torch.device) -> tuple[Tensor, int]:
+        return torch.arange(layout.shape[0], device=device), layout.shape[0]
+
+    return mock.patch.object(nvfp4, "_output_numbers", alone)
+
+
 def _scales_of_other_tokens() -> AbstractContextManager[Any]:
     """Scale transposed casts as if blocks began one token earlier, as in a part of the tokens without whole blocks."""
     cast_blocks = blocks.cast_blocks
@@ -50,6 +66,16 @@ def _scales_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(scaling, "cast_blocks", shifted)
 
 
+def _recipes_by_number_within_a_stage() -> AbstractContextManager[Any]:
+    """Name layers as each of two stages counts them."""
+    recipe = Fp8Recipes.recipe
+
+    def within(self: Fp8Recipes, layer: int, name: str) -> Fp8Recipe | None:
+        return recipe(self, layer, re.sub(r"layers\.\d+", f"layers.{layer % 2}", name))
+
+    return mock.patch.object(Fp8Recipes, "recipe", within)
+
+
 FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
@@ -59,4 +85,13 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "tp2 sp mixtral etp2 fp8tensorwise",
     ),
     "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
+    "FP8 gather of weights with scales of a rank's shard": (
+        _gather_with_scales_of_a_shard,
+        "dp2 zero1 overlap fp8gather",
+    ),
+    "NVFP4 rounding by a rank's own numbers of outputs": (_random_numbers_of_a_rank, "tp2 nvfp4"),
+    "FP8 recipes of layers by their number within a stage": (
+        _recipes_by_number_within_a_stage,
+        "pp2 fp8modules",
+    ),
 }

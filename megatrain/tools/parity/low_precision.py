@@ -78,6 +78,16 @@ _ROWS_OF_FP8: Final = (
     "tp2 sp pp2 zbv mixtral fp8blockwise",
     "tp2 sp mixtral etp2 fp8delayed",
     "tp2 sp dp2 qwenmoe ep2 etp2 alltoall fp8blockwise",
+    "tp2 sp dp2 pp2 zero1 overlap nvfp4",
+    "tp2 dp2 zero3 gpt2 nvfp4",
+    "tp2 dp2 uniform qwen nvfp4",
+    "tp2 sp dp2 zero1 overlap fp8gather",
+    "dp4 zero3 instances2 overlapweights fp8gather gpt2",
+    "tp2 dp2 pp2 zero2 overlap offload tied fp8delayedgather",
+    "dp2 zero3 cp2 mixtral ep2 fp8delayedgather",
+    "tp2 sp pp2 zbv dp2 mtp1 fp8modules",
+    "tp2 sp cp2 mla fp8modules",
+    "dp2 pp2 zero3 overlap mixtral ep2 fp8modules",
 )
 """FP8 rows are in fp64, where a split gives the codes of one process: rounding decides few of them differently in bf16."""
 _ROWS_OF_FP16: Final = (

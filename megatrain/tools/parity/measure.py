@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.parity_features.number_formats import FP8_MODULES
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
@@ -190,8 +191,14 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
     libraries = {name: found for name, found in library_versions().items() if name == "transformer_engine"}
+    has_modules = request.known("precision.te_precision_config_file") is not None
     facts = Facts(
-        world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device, libraries=libraries
+        world_size=world_size,
+        vocab_size=_VOCAB,
+        eod_id=_VOCAB - 1,
+        device=device,
+        libraries=libraries,
+        module_precision=FP8_MODULES if has_modules else None,
     )
     return resolve(request, add_custom_layers(request, facts))
 
@@ -301,6 +308,8 @@ def weights_of(engine: Engine) -> list[Part]:
     """Return all weights that the model computes with, replicated ones included, and the routers' expert biases."""
     biases = engine.model.expert_biases.state()
     parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
+    if engine.plan.config.precision.fp8_param_gather:  # a rank has codes of what the others update
+        return [*parts, *master_weights_of(engine)]
     for bucket, weights in engine.data_parallel.gathered_buckets():
         for param in bucket.params:
             flat = weights[param.start : param.stop]

@@ -121,6 +121,7 @@ def _fp8_text(one_run: Run, workload: Workload) -> Iterator[str]:
         f"FP8: --fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe}{' (the default)' if is_default else ''},"
         f" {len(workload.plan.derived.fp8_layers)} of {count} layers; the output layer is in bf16"
         + ("; rates of mxfp8 are assumed" if precision.fp8_recipe == "mxfp8" else "")
+        + ("; as if all linear layers of these had this recipe" if workload.plan.derived.fp8_modules else "")
     )
 
 

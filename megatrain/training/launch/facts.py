@@ -19,6 +19,7 @@ from megatrain.config import Facts, Request, StoredRun
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.module_precision import PrecisionFileError, matchers_of
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
@@ -144,10 +145,25 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
                     f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
                 )
             )
-    found["product_algorithms"], of_file = read_product_algorithms(request)
-    problems += of_file
+    found["product_algorithms"], of_algorithms = read_product_algorithms(request)
+    found["module_precision"], of_modules = _module_precision(request)
+    problems += (*of_algorithms, *of_modules)
     datasets, data_problems = _data_facts(request, found)
     return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
+
+
+def _module_precision(request: Request) -> tuple[str | None, list[Problem]]:
+    """Return the contents of the file of --te-precision-config-file, None without one, and its problems."""
+    path = request.known("precision.te_precision_config_file")
+    if path is None:
+        return None, []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        matchers_of(text)
+    except (OSError, UnicodeDecodeError, PrecisionFileError) as error:
+        problem = f"--te-precision-config-file {path}: {error}"
+        return None, [Problem(problem, "correct the file; docs/training.md has an example")]
+    return text, []
 
 
 def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:

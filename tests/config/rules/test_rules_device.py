@@ -10,6 +10,18 @@ H100 = Facts(
     device="cuda", device_name="H100", device_capability=(9, 0), libraries={"transformer_engine": "2.20.2"}
 )
 
+MODULES = "--te-precision-config-file a.yaml"
+
+
+def modules(pattern, *more, device="cpu", **facts):
+    """Return facts with a file whose only matcher gives linear layers the recipe mxfp8."""
+    recipe = ", ".join(("fp8_quantization_recipe: mxfp8", *more))
+    config = f"{{transformer_engine_config_type: TEQuantizationParams, training_recipe: {{{recipe}}}}}"
+    matcher = f"{{type: glob, enabled: true, pattern: '{pattern}', config: own}}"
+    text = f"configs: {{own: {config}}}\nmatchers: {{own: {matcher}}}"
+    return Facts(device=device, module_precision=text, **facts)
+
+
 CASES = {
     "device_is_available": [
         ("--device cuda", "", None, ("--device cuda",), ("--device cpu",)),
@@ -29,11 +41,22 @@ CASES = {
     "kernels_can_be_compiled": [
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
     ],
+    "fp4_can_be_emulated": [
+        ("--fp4-format e2m1 --fp8-format hybrid", "", None,
+         ("--fp4-format e2m1", "--fp8-format hybrid", "exclude"), ("remove --fp4-format",)),
+        ("--fp4-format e2m1 --bf16", "", H100, ("--fp4-format e2m1", "Blackwell"), ("remove --fp4-format", "--fp8-format hybrid")),
+        ("--fp4-format e2m1 --num-experts 4", "", None, ("--fp4-format e2m1", "--num-experts"), ("remove --fp4-format",)),
+        ("--fp4-format e2m1 --ffn-hidden-size 100", "", None,
+         ("--fp4-format e2m1", "100", "16"), ("--ffn-hidden-size", "remove --fp4-format")),
+    ],
     "fp8_recipe_is_supported": [
         ("--fp8-format hybrid --fp8-recipe mxfp8 --bf16 --transformer-impl transformer_engine", "", H100,
          ("--fp8-recipe mxfp8", "Blackwell", "H100"), ("--fp8-recipe tensorwise", "blockwise")),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --bf16", "", Facts(device="cuda", device_name="B200", device_capability=(10, 0)),
          ("--fp8-recipe mxfp8", "--transformer-impl local"), ("--fp8-recipe tensorwise", "transformer_engine")),
+        (f"{MODULES} --fp8-format e4m3 --fp8-recipe tensorwise --bf16", "",
+         modules("*fc1", device="cuda", device_name="H100", device_capability=(9, 0)),
+         ("a.yaml: fp8_quantization_recipe mxfp8", "Blackwell"), ("choose tensorwise in the file", "blockwise")),
         ("--fp8-format e4m3 --fp16", "--bf16", None, ("--fp8-format", "--fp16"), ("--bf16",)),
     ],
     "fp8_products_can_run": [
@@ -50,9 +73,20 @@ CASES = {
         ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 64 --bf16", "", CUDA,
          ("--fp8-block-size 64", "128"), ("--fp8-block-size 128",)),
     ],
-    "product_algorithms_have_their_digest": [
+    "files_have_their_digests": [
         ("--product-algorithms-digest 0123", "", None,
          ("--product-algorithms none", "0123"), ("give --product-algorithms", "remove --product-algorithms-digest")),
+        ("--te-precision-config-digest 0123", "", None,
+         ("--te-precision-config-file none", "0123"), ("--te-precision-config-file", "remove --te-precision-config-digest")),
+    ],
+    "modules_have_the_precision_of_the_file": [
+        (f"{MODULES} --fp8-format e4m3", "", modules("*.linear_fc3"),
+         ("--te-precision-config-file a.yaml", "matchers.own.pattern '*.linear_fc3'"),
+         ("enabled: false", "decoder.layers.0.self_attention.linear_qkv")),
+        (f"{MODULES} --fp8-format e4m3 --num-experts 4", "", modules("*.experts.linear_fc1"),
+         ("decoder.layers.0.mlp.experts.linear_fc1", "linear_fc2"), ("same config",)),
+        (MODULES, "", modules("*", "override_nonquantized_autocast: true"),
+         ("override_nonquantized_autocast", "--fp8-format"), ("use --fp8-format e4m3", "'*'")),
     ],
     "cublas_is_deterministic": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),

@@ -36,6 +36,10 @@ CASES = {
         ("--grad-reduce-in-bf16", "", None,
          ("--grad-reduce-in-bf16", "float32"), ("--bf16", "--grad-reduce-in-bf16")),
     ],
+    "gathered_codes_differ_from_own_weights": [
+        ("--fp8-format hybrid --fp8-param-gather --check-weight-hash-across-dp-replicas-interval 5", "", None,
+         ("--check-weight-hash-across-dp-replicas-interval 5", "--fp8-param-gather"), ("remove --check-weight-hash",)),
+    ],
     "overlapped_products_have_one_stream": [
         (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
          ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),

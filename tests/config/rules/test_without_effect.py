@@ -55,9 +55,12 @@ CASES = [
     ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity selective")),
     ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
     ("--fp8-recipe tensorwise", "", ("--fp8-recipe tensorwise", "without --fp8-format")),
+    ("--first-last-layers-bf16", "", ("--first-last-layers-bf16", "without --fp8-format or --fp4-format")),
     ("--fp8-format hybrid --tp-comm-overlap", "", ("--tp-comm-overlap", "--fp8-format")),
     ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "", ("--fp8-margin 1", "delayed")),
     ("--fp8-format hybrid --fp8-block-size 64", "", ("--fp8-block-size 64", "blockwise")),
+    ("--fp8-format hybrid --fp8-param-gather", "", ("--fp8-param-gather", "one replica")),
+    ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "", ("--fp8-param-gather", "delayed or tensorwise")),
     ("--num-layers-at-end-in-bf16 2", "", ("--num-layers-at-end-in-bf16 2", "--first-last-layers-bf16")),
     ("--num-layers-per-virtual-pipeline-stage 2", "",
      ("--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size 1")),
@@ -94,7 +97,8 @@ def test_transformer_engine_does_not_overlap_products(plan_of):
 
 def _notes_on_gpus(plan_of):
     facts = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-    return plan_of("--tp-comm-overlap --transformer-impl transformer_engine --bf16", facts=facts).notes
+    flags = "--tp-comm-overlap --fp8-format hybrid --fp8-param-gather --bf16"
+    return plan_of(f"{flags} --transformer-impl transformer_engine", facts=facts).notes
 
 
 def test_every_condition_has_a_case(plan_of):

@@ -106,7 +106,7 @@ def test_the_fix_of_an_open_value_resolves(port):
     assert code == 1
     assert "--num-layers 4 " in command
     assert [line for line in problems if line[0].isdigit()] == [
-        line for line in problems if "--fp4-format" in line
+        line for line in problems if "--fp4-format e2m1" in line
     ]
 
 

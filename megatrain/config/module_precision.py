@@ -1,0 +1,272 @@
+"""The file of --te-precision-config-file: the FP8 recipe of each linear layer by patterns of names, in Megatron-LM's format.
+
+    configs:
+      bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+      fp8:  {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: tensorwise}}
+    matchers:
+      attention: {type: glob, enabled: true, pattern: "*.self_attention.*", config: bf16}
+
+The first enabled matcher whose pattern matches a path, such as decoder.layers.0.mlp.linear_fc1, decides. Where the flags have
+FP8 (--fp8-format, --first-last-layers-bf16), its config applies unless it has `override_quantized_autocast: false`, elsewhere
+only with `override_nonquantized_autocast: true`. Other linear layers are as the flags say. Numbers of layers are global.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal, NamedTuple
+
+import yaml
+
+from megatrain.config.derive.layer_sizes import LayerSizes, LayerTable
+
+RECIPES: Final = ("tensorwise", "blockwise", "mxfp8")
+"""Recipes of single linear layers. Megatron-LM does not allow `delayed` there either."""
+FORMATS: Final = ("e4m3", "hybrid")
+_TYPE: Final = "transformer_engine_config_type"
+
+
+class PrecisionFileError(Exception):
+    """An error in the file: its place and value."""
+
+
+class Recipe(NamedTuple):
+    """A recipe: values of --fp8-recipe and --fp8-format, or of --fp4-recipe and --fp4-format."""
+
+    name: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+    format: Literal["e4m3", "hybrid", "e2m1"]
+
+
+class Matcher(NamedTuple):
+    """A pattern of paths, and the precision of the linear layers that it matches first."""
+
+    name: str
+    pattern: str
+    recipe: Recipe | None
+    """None: the dtype of the weights."""
+    changes_fp8: bool
+    """It applies to linear layers that the flags compute in FP8."""
+    changes_others: bool
+    """It applies to the other ones."""
+
+
+class Linear(NamedTuple):
+    """A linear layer."""
+
+    path: str
+    """Megatron-LM's name of the module."""
+    layer: int
+    weight: str
+    """Canonical name of the first tensor of the weight that its product reads; without the number of an expert."""
+
+
+@dataclass(frozen=True)
+class ModuleRecipes:
+    """The recipe of each linear layer."""
+
+    by_path: Mapping[str, Recipe | None]
+    """By path; None: the dtype of the weights."""
+    linears: tuple[Linear, ...]
+    deciding: Mapping[str, int] = field(default_factory=dict)
+    """Linear layers that each enabled matcher decides."""
+    unmatched: tuple[Matcher, ...] = ()
+    """Enabled matchers whose pattern matches no path."""
+
+    @property
+    def by_weight(self) -> dict[str, Recipe | None]:
+        """The recipes by canonical name of the weight."""
+        return {one.weight: self.by_path[one.path] for one in self.linears}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with linear layers in FP8."""
+        return tuple(sorted({one.layer for one in self.linears if self.by_path[one.path] is not None}))
+
+    @property
+    def disagreeing(self) -> Iterator[tuple[str, str]]:
+        """Pairs of paths that are one product here, and have different recipes."""
+        first: dict[str, str] = {}
+        for one in self.linears:
+            other = first.setdefault(one.weight, one.path)
+            if self.by_path[other] != self.by_path[one.path]:
+                yield other, one.path
+
+    def __str__(self) -> str:
+        counts = Counter("not FP8" if each is None else each.name for each in self.by_path.values())
+        return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def recipes_of_modules(
+    text: str, table: LayerTable, *, fp8_layers: Container[int], recipe: Recipe | None
+) -> ModuleRecipes:
+    """Return the recipes that a file gives to the linear layers.
+
+    Args:
+        fp8_layers: the layers in FP8 by flags, and `recipe` theirs.
+    """
+    matchers, linears = matchers_of(text), tuple(linear_layers(table))
+    by_path: dict[str, Recipe | None] = {}
+    deciding = {matcher.name: 0 for matcher in matchers}
+    for one in linears:
+        is_fp8 = one.layer in fp8_layers
+        found = next((matcher for matcher in matchers if fnmatchcase(one.path, matcher.pattern)), None)
+        applies = found is not None and (found.changes_fp8 if is_fp8 else found.changes_others)
+        by_path[one.path] = found.recipe if found and applies else recipe if is_fp8 else None
+        if found is not None and applies:
+            deciding[found.name] += 1
+    unmatched = [m for m in matchers if not any(fnmatchcase(one.path, m.pattern) for one in linears)]
+    return ModuleRecipes(by_path, linears, deciding, tuple(unmatched))
+
+
+def linear_layers(table: LayerTable) -> Iterator[Linear]:
+    """Yield the linear layers that FP8 may cover. Products that are one here have several paths and one weight."""
+    for number, layer in enumerate((*table.layers, *table.mtp_layers)):
+        depth = number - len(table.layers)
+        ours = f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
+        theirs = ours if depth < 0 else f"{ours}.mtp_model_layer"
+        for path, weight in (_mixer(layer) | _mlp(layer)).items():
+            yield Linear(f"{theirs}.{path}", number, f"{ours}.{weight}.weight")
+        if depth >= 0:
+            yield Linear(f"{ours}.eh_proj", number, f"{ours}.projection.weight")
+
+
+def _mixer(layer: LayerSizes) -> dict[str, str]:
+    latent = layer.latent
+    if layer.linear is not None:
+        names = {"in_proj": "linear_attention.q", "out_proj": "linear_attention.proj"}
+    elif not layer.num_heads:
+        names = {}
+    elif latent is None:
+        names = {"linear_qkv": "attention.q", "linear_proj": "attention.proj"}
+    else:
+        queries = {"linear_q_down_proj": "attention.q_down", "linear_q_up_proj": "attention.q_up"}
+        names = {
+            **({"linear_q_proj": "attention.q"} if latent.query_rank is None else queries),
+            "linear_kv_down_proj": "attention.kv_down" if latent.query_rank is None else "attention.q_down",
+            "linear_kv_up_proj": "attention.kv_up",
+            "linear_proj": "attention.proj",
+        }
+    return {f"self_attention.{theirs}": ours for theirs, ours in names.items()}
+
+
+def _mlp(layer: LayerSizes) -> dict[str, str]:
+    first, experts = "gate" if layer.is_gated else "up", layer.experts
+    if experts is None:
+        names = {"linear_fc1": first, "linear_fc2": "down"} if layer.ffn_hidden_size else {}
+    else:
+        names = {"experts.linear_fc1": "experts.down", "experts.linear_fc2": "experts.down"}
+        if experts.shared_ffn_hidden_size:
+            names |= {
+                "shared_experts.linear_fc1": f"shared.{first}",
+                "shared_experts.linear_fc2": "shared.down",
+            }
+        if experts.latent_size:
+            names |= {"fc1_latent_proj": "latent_down", "fc2_latent_proj": "latent_up"}
+    return {f"mlp.{theirs}": f"mlp.{ours}" for theirs, ours in names.items()}
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, count in Counter(map(str, keys)).items():
+            if count > 1:
+                raise PrecisionFileError(f"line {node.start_mark.line + 1}: {key} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def matchers_of(text: str) -> tuple[Matcher, ...]:
+    """Return the enabled matchers of a file's text, in order. Raises PrecisionFileError with the place in the file."""
+    try:
+        content = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise PrecisionFileError(
+            " ".join(str(error).split()) or "its brackets are nested too deeply"
+        ) from error
+    root = _mapping(content, "the file", required=("configs", "matchers"))
+    configs = {
+        name: _config(config, f"configs.{name}")
+        for name, config in _mapping(root["configs"], "configs").items()
+    }
+    found = []
+    for name, value in _mapping(root["matchers"], "matchers").items():
+        place = f"matchers.{name}"
+        one = _mapping(value, place, required=("type", "pattern", "config"), known=("enabled",))
+        if one["type"] != "glob":
+            raise PrecisionFileError(f"{place}.type is {one['type']!r}, not glob")
+        if one["config"] not in configs:
+            raise PrecisionFileError(
+                f"{place}.config {one['config']!r} is not one of configs: {', '.join(configs)}"
+            )
+        if not isinstance(one["pattern"], str):
+            raise PrecisionFileError(f"{place}.pattern {one['pattern']!r} is not text")
+        if _switch(one, "enabled", place, default=False):
+            found.append(Matcher(name, one["pattern"], *configs[one["config"]]))
+    return tuple(found)
+
+
+def _config(value: Any, place: str) -> tuple[Recipe | None, bool, bool]:
+    """Return the fields of `Matcher` that a config decides."""
+    config = _mapping(value, place, required=(_TYPE, "training_recipe"), known=("evaluation_recipe",))
+    if config[_TYPE] != "TEQuantizationParams":
+        raise PrecisionFileError(f"{place}.{_TYPE} is {config[_TYPE]!r}, not TEQuantizationParams")
+    if config.get("evaluation_recipe", config["training_recipe"]) != config["training_recipe"]:
+        raise PrecisionFileError(
+            f"{place}.evaluation_recipe differs from training_recipe, and evaluations compute as training does"
+        )
+    place = f"{place}.training_recipe"
+    recipe = _mapping(
+        config["training_recipe"],
+        place,
+        known=(
+            "fp8_quantization_recipe",
+            "fp8_format",
+            "override_quantized_autocast",
+            "override_nonquantized_autocast",
+            "tp_only_amax_red",
+        ),
+    )
+    if _switch(recipe, "tp_only_amax_red", place, default=False):
+        raise PrecisionFileError(
+            f"{place}.tp_only_amax_red: a scale is that of a tensor on all ranks that hold parts of it"
+        )
+    name, number_format = recipe.get("fp8_quantization_recipe"), recipe.get("fp8_format", "e4m3")
+    if name is not None and name not in RECIPES:
+        raise PrecisionFileError(
+            f"{place}.fp8_quantization_recipe is {name!r}, not one of {', '.join(RECIPES)}"
+        )
+    if number_format not in FORMATS:
+        raise PrecisionFileError(f"{place}.fp8_format is {number_format!r}, not one of {', '.join(FORMATS)}")
+    return (
+        None if name is None else Recipe(name, number_format),
+        _switch(recipe, "override_quantized_autocast", place, default=True),
+        _switch(recipe, "override_nonquantized_autocast", place, default=False),
+    )
+
+
+def _mapping(
+    value: Any, place: str, *, required: tuple[str, ...] = (), known: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return a mapping. Raises PrecisionFileError unless it has the required keys, and no others than these and the known ones."""
+    if not isinstance(value, dict):
+        raise PrecisionFileError(f"{place} is not a mapping")
+    for key in required:
+        if key not in value:
+            raise PrecisionFileError(f"{place} has no {key}")
+    for key in value:
+        if (required or known) and key not in (*required, *known):
+            raise PrecisionFileError(
+                f"{place}.{key} is not known; known are {', '.join((*required, *known))}"
+            )
+    return {str(key): one for key, one in value.items()}
+
+
+def _switch(values: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise PrecisionFileError(f"{place}.{key} is {value!r}, not true or false")
+    return value

@@ -1,0 +1,44 @@
+"""Weights gathered as FP8 codes: the same losses and gradients, bit for bit, as with a gather in their dtype."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.tools.parity.measure import Job, Measured, Precision, measure
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+
+
+def measured(pool: WorkerPool, words: str, precision: Precision) -> list[Measured]:
+    layout = Layout.of(words)
+    return pool.run(layout.world_size, measure, Job(layout, precision))
+
+
+CASES = (
+    ("tp2 sp dp2 zero1 overlap {}", "bf16", "delayed"),
+    ("dp2 zero3 overlap gpt2 {}", "bf16", ""),
+    ("tp2 sp dp2 zero1 overlap {}", "bf16", ""),
+    ("dp2 zero3 overlap gpt2 {}", "bf16", "delayed"),
+    ("dp2 zero1 nooverlap {}", "fp32", ""),
+    ("dp2 zero1 nooverlap {}", "fp64", "delayed"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "precision", "recipe"),
+    [
+        pytest.param(*case, marks=[] if number < 2 else pytest.mark.nightly)
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_losses_and_gradients_are_the_same_bits(
+    pool: WorkerPool, words: str, precision: Precision, recipe: str
+) -> None:
+    plain = measured(pool, words.format(f"fp8{recipe or 'tensorwise'}"), precision)
+    gathered = measured(pool, words.format(f"fp8{recipe}gather"), precision)
+    for one, other in zip(plain, gathered, strict=True):
+        assert one.losses == other.losses
+        assert one.norms == other.norms
+        assert [part.name for part in one.gradients] == [part.name for part in other.gradients]
+        for first, second in zip(one.gradients, other.gradients, strict=True):
+            assert (first.values == second.values).all(), first.name
