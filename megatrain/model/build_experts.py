@@ -37,6 +37,7 @@ from megatrain.parallel.expert_parallel import (
 )
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
+from megatrain.parallel.pipeline.interleave import Turns
 
 DispatcherType = Literal["allgather", "alltoall"]
 
@@ -56,6 +57,8 @@ class ExpertRanks:
     """Seed of the router's jitter."""
     side: SideStream | None = None
     """Stream of the shared expert on a GPU; None: that of the other experts."""
+    turns: Turns | None = None
+    """Turns of two passes that run together; None: a pass waits for its rows."""
 
 
 def expert_branch(
@@ -145,7 +148,8 @@ def _token_dispatcher(spec: RouterSpec, ranks: ExpertRanks) -> TokenDispatcher:
     if ep.size * etp.size == 1:
         return LocalDispatcher(spec.num_experts, rows_per_expert)
     kind = AllToAllDispatcher if ranks.dispatcher == "alltoall" else AllGatherDispatcher
-    return kind(spec.num_experts, ep, etp, rows_per_expert)
+    give_turn = None if ranks.turns is None else ranks.turns.give
+    return kind(spec.num_experts, ep, etp, rows_per_expert, give_turn)
 
 
 def _max_batches(expert_ranks: int, batch_ranks: int) -> int:

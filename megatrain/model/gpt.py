@@ -46,6 +46,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -74,6 +75,8 @@ class Model:
     """Biases of the routers of all stages."""
     fp8: Fp8Recipe | None = None
     """FP8 of linear layers; None: there is none."""
+    turns: Turns | None = None
+    """Turns of a forward and a backward pass, which experts give up when they wait; None: passes run one after the other."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -98,6 +101,7 @@ def build_model(
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
     dispatcher: DispatcherType = "allgather",
     overlaps_shared_expert: bool = False,
+    overlaps_passes: bool = False,
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
@@ -117,6 +121,7 @@ def build_model(
         recompute: activations to recompute.
         dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
         overlaps_shared_expert: on a GPU, a stream of its own computes the shared expert.
+        overlaps_passes: communication of experts overlaps the layers of another micro-batch.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
@@ -135,6 +140,7 @@ def build_model(
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
         return LocalLeaves(*common)
 
+    turns = Turns() if overlaps_passes else None
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
         dp=grid.dp,
@@ -143,6 +149,7 @@ def build_model(
         dtype=dtype,
         seed=seed,
         side=SideStream() if overlaps_shared_expert else None,
+        turns=turns,
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
@@ -151,7 +158,9 @@ def build_model(
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
-    return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8)
+    return Model(
+        spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8, turns
+    )
 
 
 @dataclass(frozen=True)

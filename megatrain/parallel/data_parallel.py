@@ -155,6 +155,7 @@ class DataParallel:
         )
         self._buckets_of = buffers.buckets_of
         self._upcoming: deque[SegmentPass] = deque()
+        self._running: list[SegmentPass] = []
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         """See `SegmentHooks`."""
@@ -164,6 +165,7 @@ class DataParallel:
         """See `SegmentHooks`. Also begins to gather the weights of the next pass."""
         expected = self._upcoming.popleft()
         assert segment_pass == expected, f"{segment_pass} runs before {expected}"
+        self._running.append(segment_pass)
         own = self._buckets_of.get(segment_pass.segment, ())
         if segment_pass.computes_gradients:
             for number in own:
@@ -176,10 +178,11 @@ class DataParallel:
 
     def after(self, segment_pass: SegmentPass) -> None:
         """See `SegmentHooks`."""
+        self._running.remove(segment_pass)
         if segment_pass.kind is not ActionKind.WEIGHT:
-            needed = self._needed_next()
+            running = [number for one in self._running for number in self._buckets_of.get(one.segment, ())]
             for number in self._buckets_of.get(segment_pass.segment, ()):
-                if number not in needed:
+                if number not in (*running, *self._needed_next()):
                     self.buffers.weights.free(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:

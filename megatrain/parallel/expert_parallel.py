@@ -23,7 +23,7 @@ Communication overlaps the router, the shared expert and weight gradients: see `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -137,14 +137,19 @@ class AllGatherDispatcher:
     overlaps_combine = True
 
     def __init__(
-        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
+        self,
+        num_experts: int,
+        ep: RankGroup,
+        etp: RankGroup,
+        rows_per_expert: RowsPerExpert | None = None,
+        give_turn: Callable[[], None] | None = None,
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_per_expert = rows_per_expert
+        self.rows_per_expert, self.give_turn = rows_per_expert, give_turn
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
-        tokens = self._gather()
+        tokens = RowTransfer(self._begin_gather, self._begin_reduction, self.give_turn)
         own = tokens.begin(x)
         finish_routing = self._begin_routing_gather(route())
 
@@ -156,7 +161,9 @@ class AllGatherDispatcher:
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sums = RowTransfer(self._begin_reduction, self._begin_gather, *dispatched.overlapped)
+        sums = RowTransfer(
+            self._begin_reduction, self._begin_gather, self.give_turn, dispatched.overlapped
+        )
         own = sums.begin(_unpermuted(out, dispatched.state))
         return lambda: sums.finish(own)
 
@@ -169,7 +176,9 @@ class AllGatherDispatcher:
         probs, experts = routing.probs, routing.kept_experts
         same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[probs.element_size()]
         bits = experts.to(same_size).view(probs.dtype)
-        both = self._gather(lambda x: torch.cat((x, bits), dim=1))
+        both = RowTransfer(
+            lambda x: self._begin_gather(torch.cat((x, bits), dim=1)), self._begin_reduction
+        )
         own = both.begin(probs)
 
         def finish() -> tuple[Tensor, Tensor]:
@@ -178,9 +187,6 @@ class AllGatherDispatcher:
             return both.appended.view(same_size), all_probs
 
         return finish
-
-    def _gather(self, sent: Callable[[Tensor], Tensor] = lambda x: x) -> RowTransfer:
-        return RowTransfer(lambda x: self._begin_gather(sent(x)), self._begin_reduction)
 
     def _begin_gather(self, x: Tensor) -> tuple[Tensor, Transfer]:
         """Begin to gather over etp and ep; of two gathers the first is complete."""
@@ -232,7 +238,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
         def finish() -> DispatchedTokens:
             splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
-            sent = _all_to_all(splits)
+            sent = _all_to_all(splits, self.give_turn)
             own_rows = sent.begin(outgoing)
             received, own = by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
@@ -250,7 +256,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         state: DispatchState = dispatched.state
-        returned = _all_to_all(state.splits.reversed())
+        returned = _all_to_all(state.splits.reversed(), self.give_turn)
         own = returned.begin(reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp))
         return lambda: _unpermuted(returned.finish(own), state.by_rank)
 
@@ -352,13 +358,19 @@ class RowTransfer:
     y = finish(x)       wait and return the rows        begin the conjugate, then do the deferred work
     """
 
-    def __init__(self, forward: BeginTransfer, backward: BeginTransfer, *work: Callable[[], None]) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(
+        self,
+        forward: BeginTransfer,
+        backward: BeginTransfer,
+        give_turn: Callable[[], None] | None = None,
+        overlapped: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.forward, self.backward, self.give_turn = forward, backward, give_turn
         self.appended: Tensor | None = None
         """Received columns that `forward` appended to those of x; they have no gradient."""
         self.out: Tensor | None = None
         self.pending = Transfer()
-        self.deferred = list(work)
+        self.deferred = list(overlapped)
         """Work of the backward pass, done while the gradient is sent."""
 
     def begin(self, x: Tensor) -> Tensor:
@@ -375,6 +387,12 @@ class RowTransfer:
         out, self.pending = begin(x.detach())
         return out
 
+    def wait(self) -> None:
+        """Wait for the collective; `give_turn` may run part of another pass before that."""
+        if self.give_turn is not None:
+            self.give_turn()
+        self.pending.wait()
+
 
 class _BeginTransfer(Function):
     @staticmethod
@@ -385,7 +403,7 @@ class _BeginTransfer(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.pending.wait()
+        ctx.transfer.wait()
         return grads[0], None
 
 
@@ -393,7 +411,7 @@ class _FinishTransfer(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: RowTransfer) -> Tensor:
         ctx.transfer, columns = transfer, x.shape[1]
-        transfer.pending.wait()
+        transfer.wait()
         out, transfer.out = transfer.out, None
         assert out is not None, "begin comes first"
         if out.shape[1] == columns:
@@ -419,7 +437,9 @@ def _begin_all_to_all(x: Tensor, splits: AllToAllSplits) -> tuple[Tensor, Transf
     )
 
 
-def _all_to_all(splits: AllToAllSplits) -> RowTransfer:
+def _all_to_all(splits: AllToAllSplits, give_turn: Callable[[], None] | None) -> RowTransfer:
     return RowTransfer(
-        lambda x: _begin_all_to_all(x, splits), lambda dy: _begin_all_to_all(dy, splits.reversed())
+        lambda x: _begin_all_to_all(x, splits),
+        lambda dy: _begin_all_to_all(dy, splits.reversed()),
+        give_turn,
     )

@@ -4,8 +4,8 @@
 
 The executor knows segments only as callables. Since the graph is cut, it knows when a segment runs and when its
 gradients are complete, and reports both to its `hooks`, which gather weights and reduce gradients meanwhile; there are
-no autograd hooks. A combined action alternates between segments of its forward and of its backward pass. The same code
-runs one stage and many, in training and in evaluation.
+no autograd hooks. A combined action runs a segment backward and another one forward, in turn (`interleave.py`). The same
+code runs one stage and many, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.profiler import record_function
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
 
@@ -75,6 +76,7 @@ class Executor:
         num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
         has_late_gradients: weight gradients may overlap with transfers of the next segment's backward pass, except in the last
             micro-batch; `hooks` must not read gradients before that.
+        turns: of the two segments that a combined action runs; None: one runs after the other.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Executor:
         placement: Placement | None = None,
         num_received: Mapping[int, int] | None = None,
         has_late_gradients: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self.segments = segments
         self.grid = grid
@@ -98,6 +101,7 @@ class Executor:
         self.hidden_shape = hidden_shape
         self.num_received = num_received or {}
         self.has_late_gradients = has_late_gradients
+        self.turns = turns
         self.dtype = dtype
         self.device = device
         self.hooks = hooks
@@ -155,8 +159,13 @@ class Executor:
             ActionKind.BACKWARD: self._backward,
             ActionKind.WEIGHT: self._weights,
         }
-        for one, number in segments_in_turn(action, self.chunks):
-            methods[one.kind](run, one, number)
+        for pair in segments_in_turn(action, self.chunks):
+            works = [functools.partial(methods[one.kind], run, one, number) for one, number in pair]
+            if self.turns is not None and len(works) == 2:
+                self.turns.run(*works)
+            else:
+                for work in works:
+                    work()
         for one in action.passes:
             if one.kind is ActionKind.BACKWARD:
                 run.state(one).info.compute_late()
@@ -234,14 +243,14 @@ class Executor:
         self.hooks.after(segment_pass)
 
 
-def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[tuple[Action, int]]:
-    """Yield the passes of an action with each segment: up in forward passes, down in others, in turn if there are two."""
+def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[list[tuple[Action, int]]]:
+    """Yield the segments of an action's pass, up in forward passes, down in others; of two passes pairs, the backward pass first."""
     numbers = [
         [(one, number) for number in chunks[one.chunk][:: 1 if one.kind is ActionKind.FORWARD else -1]]
-        for one in action.passes
+        for one in reversed(action.passes)
     ]
-    for turn in itertools.zip_longest(*numbers):
-        yield from filter(None, turn)
+    for pair in itertools.zip_longest(*numbers):
+        yield list(filter(None, pair))
 
 
 def segment_passes(
@@ -253,7 +262,7 @@ def segment_passes(
     trained = {(one.microbatch, one.chunk) for one in passes if one.kind is ActionKind.BACKWARD}
     found: list[SegmentPass] = []
     for action in actions:
-        for one, number in segments_in_turn(action, chunks):
+        for one, number in itertools.chain.from_iterable(segments_in_turn(action, chunks)):
             is_fused = number == head and (one.microbatch, one.chunk) in trained - deferred
             found.append(SegmentPass(one.kind, number, one.kind is not ActionKind.FORWARD or is_fused))
     return found
