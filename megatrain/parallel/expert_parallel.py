@@ -161,9 +161,7 @@ class AllGatherDispatcher:
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sums = RowTransfer(
-            self._begin_reduction, self._begin_gather, self.give_turn, dispatched.overlapped
-        )
+        sums = RowTransfer(self._begin_reduction, self._begin_gather, self.give_turn, dispatched.overlapped)
         own = sums.begin(_unpermuted(out, dispatched.state))
         return lambda: sums.finish(own)
 
@@ -176,9 +174,7 @@ class AllGatherDispatcher:
         probs, experts = routing.probs, routing.kept_experts
         same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[probs.element_size()]
         bits = experts.to(same_size).view(probs.dtype)
-        both = RowTransfer(
-            lambda x: self._begin_gather(torch.cat((x, bits), dim=1)), self._begin_reduction
-        )
+        both = RowTransfer(lambda x: self._begin_gather(torch.cat((x, bits), dim=1)), self._begin_reduction)
         own = both.begin(probs)
 
         def finish() -> tuple[Tensor, Tensor]:

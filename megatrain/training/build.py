@@ -13,6 +13,7 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.derive.fp8 import MXFP8_BLOCK
 from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.model.build_experts import DispatcherType
@@ -68,6 +69,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipe(plan, grid, device),
         overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
+        overlaps_passes=_overlaps_passes(plan),
         dispatcher=_dispatcher(config.experts),
     )
 
@@ -75,6 +77,10 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
 def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
     is_alltoall = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
     return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
+
+
+def _overlaps_passes(plan: Plan) -> bool:
+    return plan.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(plan)
 
 
 def _fp8_recipe(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipe | None:
@@ -125,6 +131,7 @@ def build_pipeline(plan: Plan) -> PipelineSchedule:
         placement,
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
         posts_receives=parallel.overlap_p2p_communication,
+        combines=_overlaps_passes(plan),
     )
 
 
@@ -190,6 +197,7 @@ def build_executor(
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
         has_late_gradients=grid.ep.size > 1
         and config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim"),
+        turns=model.turns,
     )
 
 

@@ -27,9 +27,9 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "expert communication that overlaps the layers of another micro-batch",
-        "it overlaps the router, the shared expert and weight gradients of the same layer",
-        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
+        "other priorities and an earlier release of memory with --overlap-moe-expert-parallel-comm",
+        "both passes use one stream, and a combined action ends a layer's backward pass before the next one begins",
+        "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
         "all-gathering weights in FP8",

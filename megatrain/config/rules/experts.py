@@ -241,6 +241,16 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+def experts_overlap_one_way(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.overlap_moe_expert_parallel_comm and experts.moe_shared_expert_overlap:
+        yield Problem(
+            "--overlap-moe-expert-parallel-comm is not supported together with --moe-shared-expert-overlap, as in"
+            " Megatron-LM: the layers of another micro-batch run in place of the shared expert",
+            "remove --moe-shared-expert-overlap",
+        )
+
+
 def expert_ranks_have_experts(draft: Draft) -> Problems:
     size = draft.config.parallel.expert_model_parallel_size
     if draft.config.experts.num_experts is None and size > 1:
@@ -281,6 +291,7 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_bias_requires_sigmoid,
     sinkhorn_and_quantiles_exclude_expert_bias,
     quantile_balancing_is_possible,
+    experts_overlap_one_way,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,

@@ -37,9 +37,15 @@ class Turns:
         self._pair = pair = _Pair()
         work = _as_in_this_thread(backward)
         thread = threading.Thread(target=pair.run, args=(0, work), name="backward pass", daemon=True)
-        thread.start()
-        pair.run(1, forward)
-        thread.join()
+
+        def start_then_forward() -> None:
+            thread.start()
+            pair.wait(1)
+            forward()
+
+        pair.run(1, start_then_forward)
+        if thread.is_alive():
+            thread.join()
         self._pair = None
         if pair.failure is not None:
             raise pair.failure
@@ -53,14 +59,12 @@ class _Pair:
         """The first error of a pass."""
         self._running = 0
         self._has_ended = [False, False]
-        self._may_run = [threading.Semaphore(1), threading.Semaphore(0)]
+        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
 
     def run(self, number: int, work: Work) -> None:
         """Run a pass in the thread that calls this."""
         try:
-            self._may_run[number].acquire()
-            if self.failure is None:
-                work()
+            work()
         except BaseException as error:  # noqa: BLE001 (`Turns.run` raises it)
             self.failure = self.failure or error
         self._has_ended[number] = True
@@ -70,13 +74,23 @@ class _Pair:
         number = self._running
         if not self._has_ended[1 - number]:
             self._pass_on(1 - number)
-            self._may_run[number].acquire()
+            self.wait(number)
+        elif self.failure is not None:
+            raise _OtherPassError
+
+    def wait(self, number: int) -> None:
+        """Wait for the turn of a pass."""
+        self._turns[number].acquire()
         if self.failure is not None:
-            raise RuntimeError("the pass that runs in turn with this one has failed")
+            raise _OtherPassError
 
     def _pass_on(self, number: int) -> None:
         self._running = number
-        self._may_run[number].release()
+        self._turns[number].release()
+
+
+class _OtherPassError(RuntimeError):
+    """Ends a pass whose other pass has failed."""
 
 
 def _as_in_this_thread(work: Work) -> Work:

@@ -10,7 +10,8 @@ A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option
 To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
 divide over the replicas, or needs more than four micro-batches; context ranks or documents of a model with linear attention; replicated keys and values with more query groups than
 tensor ranks; replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that
-the rules of `resolve` refuse with experts; a feature without the feature it needs; a pair that the table refuses.
+the rules of `resolve` refuse with experts; passes that are to overlap and cannot; a feature without the feature it needs; a
+pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -348,6 +349,16 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     )
 
 
+@_rule_of("expert communication", "pipeline parallelism", "pipeline schedule", "data parallelism", "batch")
+def _passes_overlap(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether expert communication that is to overlap another micro-batch has one to overlap (rules/without_effect.py)."""
+    ranks, schedule = known["pipeline parallelism"], known["pipeline schedule"]
+    batch, dp = known["batch"], known["data parallelism"]
+    is_combined = ranks in (None, "pp1") or schedule in (None, "interleaved", "dualpipev")
+    has_two = batch is None or dp is None or _number(batch) > _number(dp) * MICRO_BATCH
+    return known["expert communication"] != "moeoverlap" or (is_combined and has_two)
+
+
 def _sizes_of(known: Mapping[str, str | None]) -> dict[str, int]:
     """Return the known sizes."""
     return {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
@@ -446,4 +457,12 @@ def _number(word: str) -> int:
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
 
 
-_RULES: Final = (_sizes_fit, _stages_fit, _model_fits, _mtp_fits, _context_fits, _experts_fit)
+_RULES: Final = (
+    _sizes_fit,
+    _stages_fit,
+    _model_fits,
+    _mtp_fits,
+    _context_fits,
+    _experts_fit,
+    _passes_overlap,
+)
