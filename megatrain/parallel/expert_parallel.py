@@ -23,8 +23,8 @@ Communication overlaps the router, the shared expert and weight gradients: see `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -161,7 +161,9 @@ class AllGatherDispatcher:
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sums = RowTransfer(self._begin_reduction, self._begin_gather, self.give_turn, dispatched.overlapped)
+        sums = RowTransfer(
+            self._begin_reduction, self._begin_gather, self.give_turn, [*dispatched.overlapped]
+        )
         own = sums.begin(_unpermuted(out, dispatched.state))
         return lambda: sums.finish(own)
 
@@ -234,7 +236,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
         def finish() -> DispatchedTokens:
             splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
-            sent = _all_to_all(splits, self.give_turn)
+            sent = RowTransfer(splits.begin, splits.reversed().begin, self.give_turn)
             own_rows = sent.begin(outgoing)
             received, own = by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
@@ -252,7 +254,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         state: DispatchState = dispatched.state
-        returned = _all_to_all(state.splits.reversed(), self.give_turn)
+        returned = RowTransfer(state.splits.reversed().begin, state.splits.begin, self.give_turn)
         own = returned.begin(reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp))
         return lambda: _unpermuted(returned.finish(own), state.by_rank)
 
@@ -311,6 +313,15 @@ class AllToAllSplits:
     def reversed(self) -> AllToAllSplits:
         return AllToAllSplits(self.group, self.from_ranks, self.to_ranks, self.rows_after, self.rows_before)
 
+    def begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Begin to send rows; returns the received rows, then uninitialised rows."""
+        outgoing = x[: sum(self.to_ranks)].contiguous()
+        out = x.new_empty(self.rows_after, *x.shape[1:])
+        incoming = out[: sum(self.from_ranks)]
+        return out, begin_all_to_all_into(
+            incoming, outgoing, self.group, to_ranks=self.to_ranks, from_ranks=self.from_ranks
+        )
+
 
 class DispatchState(NamedTuple):
     """The two permutations of an all-to-all dispatch, of own and of received tokens, and the splits between them."""
@@ -346,6 +357,7 @@ BeginTransfer = Callable[[Tensor], tuple[Tensor, Transfer]]
 """Begins a collective; the result must not be read before the wait."""
 
 
+@dataclass(eq=False)
 class RowTransfer:
     """A collective of rows [n, c], and in the backward pass its conjugate; both overlap the work between `begin` and `finish`.
 
@@ -354,20 +366,16 @@ class RowTransfer:
     y = finish(x)       wait and return the rows        begin the conjugate, then do the deferred work
     """
 
-    def __init__(
-        self,
-        forward: BeginTransfer,
-        backward: BeginTransfer,
-        give_turn: Callable[[], None] | None = None,
-        overlapped: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self.forward, self.backward, self.give_turn = forward, backward, give_turn
-        self.appended: Tensor | None = None
-        """Received columns that `forward` appended to those of x; they have no gradient."""
-        self.out: Tensor | None = None
-        self.pending = Transfer()
-        self.deferred = list(overlapped)
-        """Work of the backward pass, done while the gradient is sent."""
+    forward: BeginTransfer
+    backward: BeginTransfer
+    give_turn: Callable[[], None] | None = None
+    """Called before a wait: lets another pass run meanwhile."""
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+    """Work of the backward pass, done while the gradient is sent."""
+    appended: Tensor | None = None
+    """Received columns that `forward` appended to those of x; they have no gradient."""
+    out: Tensor | None = None
+    pending: Transfer = field(default_factory=Transfer)
 
     def begin(self, x: Tensor) -> Tensor:
         """Begin to send x; returns x, for `finish` only."""
@@ -384,7 +392,6 @@ class RowTransfer:
         return out
 
     def wait(self) -> None:
-        """Wait for the collective; `give_turn` may run part of another pass before that."""
         if self.give_turn is not None:
             self.give_turn()
         self.pending.wait()
@@ -421,21 +428,3 @@ class _FinishTransfer(Function):
         while ctx.transfer.deferred:
             ctx.transfer.deferred.pop(0)()
         return dx, None
-
-
-def _begin_all_to_all(x: Tensor, splits: AllToAllSplits) -> tuple[Tensor, Transfer]:
-    """Begin to send rows; returns the received rows, then uninitialised rows."""
-    outgoing = x[: sum(splits.to_ranks)].contiguous()
-    out = x.new_empty(splits.rows_after, *x.shape[1:])
-    incoming = out[: sum(splits.from_ranks)]
-    return out, begin_all_to_all_into(
-        incoming, outgoing, splits.group, to_ranks=splits.to_ranks, from_ranks=splits.from_ranks
-    )
-
-
-def _all_to_all(splits: AllToAllSplits, give_turn: Callable[[], None] | None) -> RowTransfer:
-    return RowTransfer(
-        lambda x: _begin_all_to_all(x, splits),
-        lambda dy: _begin_all_to_all(dy, splits.reversed()),
-        give_turn,
-    )

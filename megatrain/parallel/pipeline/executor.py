@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,13 +153,8 @@ class Executor:
 
     def _run_passes(self, run: _Run, action: Action) -> None:
         """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""
-        methods = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.WEIGHT: self._weights,
-        }
         for pair in segments_in_turn(action, self.chunks):
-            works = [functools.partial(methods[one.kind], run, one, number) for one, number in pair]
+            works = [functools.partial(self._run_pass, run, one, number) for one, number in pair]
             if self.turns is not None and len(works) == 2:
                 self.turns.run(*works)
             else:
@@ -170,6 +164,21 @@ class Executor:
             if one.kind is ActionKind.BACKWARD:
                 run.state(one).info.compute_late()
             self._hand_over(run, one)
+
+    def _run_pass(self, run: _Run, one: Action, number: int) -> None:
+        """Run a pass through a segment between the calls of its hooks."""
+        segment_pass = next(run.upcoming)
+        self.hooks.before(segment_pass)
+        if one.kind is ActionKind.FORWARD:
+            self._forward(run, one, number)
+        elif one.kind is ActionKind.BACKWARD:
+            self._backward(run, one, number)
+        else:
+            self._weights(run.state(one))
+        self.hooks.after(segment_pass)
+        if one.kind is (ActionKind.WEIGHT if run.state(one).defers_weights else ActionKind.BACKWARD):
+            run.num_done[number] += 1
+            self.hooks.on_gradients(number, is_last=run.num_done[number] == len(run.batches))
 
     def _hand_over(self, run: _Run, one: Action) -> None:
         """Give the result of a pass to the next virtual stage, if it is a chunk of this rank."""
@@ -194,8 +203,7 @@ class Executor:
         with torch.set_grad_enabled(info.is_training):
             if hidden is not None and info.is_training:
                 hidden = hidden.detach().requires_grad_()
-            with self._pass(run):
-                output = self.segments[number](hidden, run.batches[one.microbatch], info)
+            output = self.segments[number](hidden, run.batches[one.microbatch], info)
             if info.is_training:
                 state.inputs.append(hidden)
                 state.graphs.append(_Graph.of(output))
@@ -212,35 +220,20 @@ class Executor:
         if state.gradient is not None:
             graph.gradient.append(state.gradient)
             state.gradient = None
-        with self._pass(run):
-            torch.autograd.backward(graph.root)
+        torch.autograd.backward(graph.root)
         hidden = state.inputs.pop()
         if hidden is not None:
             state.gradient = hidden.grad
         if info.deferred is not None:
             state.deferred.append(info.deferred)
             info.deferred = None
-        else:
-            self._count(run, number)
 
     @record_function("weight gradients")
-    def _weights(self, run: _Run, one: Action, number: int) -> None:
+    @torch.no_grad()
+    def _weights(self, state: _InFlight) -> None:
         """Compute a segment's deferred weight gradients."""
-        with torch.no_grad(), self._pass(run):
-            for compute in run.state(one).deferred.pop(0):
-                compute()
-        self._count(run, number)
-
-    def _count(self, run: _Run, number: int) -> None:
-        run.num_done[number] += 1
-        self.hooks.on_gradients(number, is_last=run.num_done[number] == len(run.batches))
-
-    @contextmanager
-    def _pass(self, run: _Run) -> Iterator[None]:
-        segment_pass = next(run.upcoming)
-        self.hooks.before(segment_pass)
-        yield
-        self.hooks.after(segment_pass)
+        for compute in state.deferred.pop(0):
+            compute()
 
 
 def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[list[tuple[Action, int]]]:
