@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.rotary import RotarySpec
-from megatrain.kernels.side_stream import SideStream
-from megatrain.model.build_experts import DispatcherType, ExpertRanks, expert_branch
+from megatrain.model.build_experts import ExpertCommunication, ExpertRanks, expert_branch
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.head import Head
@@ -76,7 +75,7 @@ class Model:
     fp8: Fp8Recipe | None = None
     """FP8 of linear layers; None: there is none."""
     turns: Turns | None = None
-    """Turns of a forward and a backward pass, which experts give up when they wait; None: passes run one after the other."""
+    """Turns of a forward and a backward pass; None: passes run one after the other."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -99,9 +98,7 @@ def build_model(
     attention: str = "sdpa",
     cp_comm_types: Sequence[str] = ("p2p",),
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
-    dispatcher: DispatcherType = "allgather",
-    overlaps_shared_expert: bool = False,
-    overlaps_passes: bool = False,
+    communication: ExpertCommunication = ExpertCommunication(),  # noqa: B008 (frozen)
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
@@ -119,9 +116,7 @@ def build_model(
         attention: attention kernel, a value of `derived.attention_backend`.
         cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
         recompute: activations to recompute.
-        dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
-        overlaps_shared_expert: on a GPU, a stream of its own computes the shared expert.
-        overlaps_passes: communication of experts overlaps the layers of another micro-batch.
+        communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
@@ -140,16 +135,13 @@ def build_model(
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
         return LocalLeaves(*common)
 
-    turns = Turns() if overlaps_passes else None
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
         dp=grid.dp,
         parallel=ExpertParallel(grid.ep, grid.etp),
-        dispatcher=dispatcher,
+        communication=communication,
         dtype=dtype,
         seed=seed,
-        side=SideStream() if overlaps_shared_expert else None,
-        turns=turns,
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
@@ -158,9 +150,8 @@ def build_model(
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
-    return Model(
-        spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8, turns
-    )
+    hidden_dtype, turns = builder.hidden_dtype, communication.turns
+    return Model(spec, segments, chunks, placement, registry, tp, cp, hidden_dtype, biases, fp8, turns)
 
 
 @dataclass(frozen=True)

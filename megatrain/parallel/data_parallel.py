@@ -181,10 +181,8 @@ class DataParallel:
         """See `SegmentHooks`."""
         self._running.remove(segment_pass)
         if segment_pass.kind is not ActionKind.WEIGHT:
-            in_use = self._in_use()
-            for number in self._buckets_of.get(segment_pass.segment, ()):
-                if number not in in_use:
-                    self.buffers.weights.free(number)
+            for number in set(self._buckets_of.get(segment_pass.segment, ())).difference(self._in_use()):
+                self.buffers.weights.free(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """See `SegmentHooks`. Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""

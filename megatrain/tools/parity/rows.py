@@ -8,10 +8,10 @@ Number formats are words too, but occur in no row of this table: low_precision.p
 
 A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
 To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
-divide over the replicas, or needs more than four micro-batches; context ranks or documents of a model with linear attention; replicated keys and values with more query groups than
-tensor ranks; replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that
-the rules of `resolve` refuse with experts; passes that are to overlap and cannot; a feature without the feature it needs; a
-pair that the table refuses.
+divide over the replicas, or needs more than four micro-batches; expert communication without another micro-batch to overlap;
+context ranks or documents of a model with linear attention; replicated keys and values with more query groups than tensor ranks;
+replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that the rules of `resolve`
+refuse with experts; a feature without the feature it needs; a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     return all(_REFUSED_WITH[name].isdisjoint(used) for name in used.intersection(_REFUSED_WITH))
 
 
-@_rule_of(*_SIZED)
+@_rule_of(*_SIZED, "expert communication")
 def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known sizes fit together."""
     sizes = _sizes_of(known)
@@ -277,7 +277,7 @@ def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         return False
     if "batch" in sizes and "data parallelism" in sizes:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
-        if left_over or passes > MAX_PASSES:
+        if left_over or not 1 + (known["expert communication"] == "moeoverlap") <= passes <= MAX_PASSES:
             return False
     has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
     if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
@@ -286,15 +286,17 @@ def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
-@_rule_of("pipeline parallelism", "pipeline schedule", "pipeline split")
+@_rule_of("pipeline parallelism", "pipeline schedule", "pipeline split", "expert communication")
 def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the known words split the four layers of a model into virtual stages."""
+    """Return whether the known words split the four layers of a model into virtual stages, whose passes overlap if they are to."""
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
     chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
     stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
-    return not set(stages).isdisjoint(fitting)
+    has_combined = min(ranks) == 1 or schedule not in ("1f1b", "zbh1", "zbv")
+    is_possible = has_combined or known["expert communication"] != "moeoverlap"
+    return is_possible and not set(stages).isdisjoint(fitting)
 
 
 @_rule_of("key-value replication", "context parallelism", "documents", "model")
@@ -309,12 +311,10 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 @_rule_of(*_OF_MTP)
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
-    word = known["multi-token prediction"]
-    if word in ("mtp1", "mtp2") and known["model"] in WITHOUT_MTP:
+    word, may_have = known["multi-token prediction"], known["model"] not in WITHOUT_MTP
+    if word in ("mtp1", "mtp2") and not may_have:
         return False
-    return known["pipeline split"] != "mtpalone" or (
-        word in (None, "mtp2") and known["model"] not in WITHOUT_MTP
-    )
+    return known["pipeline split"] != "mtpalone" or (word in (None, "mtp2") and may_have)
 
 
 @_rule_of("context parallelism", "context communication")
@@ -347,16 +347,6 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         for ep, etp in spreads
         if ep > 1 or "ep" not in needs
     )
-
-
-@_rule_of("expert communication", "pipeline parallelism", "pipeline schedule", "data parallelism", "batch")
-def _passes_overlap(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether expert communication that is to overlap another micro-batch has one to overlap (rules/without_effect.py)."""
-    ranks, schedule = known["pipeline parallelism"], known["pipeline schedule"]
-    batch, dp = known["batch"], known["data parallelism"]
-    is_combined = ranks in (None, "pp1") or schedule in (None, "interleaved", "dualpipev")
-    has_two = batch is None or dp is None or _number(batch) > _number(dp) * MICRO_BATCH
-    return known["expert communication"] != "moeoverlap" or (is_combined and has_two)
 
 
 def _sizes_of(known: Mapping[str, str | None]) -> dict[str, int]:
@@ -457,12 +447,4 @@ def _number(word: str) -> int:
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
 
 
-_RULES: Final = (
-    _sizes_fit,
-    _stages_fit,
-    _model_fits,
-    _mtp_fits,
-    _context_fits,
-    _experts_fit,
-    _passes_overlap,
-)
+_RULES: Final = (_sizes_fit, _stages_fit, _model_fits, _mtp_fits, _context_fits, _experts_fit)

@@ -134,6 +134,7 @@ class LocalDist:
         "tp2 sp pp2 mtp2 tied",
         "pp4 mtpalone mtp2",
         "tp2 sp dp2 zero3 fp8tensorwise",
+        "dp2 zero3 overlap mixtral ep2 batch12 moeoverlap",
     ],
 )
 def test_the_plan_of_each_rank_equals_its_real_step(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
