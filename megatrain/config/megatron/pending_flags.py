@@ -27,8 +27,8 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "other priorities and an earlier release of memory with --overlap-moe-expert-parallel-comm",
-        "both passes use one stream, and a combined action ends a layer's backward pass before the next one begins",
+        "a high priority of expert communication, and an earlier release of attention's memory",
+        "--overlap-moe-expert-parallel-comm runs without them",
         "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
