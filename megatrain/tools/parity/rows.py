@@ -5,7 +5,6 @@
     batch sizes                       ─┘
 
 Number formats are words too, but occur in no row of this table: low_precision.py has rows with them.
-
 A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
 To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
 divide over the replicas, or needs more than four micro-batches; expert communication without another micro-batch to overlap;
@@ -122,7 +121,6 @@ _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
     word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
 }
-
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
@@ -277,8 +275,10 @@ def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         return False
     if "batch" in sizes and "data parallelism" in sizes:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
-        if left_over or not 1 + (known["expert communication"] == "moeoverlap") <= passes <= MAX_PASSES:
+        if left_over or passes > MAX_PASSES:
             return False
+    if known["expert communication"] == "moeoverlap" and sizes.get("batch", 16) < 2 * dp * MICRO_BATCH:
+        return False  # one micro-batch
     has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
     if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
         return False
@@ -292,11 +292,11 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
     chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
-    stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
+    overlaps = known["expert communication"] == "moeoverlap"
+    stages = [a * b for a, b in product(ranks, chunks) if (a > 1 and not overlaps) or (a > 1) == (b > 1)]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
-    has_combined = min(ranks) == 1 or schedule not in ("1f1b", "zbh1", "zbv")
-    is_possible = has_combined or known["expert communication"] != "moeoverlap"
-    return is_possible and not set(stages).isdisjoint(fitting)
+    has_combined = schedule not in ("zbh1", "zbv") or not overlaps
+    return has_combined and not set(stages).isdisjoint(fitting)
 
 
 @_rule_of("key-value replication", "context parallelism", "documents", "model")
