@@ -114,14 +114,6 @@ CONDITIONS: Final = (
         _settings("experts", "overlap_moe_expert_parallel_comm"),
     ),
     Condition(
-        "on several pipeline ranks unless --pipeline-schedule is interleaved or dualpipe-v",
-        lambda d: (
-            d.config.parallel.pipeline_model_parallel_size == 1
-            or d.config.parallel.pipeline_schedule in ("interleaved", "dualpipe-v")
-        ),
-        _settings("experts", "overlap_moe_expert_parallel_comm"),
-    ),
-    Condition(
         "on a CPU, which has no streams",
         lambda d: d.config.training.device == "cuda",
         _settings("experts", "moe_shared_expert_overlap"),

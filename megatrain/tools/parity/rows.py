@@ -295,8 +295,7 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     overlaps = known["expert communication"] == "moeoverlap"
     stages = [a * b for a, b in product(ranks, chunks) if (a > 1 and not overlaps) or (a > 1) == (b > 1)]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
-    has_combined = schedule not in ("zbh1", "zbv") or not overlaps
-    return has_combined and not set(stages).isdisjoint(fitting)
+    return not set(stages).isdisjoint(fitting)
 
 
 @_rule_of("key-value replication", "context parallelism", "documents", "model")
@@ -386,7 +385,8 @@ def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[La
     times = Counter(pair for layout in layouts for pair in pairs_of(layout.table_words))
     batches = sorted(_BATCHES, key=_number)
     for layout in layouts:
-        smaller = [layout.but(batch) for batch in batches if _number(batch) < layout.global_batch]
+        numbers = [batch for batch in batches if _number(batch) < layout.global_batch]
+        smaller = [layout.but(f"{batch} moewaits") for batch in numbers]
         own = pairs_of(layout.table_words)
         chosen = layout
         for other in smaller if layout.pp == 1 else ():
