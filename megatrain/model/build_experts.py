@@ -37,8 +37,20 @@ from megatrain.parallel.expert_parallel import (
 )
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
+from megatrain.parallel.pipeline.interleave import Turns
 
 DispatcherType = Literal["allgather", "alltoall"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCommunication:
+    """The way in which ranks exchange tokens, and what overlaps it."""
+
+    dispatcher: DispatcherType = "allgather"
+    side: SideStream | None = None
+    """Stream of the shared expert on a GPU; None: that of the other experts."""
+    turns: Turns | None = None
+    """Turns of a forward and a backward pass, which a pass gives up before it waits; None: passes run one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +61,11 @@ class ExpertRanks:
     dp: RankGroup
     """Data-parallel ranks."""
     parallel: ExpertParallel
-    dispatcher: DispatcherType
+    communication: ExpertCommunication = ExpertCommunication()
     dtype: torch.dtype
     """Dtype of the weights."""
     seed: int
     """Seed of the router's jitter."""
-    side: SideStream | None = None
-    """Stream of the shared expert on a GPU; None: that of the other experts."""
 
 
 def expert_branch(
@@ -77,7 +87,9 @@ def expert_branch(
             spec.shared, gpt, prefix, leaves, tp, ranks.dtype, has_gate=spec.has_shared_gate
         )
         is_recomputed = recompute.has_part("shared_experts")
-        mlp = WithSharedExpert(experts, RecomputedModule(shared) if is_recomputed else shared, ranks.side)
+        mlp = WithSharedExpert(
+            experts, RecomputedModule(shared) if is_recomputed else shared, ranks.communication.side
+        )
     mlp = RecomputedModule(mlp) if recompute.has_part("moe") else mlp
     return ExpertBranch(norm, mlp, branch_output(gpt, position, prefix, leaves, tp))
 
@@ -144,8 +156,10 @@ def _token_dispatcher(spec: RouterSpec, ranks: ExpertRanks) -> TokenDispatcher:
 
     if ep.size * etp.size == 1:
         return LocalDispatcher(spec.num_experts, rows_per_expert)
-    kind = AllToAllDispatcher if ranks.dispatcher == "alltoall" else AllGatherDispatcher
-    return kind(spec.num_experts, ep, etp, rows_per_expert)
+    kind = AllToAllDispatcher if ranks.communication.dispatcher == "alltoall" else AllGatherDispatcher
+    turns = ranks.communication.turns
+    give_turn = None if turns is None else turns.give
+    return kind(spec.num_experts, ep, etp, rows_per_expert, give_turn)
 
 
 def _max_batches(expert_ranks: int, batch_ranks: int) -> int:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.rotary import RotarySpec
-from megatrain.kernels.side_stream import SideStream
-from megatrain.model.build_experts import DispatcherType, ExpertRanks, expert_branch
+from megatrain.model.build_experts import ExpertCommunication, ExpertRanks, expert_branch
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.head import Head
@@ -47,6 +46,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -75,6 +75,8 @@ class Model:
     """Biases of the routers of all stages."""
     fp8: Fp8Recipes | None = None
     """FP8 of linear layers; None: there is none."""
+    turns: Turns | None = None
+    """Turns of a forward and a backward pass; None: passes run one after the other."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -97,8 +99,7 @@ def build_model(
     attention: str = "sdpa",
     cp_comm_types: Sequence[str] = ("p2p",),
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
-    dispatcher: DispatcherType = "allgather",
-    overlaps_shared_expert: bool = False,
+    communication: ExpertCommunication = ExpertCommunication(),  # noqa: B008 (frozen)
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
@@ -116,8 +117,7 @@ def build_model(
         attention: attention kernel, a value of `derived.attention_backend`.
         cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
         recompute: activations to recompute.
-        dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
-        overlaps_shared_expert: on a GPU, a stream of its own computes the shared expert.
+        communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
@@ -140,10 +140,9 @@ def build_model(
         split=TokenSplit(tp, cp),
         dp=grid.dp,
         parallel=ExpertParallel(grid.ep, grid.etp),
-        dispatcher=dispatcher,
+        communication=communication,
         dtype=dtype,
         seed=seed,
-        side=SideStream() if overlaps_shared_expert else None,
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
@@ -152,7 +151,8 @@ def build_model(
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
-    return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8)
+    hidden_dtype, turns = builder.hidden_dtype, communication.turns
+    return Model(spec, segments, chunks, placement, registry, tp, cp, hidden_dtype, biases, fp8, turns)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ added to the shard) and weights (ZeRO-3: gathered for every pass). The loss is s
 
     compute      segment 3          | segment 4          | segment 5
     network      gather 4           | gather 5           | gather 6
-    allocated    3 and 4            | 4 and 5            | 5 and 6
+    allocated    3 and 4            | 4 and 5            | 5 and 6            one more while two passes run in turn
 
 Source: ZeRO, arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ class DataParallel:
         )
         self._buckets_of = buffers.buckets_of
         self._upcoming: deque[SegmentPass] = deque()
+        self._running: list[SegmentPass] = []
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         """See `SegmentHooks`."""
@@ -164,6 +166,7 @@ class DataParallel:
         """See `SegmentHooks`. Also begins to gather the weights of the next pass."""
         expected = self._upcoming.popleft()
         assert segment_pass == expected, f"{segment_pass} runs before {expected}"
+        self._running.append(segment_pass)
         own = self._buckets_of.get(segment_pass.segment, ())
         if segment_pass.computes_gradients:
             for number in own:
@@ -171,16 +174,15 @@ class DataParallel:
         if segment_pass.kind is not ActionKind.WEIGHT:
             for number in own:
                 self.weights.wait_for(number)
-            for number in self._needed_next():
+            for number in self._in_use():
                 self.weights.prefetch(number)
 
     def after(self, segment_pass: SegmentPass) -> None:
         """See `SegmentHooks`."""
+        self._running.remove(segment_pass)
         if segment_pass.kind is not ActionKind.WEIGHT:
-            needed = self._needed_next()
-            for number in self._buckets_of.get(segment_pass.segment, ()):
-                if number not in needed:
-                    self.buffers.weights.free(number)
+            for number in set(self._buckets_of.get(segment_pass.segment, ())).difference(self._in_use()):
+                self.buffers.weights.free(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """See `SegmentHooks`. Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""
@@ -188,17 +190,11 @@ class DataParallel:
             if segment == self.buffers.buckets[number].users[0]:
                 self.gradients.mark_ready(number, is_last=is_last)
 
-    def _needed_next(self) -> Sequence[int]:
-        """Return the buckets of the next pass that uses weights."""
-        for segment_pass in self._upcoming:
-            if segment_pass.kind is not ActionKind.WEIGHT:
-                return self._buckets_of.get(segment_pass.segment, ())
-        return ()
-
-    def reduce_all_gradients(self) -> None:
-        """Reduce every bucket, after the step's last backward pass: for passes that call no hooks."""
-        for number in range(len(self.buffers.buckets)):
-            self.gradients.mark_ready(number, is_last=True)
+    def _in_use(self) -> list[int]:
+        """Return the buckets of the passes that run, and of the next one that uses weights."""
+        later = (one for one in self._upcoming if one.kind is not ActionKind.WEIGHT)
+        passes = [*self._running, *itertools.islice(later, 1)]
+        return [number for one in passes for number in self._buckets_of.get(one.segment, ())]
 
     def finish_gradients(self) -> None:
         """Complete all reductions over the replicas, then sum gradients that are partial sums over another group.

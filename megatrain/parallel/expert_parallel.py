@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,14 +137,19 @@ class AllGatherDispatcher:
     overlaps_combine = True
 
     def __init__(
-        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
+        self,
+        num_experts: int,
+        ep: RankGroup,
+        etp: RankGroup,
+        rows_per_expert: RowsPerExpert | None = None,
+        give_turn: Callable[[], None] | None = None,
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_per_expert = rows_per_expert
+        self.rows_per_expert, self.give_turn = rows_per_expert, give_turn
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
-        tokens = self._gather()
+        tokens = RowTransfer(self._begin_gather, self._begin_reduction, self.give_turn)
         own = tokens.begin(x)
         finish_routing = self._begin_routing_gather(route())
 
@@ -156,7 +161,9 @@ class AllGatherDispatcher:
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sums = RowTransfer(self._begin_reduction, self._begin_gather, *dispatched.overlapped)
+        sums = RowTransfer(
+            self._begin_reduction, self._begin_gather, self.give_turn, [*dispatched.overlapped]
+        )
         own = sums.begin(_unpermuted(out, dispatched.state))
         return lambda: sums.finish(own)
 
@@ -169,7 +176,7 @@ class AllGatherDispatcher:
         probs, experts = routing.probs, routing.kept_experts
         same_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[probs.element_size()]
         bits = experts.to(same_size).view(probs.dtype)
-        both = self._gather(lambda x: torch.cat((x, bits), dim=1))
+        both = RowTransfer(lambda x: self._begin_gather(torch.cat((x, bits), dim=1)), self._begin_reduction)
         own = both.begin(probs)
 
         def finish() -> tuple[Tensor, Tensor]:
@@ -178,9 +185,6 @@ class AllGatherDispatcher:
             return both.appended.view(same_size), all_probs
 
         return finish
-
-    def _gather(self, sent: Callable[[Tensor], Tensor] = lambda x: x) -> RowTransfer:
-        return RowTransfer(lambda x: self._begin_gather(sent(x)), self._begin_reduction)
 
     def _begin_gather(self, x: Tensor) -> tuple[Tensor, Transfer]:
         """Begin to gather over etp and ep; of two gathers the first is complete."""
@@ -232,7 +236,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
         def finish() -> DispatchedTokens:
             splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
-            sent = _all_to_all(splits)
+            sent = RowTransfer(splits.begin, splits.reversed().begin, self.give_turn)
             own_rows = sent.begin(outgoing)
             received, own = by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
@@ -250,7 +254,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         state: DispatchState = dispatched.state
-        returned = _all_to_all(state.splits.reversed())
+        returned = RowTransfer(state.splits.reversed().begin, state.splits.begin, self.give_turn)
         own = returned.begin(reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp))
         return lambda: _unpermuted(returned.finish(own), state.by_rank)
 
@@ -309,6 +313,15 @@ class AllToAllSplits:
     def reversed(self) -> AllToAllSplits:
         return AllToAllSplits(self.group, self.from_ranks, self.to_ranks, self.rows_after, self.rows_before)
 
+    def begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Begin to send rows; returns the received rows, then uninitialised rows."""
+        outgoing = x[: sum(self.to_ranks)].contiguous()
+        out = x.new_empty(self.rows_after, *x.shape[1:])
+        incoming = out[: sum(self.from_ranks)]
+        return out, begin_all_to_all_into(
+            incoming, outgoing, self.group, to_ranks=self.to_ranks, from_ranks=self.from_ranks
+        )
+
 
 class DispatchState(NamedTuple):
     """The two permutations of an all-to-all dispatch, of own and of received tokens, and the splits between them."""
@@ -344,6 +357,7 @@ BeginTransfer = Callable[[Tensor], tuple[Tensor, Transfer]]
 """Begins a collective; the result must not be read before the wait."""
 
 
+@dataclass(eq=False)
 class RowTransfer:
     """A collective of rows [n, c], and in the backward pass its conjugate; both overlap the work between `begin` and `finish`.
 
@@ -352,14 +366,16 @@ class RowTransfer:
     y = finish(x)       wait and return the rows        begin the conjugate, then do the deferred work
     """
 
-    def __init__(self, forward: BeginTransfer, backward: BeginTransfer, *work: Callable[[], None]) -> None:
-        self.forward, self.backward = forward, backward
-        self.appended: Tensor | None = None
-        """Received columns that `forward` appended to those of x; they have no gradient."""
-        self.out: Tensor | None = None
-        self.pending = Transfer()
-        self.deferred = list(work)
-        """Work of the backward pass, done while the gradient is sent."""
+    forward: BeginTransfer
+    backward: BeginTransfer
+    give_turn: Callable[[], None] | None = None
+    """Called before a wait: lets another pass run meanwhile."""
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+    """Work of the backward pass, done while the gradient is sent."""
+    appended: Tensor | None = None
+    """Received columns that `forward` appended to those of x; they have no gradient."""
+    out: Tensor | None = None
+    pending: Transfer = field(default_factory=Transfer)
 
     def begin(self, x: Tensor) -> Tensor:
         """Begin to send x; returns x, for `finish` only."""
@@ -375,6 +391,11 @@ class RowTransfer:
         out, self.pending = begin(x.detach())
         return out
 
+    def wait(self) -> None:
+        if self.give_turn is not None:
+            self.give_turn()
+        self.pending.wait()
+
 
 class _BeginTransfer(Function):
     @staticmethod
@@ -385,7 +406,7 @@ class _BeginTransfer(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.pending.wait()
+        ctx.transfer.wait()
         return grads[0], None
 
 
@@ -393,7 +414,7 @@ class _FinishTransfer(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: RowTransfer) -> Tensor:
         ctx.transfer, columns = transfer, x.shape[1]
-        transfer.pending.wait()
+        transfer.wait()
         out, transfer.out = transfer.out, None
         assert out is not None, "begin comes first"
         if out.shape[1] == columns:
@@ -407,19 +428,3 @@ class _FinishTransfer(Function):
         while ctx.transfer.deferred:
             ctx.transfer.deferred.pop(0)()
         return dx, None
-
-
-def _begin_all_to_all(x: Tensor, splits: AllToAllSplits) -> tuple[Tensor, Transfer]:
-    """Begin to send rows; returns the received rows, then uninitialised rows."""
-    outgoing = x[: sum(splits.to_ranks)].contiguous()
-    out = x.new_empty(splits.rows_after, *x.shape[1:])
-    incoming = out[: sum(splits.from_ranks)]
-    return out, begin_all_to_all_into(
-        incoming, outgoing, splits.group, to_ranks=splits.to_ranks, from_ranks=splits.from_ranks
-    )
-
-
-def _all_to_all(splits: AllToAllSplits) -> RowTransfer:
-    return RowTransfer(
-        lambda x: _begin_all_to_all(x, splits), lambda dy: _begin_all_to_all(dy, splits.reversed())
-    )

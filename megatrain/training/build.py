@@ -13,10 +13,11 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.derive.fp8 import MXFP8_BLOCK, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
-from megatrain.config.schema.experts import ExpertsConfig
-from megatrain.model.build_experts import DispatcherType
+from megatrain.kernels.side_stream import SideStream
+from megatrain.model.build_experts import ExpertCommunication
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
@@ -36,6 +37,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
 from megatrain.parallel.pipeline.segments import SegmentHooks
@@ -70,14 +72,23 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
-        overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
-        dispatcher=_dispatcher(config.experts),
+        communication=_expert_communication(plan),
     )
 
 
-def _dispatcher(experts: ExpertsConfig) -> DispatcherType:
+def _expert_communication(plan: Plan) -> ExpertCommunication:
+    experts = plan.config.experts
     is_alltoall = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
-    return "alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather"
+    has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
+    return ExpertCommunication(
+        dispatcher="alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather",
+        side=SideStream() if has_side else None,
+        turns=Turns() if _overlaps_passes(plan) else None,
+    )
+
+
+def _overlaps_passes(plan: Plan) -> bool:
+    return plan.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(plan)
 
 
 def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes | None:
@@ -140,6 +151,7 @@ def build_pipeline(plan: Plan) -> PipelineSchedule:
         placement,
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
         posts_receives=parallel.overlap_p2p_communication,
+        combines=_overlaps_passes(plan),
     )
 
 
@@ -216,6 +228,7 @@ def build_executor(
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
         has_late_gradients=grid.ep.size > 1
         and config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim"),
+        turns=model.turns,
     )
 
 

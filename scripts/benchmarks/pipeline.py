@@ -222,7 +222,8 @@ class TimedExecutor:
 
     def _passes(self) -> list[tuple[str, float]]:
         executor, deferred = self.engine.executor, deferred_weights(self.actions)
-        order = [one for action in self.actions for one, _ in segments_in_turn(action, executor.chunks)]
+        pairs = [pair for action in self.actions for pair in segments_in_turn(action, executor.chunks)]
+        order = [one for pair in pairs for one, _ in pair]
         sums: dict[Action, float] = {}
         for one, (start, end) in zip(order, self.marks, strict=True):
             sums[one] = sums.get(one, 0.0) + self.clock.seconds(start, end)

@@ -60,7 +60,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
     )  # fmt: skip
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"]),
-        dispatcher="allgather", dtype=torch.float64, seed=0,
+        dtype=torch.float64, seed=0,
     )  # fmt: skip
     branch = expert_branch(spec, gpt, 0, "post", leaves, ranks, Recompute())
     branch.output = torch.nn.Identity()  # type: ignore[assignment]

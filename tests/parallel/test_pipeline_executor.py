@@ -21,7 +21,7 @@ CHUNKS = [range(3), range(3, 5)]
 def test_a_combined_action_alternates_between_its_passes() -> None:
     actions = [combined(Action(FORWARD, 1, 0), Action(BACKWARD, 0, 1))]
     assert [(one.kind, one.segment) for one in segment_passes(actions, CHUNKS)] == [
-        (FORWARD, 0), (BACKWARD, 4), (FORWARD, 1), (BACKWARD, 3), (FORWARD, 2),
+        (BACKWARD, 4), (FORWARD, 0), (BACKWARD, 3), (FORWARD, 1), (FORWARD, 2),
     ]  # fmt: skip
 
 

@@ -99,6 +99,15 @@ def test_dualpipe_v_runs_forward_and_backward_passes_together() -> None:
     ]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_one_stage_combines_all_passes_but_the_first_and_the_last(count: int) -> None:
+    actions = PipelineSchedule("1f1b", Placement(1), combines=True).training(0, count)
+    passes = [[(one.kind, one.microbatch) for one in action.passes] for action in actions]
+    pairs = [[(ActionKind.FORWARD, n + 1), (ActionKind.BACKWARD, n)] for n in range(count - 1)]
+    assert passes == [[(ActionKind.FORWARD, 0)], *pairs, [(ActionKind.BACKWARD, count - 1)]]
+    assert simulate([actions]).peak_activations == (min(count, 2),)
+
+
 RANDOM = random.Random(7)
 SAMPLES = [
     (RANDOM.randint(2, 12), RANDOM.randint(2, 5), RANDOM.randint(1, 40), RANDOM.randint(0, 9))
@@ -130,7 +139,8 @@ def peak_bounds(schedule: PipelineSchedule, count: int) -> list[int]:
         case "interleaved":
             group = schedule.group_size or ranks
             first = min(group + count % group, count)  # the longest group
-            bounds = [2 * (ranks - 1 - rank) + (chunks - 1) * first + 1 for rank in range(ranks)]
+            ahead = 1 + schedule.combines
+            bounds = [2 * (ranks - 1 - rank) + (chunks - 1) * first + ahead for rank in range(ranks)]
         case "zb-v":
             bounds = [2 * ranks] * ranks
         case "dualpipe-v":
@@ -151,6 +161,7 @@ def test_random_numbers_of_ranks_chunks_and_microbatches(number: int) -> None:
         schedules = [
             PipelineSchedule("1f1b", Placement(ranks)),
             PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more * (number % 2)),
+            PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more, combines=True),
             PipelineSchedule("zb-h1", Placement(ranks), posts_receives=number % 2 == 0),
             PipelineSchedule("zb-v", in_v),
             PipelineSchedule("dualpipe-v", in_v),

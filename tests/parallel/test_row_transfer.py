@@ -71,7 +71,7 @@ def test_the_newest_late_weight_gradient_overlaps_with_the_gradient() -> None:
         events.append("begin")
         return x, Transfer(Work("rows", events))
 
-    transfer = RowTransfer(sent, sent, info.compute_late)
+    transfer = RowTransfer(sent, sent, deferred=[info.compute_late])
     rows = transfer.finish(transfer.begin(torch.ones(2, 3, requires_grad=True)))
     events.clear()
     rows.sum().backward()

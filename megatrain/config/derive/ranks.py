@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.product_algorithms import ProductAlgorithms, digest_of
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.values import whole
@@ -80,6 +80,12 @@ def data_parallel_size(draft: Draft) -> DerivedValue:
     if cp == 1:
         return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
     return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
+
+
+def experts_are_split(plan: Draft | Plan) -> bool:
+    """Return whether experts are on several ranks, which communicate."""
+    ranks = plan.config.parallel.expert_model_parallel_size * plan.derived.expert_tensor_parallel_size
+    return plan.config.experts.num_experts is not None and ranks > 1
 
 
 def expert_tensor_parallel_size(draft: Draft) -> DerivedValue:

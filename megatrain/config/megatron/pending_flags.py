@@ -27,9 +27,9 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "expert communication that overlaps the layers of another micro-batch",
-        "it overlaps the router, the shared expert and weight gradients of the same layer",
-        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
+        "a high priority of expert communication, and an earlier release of attention's memory",
+        "--overlap-moe-expert-parallel-comm runs without them",
+        "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
         "CUDA graphs of parts of a model",

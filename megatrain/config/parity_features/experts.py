@@ -110,6 +110,20 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
         is_layout=True,
     ),
     Option(
+        "expert communication",
+        ("experts.overlap_moe_expert_parallel_comm",),
+        (
+            Feature("moewaits", "", lambda p: not p.config.experts.overlap_moe_expert_parallel_comm),
+            Feature(
+                "moeoverlap",
+                "--overlap-moe-expert-parallel-comm",
+                lambda p: p.config.experts.overlap_moe_expert_parallel_comm,
+                needs=("ep",),
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
         "balancing",
         ("experts.moe_router_load_balancing_type", "experts.moe_aux_loss_coeff"),
         (

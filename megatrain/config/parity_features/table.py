@@ -35,6 +35,14 @@ REFUSED_PAIRS: Final[tuple[RefusedPair, ...]] = (
         "an instance has no sharded state",
         "use --data-parallel-sharding-strategy optim, or remove --num-distributed-optimizer-instances",
     ),
+    *(
+        RefusedPair(
+            (schedule, "moeoverlap"),
+            "it combines no forward and backward passes",
+            "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
+        )
+        for schedule in ("zbh1", "zbv")
+    ),
     RefusedPair(
         ("muon", "offload"),
         "the matrix products of Muon are too slow on a CPU",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
+from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.rules.sizes import divisor_near, multiple_near
@@ -241,6 +242,29 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+def experts_overlap_one_way(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.overlap_moe_expert_parallel_comm and experts.moe_shared_expert_overlap:
+        yield Problem(
+            "--overlap-moe-expert-parallel-comm is not supported together with --moe-shared-expert-overlap, as in"
+            " Megatron-LM: the layers of another micro-batch run in place of the shared expert",
+            "remove --moe-shared-expert-overlap",
+        )
+
+
+def overlapped_passes_are_combined(draft: Draft) -> Problems:
+    """Other schedules are refused by the table of parity features."""
+    parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
+    overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
+    if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
+        yield Problem(
+            f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires several model chunks per"
+            " rank, as in Megatron-LM: with one, a rank would wait for both passes of another one",
+            "add --num-virtual-stages-per-pipeline-rank 2 or --pipeline-schedule dualpipe-v, or remove"
+            " --overlap-moe-expert-parallel-comm",
+        )
+
+
 def expert_ranks_have_experts(draft: Draft) -> Problems:
     size = draft.config.parallel.expert_model_parallel_size
     if draft.config.experts.num_experts is None and size > 1:
@@ -281,6 +305,8 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_bias_requires_sigmoid,
     sinkhorn_and_quantiles_exclude_expert_bias,
     quantile_balancing_is_possible,
+    experts_overlap_one_way,
+    overlapped_passes_are_combined,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,

@@ -6,6 +6,7 @@ from typing import Final
 
 from megatrain.config.derive.cuda_graphs import WHOLE
 from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks
+from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
@@ -110,6 +111,16 @@ CONDITIONS: Final = (
         "unless --moe-token-dispatcher-type is alltoall",
         lambda d: d.config.experts.moe_token_dispatcher_type != "allgather",  # noqa: S105
         _settings("experts", "moe_alltoall_as_allgather"),
+    ),
+    Condition(
+        "with experts on one rank",
+        lambda d: d.config.experts.num_experts is None or experts_are_split(d),
+        _settings("experts", "overlap_moe_expert_parallel_comm"),
+    ),
+    Condition(
+        "with one micro-batch per iteration, which has no other to overlap with",
+        lambda d: d.derived.num_microbatches > 1,
+        _settings("experts", "overlap_moe_expert_parallel_comm"),
     ),
     Condition(
         "on a CPU, which has no streams",

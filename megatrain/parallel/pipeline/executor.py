@@ -4,8 +4,8 @@
 
 The executor knows segments only as callables. Since the graph is cut, it knows when a segment runs and when its
 gradients are complete, and reports both to its `hooks`, which gather weights and reduce gradients meanwhile; there are
-no autograd hooks. A combined action alternates between segments of its forward and of its backward pass. The same code
-runs one stage and many, in training and in evaluation.
+no autograd hooks. A combined action runs a segment backward and another one forward, in turn (`interleave.py`). The same
+code runs one stage and many, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.profiler import record_function
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
 
@@ -75,6 +75,7 @@ class Executor:
         num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
         has_late_gradients: weight gradients may overlap with transfers of the next segment's backward pass, except in the last
             micro-batch; `hooks` must not read gradients before that.
+        turns: of the two segments that a combined action runs; None: one runs after the other.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Executor:
         placement: Placement | None = None,
         num_received: Mapping[int, int] | None = None,
         has_late_gradients: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self.segments = segments
         self.grid = grid
@@ -98,6 +100,7 @@ class Executor:
         self.hidden_shape = hidden_shape
         self.num_received = num_received or {}
         self.has_late_gradients = has_late_gradients
+        self.turns = turns
         self.dtype = dtype
         self.device = device
         self.hooks = hooks
@@ -150,17 +153,32 @@ class Executor:
 
     def _run_passes(self, run: _Run, action: Action) -> None:
         """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""
-        methods = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.WEIGHT: self._weights,
-        }
-        for one, number in segments_in_turn(action, self.chunks):
-            methods[one.kind](run, one, number)
+        for pair in segments_in_turn(action, self.chunks):
+            works = [functools.partial(self._run_pass, run, one, number) for one, number in pair]
+            if self.turns is not None and len(works) == 2:
+                self.turns.run(*works)
+            else:
+                for work in works:
+                    work()
         for one in action.passes:
             if one.kind is ActionKind.BACKWARD:
                 run.state(one).info.compute_late()
             self._hand_over(run, one)
+
+    def _run_pass(self, run: _Run, one: Action, number: int) -> None:
+        """Run a pass through a segment between the calls of its hooks."""
+        segment_pass = next(run.upcoming)
+        self.hooks.before(segment_pass)
+        if one.kind is ActionKind.FORWARD:
+            self._forward(run, one, number)
+        elif one.kind is ActionKind.BACKWARD:
+            self._backward(run, one, number)
+        else:
+            self._weights(run.state(one))
+        self.hooks.after(segment_pass)
+        if one.kind is (ActionKind.WEIGHT if run.state(one).defers_weights else ActionKind.BACKWARD):
+            run.num_done[number] += 1
+            self.hooks.on_gradients(number, is_last=run.num_done[number] == len(run.batches))
 
     def _hand_over(self, run: _Run, one: Action) -> None:
         """Give the result of a pass to the next virtual stage, if it is a chunk of this rank."""
@@ -185,8 +203,7 @@ class Executor:
         with torch.set_grad_enabled(info.is_training):
             if hidden is not None and info.is_training:
                 hidden = hidden.detach().requires_grad_()
-            with self._pass(run):
-                output = self.segments[number](hidden, run.batches[one.microbatch], info)
+            output = self.segments[number](hidden, run.batches[one.microbatch], info)
             if info.is_training:
                 state.inputs.append(hidden)
                 state.graphs.append(_Graph.of(output))
@@ -203,45 +220,30 @@ class Executor:
         if state.gradient is not None:
             graph.gradient.append(state.gradient)
             state.gradient = None
-        with self._pass(run):
-            torch.autograd.backward(graph.root)
+        torch.autograd.backward(graph.root)
         hidden = state.inputs.pop()
         if hidden is not None:
             state.gradient = hidden.grad
         if info.deferred is not None:
             state.deferred.append(info.deferred)
             info.deferred = None
-        else:
-            self._count(run, number)
 
     @record_function("weight gradients")
-    def _weights(self, run: _Run, one: Action, number: int) -> None:
+    @torch.no_grad()
+    def _weights(self, state: _InFlight) -> None:
         """Compute a segment's deferred weight gradients."""
-        with torch.no_grad(), self._pass(run):
-            for compute in run.state(one).deferred.pop(0):
-                compute()
-        self._count(run, number)
-
-    def _count(self, run: _Run, number: int) -> None:
-        run.num_done[number] += 1
-        self.hooks.on_gradients(number, is_last=run.num_done[number] == len(run.batches))
-
-    @contextmanager
-    def _pass(self, run: _Run) -> Iterator[None]:
-        segment_pass = next(run.upcoming)
-        self.hooks.before(segment_pass)
-        yield
-        self.hooks.after(segment_pass)
+        for compute in state.deferred.pop(0):
+            compute()
 
 
-def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[tuple[Action, int]]:
-    """Yield the passes of an action with each segment: up in forward passes, down in others, in turn if there are two."""
+def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[list[tuple[Action, int]]]:
+    """Yield the segments of an action's pass, up in forward passes, down in others; of two passes pairs, the backward pass first."""
     numbers = [
         [(one, number) for number in chunks[one.chunk][:: 1 if one.kind is ActionKind.FORWARD else -1]]
-        for one in action.passes
+        for one in reversed(action.passes)
     ]
-    for turn in itertools.zip_longest(*numbers):
-        yield from filter(None, turn)
+    for pair in itertools.zip_longest(*numbers):
+        yield list(filter(None, pair))
 
 
 def segment_passes(
@@ -253,7 +255,7 @@ def segment_passes(
     trained = {(one.microbatch, one.chunk) for one in passes if one.kind is ActionKind.BACKWARD}
     found: list[SegmentPass] = []
     for action in actions:
-        for one, number in segments_in_turn(action, chunks):
+        for one, number in itertools.chain.from_iterable(segments_in_turn(action, chunks)):
             is_fused = number == head and (one.microbatch, one.chunk) in trained - deferred
             found.append(SegmentPass(one.kind, number, one.kind is not ActionKind.FORWARD or is_fused))
     return found

@@ -85,7 +85,8 @@ class GraphedPasses:
             if self._graph is None:
                 self._graph = _Graph(self._bare, batch, info, self._record)
             self._graph.run(batch, info)
-        self._data_parallel.reduce_all_gradients()
+        for number in range(len(self._data_parallel.buffers.buckets)):
+            self._data_parallel.gradients.mark_ready(number, is_last=True)
 
 
 class _Graph:

@@ -8,6 +8,8 @@
 
     zero bubble: backward passes compute the gradient of the input only; weight gradients (W) fill the bubble
 
+    combined, 1 rank                         rank 0   F0 F1&B0 F2&B1 B2         experts of one pass communicate during the other
+
 A schedule is built in three steps: the passes of a rank in order, the messages that they need (`with_messages`), and
 receives posted ahead (`with_posts`), so that a message arrives during the pass before the one that needs it.
 Pure functions of the rank and the numbers of ranks, chunks and micro-batches; `simulator.py` checks them.
@@ -25,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
 from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 
 ScheduleKind = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
@@ -48,6 +50,8 @@ class PipelineSchedule:
     """Micro-batches that one chunk computes before the next (interleaved)."""
     posts_receives: bool = True
     """Post each receive before the pass that precedes the one that needs it."""
+    combines: bool = False
+    """Run a forward pass together with the backward pass of an earlier micro-batch (one stage, interleaved)."""
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (there is one schedule per run)
     def training(self, rank: int, num_microbatches: int) -> list[Action]:
@@ -62,9 +66,18 @@ class PipelineSchedule:
     def _training(self, rank: int, num_microbatches: int) -> list[Action]:
         match self.kind:
             case "1f1b":
-                return one_forward_one_backward(rank, self.placement.num_ranks, num_microbatches)
+                combines = self.combines and self.placement.num_ranks == 1
+                return one_forward_one_backward(
+                    rank, self.placement.num_ranks, num_microbatches, combines=combines
+                )
             case "interleaved":
-                return interleaved(rank, self.placement, num_microbatches, group_size=self.group_size)
+                return interleaved(
+                    rank,
+                    self.placement,
+                    num_microbatches,
+                    group_size=self.group_size,
+                    combines=self.combines,
+                )
             case "zb-h1" | "zb-v":
                 return zero_bubble(rank, self.placement, num_microbatches)
             case "dualpipe-v":
@@ -75,28 +88,31 @@ class PipelineSchedule:
         return with_posts(actions) if self.posts_receives else list(actions)
 
 
-def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Return 1F1B: a rank runs ahead by one forward pass per later rank. One rank: F B F B ..."""
-    return with_messages(
-        _one_forward_one_backward(rank, num_ranks, num_microbatches), rank, Placement(num_ranks)
-    )
-
-
-def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    ahead = min(num_ranks - rank - 1, num_microbatches)
+def one_forward_one_backward(
+    rank: int, num_ranks: int, num_microbatches: int, *, combines: bool = False
+) -> list[Action]:
+    """Return 1F1B: a rank runs ahead by one forward pass per later rank. One rank: F B F B ..., or combined F FB FB ... B."""
+    assert num_ranks == 1 or not combines, "a later rank would wait for both passes of an earlier one"
     forward = [Action(ActionKind.FORWARD, number) for number in range(num_microbatches)]
     backward = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
-    return _alternating(forward, backward, ahead)
+    passes = _alternating(forward, backward, num_ranks - rank - 1, combines=combines)
+    return with_messages(passes, rank, Placement(num_ranks))
 
 
 def interleaved(
-    rank: int, placement: Placement, num_microbatches: int, *, group_size: int | None = None
+    rank: int,
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    group_size: int | None = None,
+    combines: bool = False,
 ) -> list[Action]:
     """Return interleaved 1F1B over the chunks of a rank.
 
     Args:
         group_size: micro-batches that one chunk computes before the next chunk follows, at least the number of ranks;
             None: the number of ranks. A rest of fewer micro-batches than ranks joins the first group.
+        combines: a rank runs ahead by one more pass, and then a forward pass together with each backward pass.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     group_size = group_size or ranks
@@ -104,8 +120,8 @@ def interleaved(
     order = [(microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]
     forward = [Action(ActionKind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
     backward = [Action(ActionKind.BACKWARD, microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
-    ahead = min(2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]), len(order))
-    return with_messages(_alternating(forward, backward, ahead), rank, placement)
+    ahead = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0])
+    return with_messages(_alternating(forward, backward, ahead, combines=combines), rank, placement)
 
 
 def _groups(num_microbatches: int, size: int, smallest: int) -> list[range]:
@@ -266,9 +282,15 @@ def with_posts(actions: Sequence[Action]) -> list[Action]:
     ]
 
 
-def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> list[Action]:
-    """Return `ahead` forward passes, then one forward and one backward pass in turn, then the other backward passes."""
+def _alternating(
+    forward: Sequence[Action], backward: Sequence[Action], ahead: int, *, combines: bool
+) -> list[Action]:
+    """Return `ahead` forward passes, then one forward and one backward pass in turn, then the other backward passes.
+
+    With `combines`, a pass more is ahead, so that no backward pass needs the forward pass with which it runs.
+    """
+    ahead = min(ahead + combines, len(forward))
     passes = [*forward[:ahead]]
     for one_forward, one_backward in zip(forward[ahead:], backward, strict=False):
-        passes += [one_forward, one_backward]
+        passes += [combined(one_forward, one_backward)] if combines else [one_forward, one_backward]
     return [*passes, *backward[len(forward) - ahead :]]

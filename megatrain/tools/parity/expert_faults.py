@@ -27,6 +27,7 @@ from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
+from megatrain.parallel.pipeline.interleave import Turns, Work
 from megatrain.parallel.rank_lists import Family
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -145,6 +146,17 @@ def _late_gradients_dropped() -> AbstractContextManager[Any]:
     return mock.patch.object(PassInfo, "compute_late", forget)
 
 
+def _gradients_in_turn_dropped() -> AbstractContextManager[Any]:
+    """Drop the weight gradients of a backward pass that runs in turn with a forward pass."""
+    run = Turns.run
+
+    def dropping(self: Turns, backward: Work, forward: Work) -> None:
+        with mock.patch.object(PassInfo, "compute_weight_gradient", return_value=None):
+            run(self, backward, forward)
+
+    return mock.patch.object(Turns, "run", dropping)
+
+
 def _experts_reversed() -> AbstractContextManager[Any]:
     """Reverse the order of a rank's experts for received rows."""
 
@@ -179,6 +191,7 @@ EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {
     "expert tensor slices not summed": (_expert_slices_not_reduced, "dp2 mixtral etp2"),
     "gradients of routing probabilities at other tokens": (_probs_of_other_tokens, "dp2 mixtral ep2"),
     "late weight gradients dropped": (_late_gradients_dropped, "dp2 mixtral ep2"),
+    "weight gradients of passes in turn dropped": (_gradients_in_turn_dropped, "dp2 mixtral ep2 moeoverlap"),
     "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
     "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
     "latent projections not reduced under sp": (

@@ -29,10 +29,10 @@ def _weight_gradients_skipped() -> AbstractContextManager[Any]:
     """Drop the deferred weight gradients of the first micro-batch on one rank."""
     run_segment = Executor._weights  # noqa: SLF001
 
-    def skipping(self: Executor, run: Any, one: Action, number: int) -> None:
-        if one.microbatch == 0 and self.grid.pp.is_last:
-            run.state(one).deferred[0] = []
-        run_segment(self, run, one, number)
+    def skipping(self: Executor, state: Any) -> None:
+        if state.info.microbatch == 0 and self.grid.pp.is_last:
+            state.deferred[0] = []
+        run_segment(self, state)
 
     return mock.patch.object(Executor, "_weights", skipping)
 

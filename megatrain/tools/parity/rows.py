@@ -5,12 +5,12 @@
     batch sizes                       ─┘
 
 Number formats are words too, but occur in no row of this table: low_precision.py has rows with them.
-
 A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
 To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
-divide over the replicas, or needs more than four micro-batches; context ranks or documents of a model with linear attention; replicated keys and values with more query groups than
-tensor ranks; replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that
-the rules of `resolve` refuse with experts; a feature without the feature it needs; a pair that the table refuses.
+divide over the replicas, or needs more than four micro-batches; expert communication without another micro-batch to overlap;
+context ranks or documents of a model with linear attention; replicated keys and values with more query groups than tensor ranks;
+replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that the rules of `resolve`
+refuse with experts; a feature without the feature it needs; a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
     word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
 }
-
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
@@ -267,7 +266,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     return all(_REFUSED_WITH[name].isdisjoint(used) for name in used.intersection(_REFUSED_WITH))
 
 
-@_rule_of(*_SIZED)
+@_rule_of(*_SIZED, "expert communication")
 def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known sizes fit together."""
     sizes = _sizes_of(known)
@@ -278,6 +277,8 @@ def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
         if left_over or passes > MAX_PASSES:
             return False
+    if known["expert communication"] == "moeoverlap" and sizes.get("batch", 16) < 2 * dp * MICRO_BATCH:
+        return False  # one micro-batch
     has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
     if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
         return False
@@ -285,13 +286,14 @@ def _sizes_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
-@_rule_of("pipeline parallelism", "pipeline schedule", "pipeline split")
+@_rule_of("pipeline parallelism", "pipeline schedule", "pipeline split", "expert communication")
 def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the known words split the four layers of a model into virtual stages."""
+    """Return whether the known words split the four layers of a model into virtual stages, whose passes overlap if they are to."""
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
     chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
-    stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
+    overlaps = known["expert communication"] == "moeoverlap"
+    stages = [a * b for a, b in product(ranks, chunks) if (a > 1 and not overlaps) or (a > 1) == (b > 1)]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
     return not set(stages).isdisjoint(fitting)
 
@@ -308,12 +310,10 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 @_rule_of(*_OF_MTP)
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
-    word = known["multi-token prediction"]
-    if word in ("mtp1", "mtp2") and known["model"] in WITHOUT_MTP:
+    word, may_have = known["multi-token prediction"], known["model"] not in WITHOUT_MTP
+    if word in ("mtp1", "mtp2") and not may_have:
         return False
-    return known["pipeline split"] != "mtpalone" or (
-        word in (None, "mtp2") and known["model"] not in WITHOUT_MTP
-    )
+    return known["pipeline split"] != "mtpalone" or (word in (None, "mtp2") and may_have)
 
 
 @_rule_of("context parallelism", "context communication")
@@ -385,7 +385,8 @@ def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[La
     times = Counter(pair for layout in layouts for pair in pairs_of(layout.table_words))
     batches = sorted(_BATCHES, key=_number)
     for layout in layouts:
-        smaller = [layout.but(batch) for batch in batches if _number(batch) < layout.global_batch]
+        numbers = [batch for batch in batches if _number(batch) < layout.global_batch]
+        smaller = [layout.but(f"{batch} moewaits") for batch in numbers]
         own = pairs_of(layout.table_words)
         chosen = layout
         for other in smaller if layout.pp == 1 else ():

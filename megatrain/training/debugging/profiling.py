@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.config import Plan
@@ -44,6 +45,7 @@ class Profiling:
         self._file = self._folder / f"rank{rank}.json.gz"
         self._others = [other for other in ranks if other != rank]
         self._device = plan.config.training.device
+        self._has_two_threads = plan.config.experts.overlap_moe_expert_parallel_comm
         self._profile: profile | None = None
         self._is_recording = False
 
@@ -68,7 +70,8 @@ class Profiling:
             activities = [ProfilerActivity.CPU]
             if self._device == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
+            config = _ExperimentalConfig(profile_all_threads=self._has_two_threads)
+            self._profile = profile(activities=activities, experimental_config=config)
             self._profile.start()
             self._is_recording = True
 

@@ -39,6 +39,7 @@ SLOW_PHASES: Final = ("checkpoint save", "checkpoint load", "start")
 """Phases that may take as long as a start: they wait for disks."""
 _WAITING: Final = (".wait(", "_store.", ".synchronize(", ".item(", ".tolist(")
 """Text of a line that waits for other ranks, or for the device, which may wait for other ranks."""
+_TURNS: Final = "/parallel/pipeline/interleave.py"
 _MAX_LINES: Final = 12
 _MAX_CHARACTERS: Final = 300
 _DUMPED: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -84,8 +85,13 @@ def checked_position(values: Any) -> Position:
 
 
 def main_thread_frames() -> Frames:
-    """Return the stack of this process's main thread."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 (the documented way)
+    """Return the stack of this process's main thread, or of the backward pass that has its turn."""
+    by_thread = sys._current_frames()  # noqa: SLF001 (the documented way)
+    main = by_thread.pop(threading.main_thread().ident or 0, None)
+    return _with_turn([_frames(frame) for frame in (*by_thread.values(), main)])
+
+
+def _frames(frame: FrameType | None) -> Frames:
     frames: Frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -94,9 +100,22 @@ def main_thread_frames() -> Frames:
 
 
 def dumped_frames(dump: str) -> Frames:
-    """Return the main thread's stack among those that faulthandler has written: the last one."""
-    of_main_thread = dump.rpartition("hread 0x")[2]
-    return [(file, int(line), function) for file, line, function in _DUMPED.findall(of_main_thread)]
+    """Return the same stack among those that faulthandler has written, the main thread's last."""
+    return _with_turn(
+        [
+            [(file, int(line), function) for file, line, function in _DUMPED.findall(thread)]
+            for thread in dump.split("hread 0x")
+        ]
+    )
+
+
+def _with_turn(stacks: list[Frames]) -> Frames:
+    """Return the last stack, the main thread's; if its pass has given up its turn, that of the other pass."""
+    main = stacks[-1]
+    own = next((file for file, _, _ in main if file.startswith(_ROOT + "megatrain/")), "")
+    if not own.endswith(_TURNS):
+        return main
+    return next((one for one in stacks[:-1] if any(file.endswith(_TURNS) for file, _, _ in one)), main)
 
 
 def phase_of(frames: Frames, otherwise: str) -> str:

@@ -11,6 +11,7 @@ allocator loses to fragmentation. Host memory of --optimizer-cpu-offload is coun
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -207,26 +208,30 @@ class _Activity:
 
 
 class _ActivityHooks:
-    """Hooks of an executor that also record which pass runs."""
+    """Hooks of an executor that also record which pass runs. Passes that run in turn have a thread each."""
 
     def __init__(self, hooks: SegmentHooks) -> None:
         self.hooks = hooks
-        self.activity: object = None
-        """An `_Activity`; another object between passes; None before the first pass and after the last."""
+        self._own = threading.local()
         self._num_left = 0
+
+    @property
+    def activity(self) -> object:
+        """An `_Activity`; another object between passes; None before the first pass and after the last."""
+        return getattr(self._own, "activity", None)
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         self._num_left = len(passes)
         self.hooks.on_schedule(passes)
 
     def before(self, segment_pass: SegmentPass) -> None:
-        self.activity = _Activity(segment_pass.kind, segment_pass.segment)
+        self._own.activity = _Activity(segment_pass.kind, segment_pass.segment)
         self.hooks.before(segment_pass)
 
     def after(self, segment_pass: SegmentPass) -> None:
         self.hooks.after(segment_pass)
         self._num_left -= 1
-        self.activity = object() if self._num_left else None
+        self._own.activity = object() if self._num_left else None
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         self.hooks.on_gradients(segment, is_last=is_last)

@@ -43,6 +43,15 @@ CASES = {
         ("--num-experts 4 --moe-router-topk 1", "", None,
          ("--moe-router-topk 1",), ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid")),
     ],
+    "experts_overlap_one_way": [
+        (f"{FOUR} --overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
+         ("--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"), ("remove --moe-shared-expert-overlap",)),
+    ],
+    "overlapped_passes_are_combined": [
+        (f"{FOUR} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
+         ("--overlap-moe-expert-parallel-comm", "--pipeline-model-parallel-size 2"),
+         ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule dualpipe-v")),
+    ],
     "expert_groups_are_valid": [
         ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
          ("--num-experts 6", "--moe-router-num-groups 4"), ("--moe-router-num-groups 3",)),
