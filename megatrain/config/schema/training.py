@@ -129,11 +129,17 @@ class CheckpointConfig(CheckedSection):
     non_persistent_save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iterations between non-persistent checkpoints. Only the newest is kept. --load resumes from the newer of both."""
     non_persistent_ckpt_type: Literal["global", "local"] | None = None
-    """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder of one node."""
+    """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder on a disk of each node."""
     non_persistent_global_ckpt_dir: str | None = None
     """Folder of global non-persistent checkpoints. none: `non_persistent` in --save."""
     non_persistent_local_ckpt_dir: str | None = None
     """Folder of local non-persistent checkpoints, such as one on a fast disk of the node."""
+    replication: bool = False
+    """Keep copies of each rank's local checkpoint on other nodes, so that a run resumes from them after a disk is lost."""
+    replication_jump: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Distance between the ranks that keep copies of each other's local checkpoint: the number of ranks per node."""
+    replication_factor: int = field(default=2, metadata=in_range(at_least=2))
+    """Number of nodes that have each rank's local checkpoint."""
     async_save: bool = False
     """Save in the background: training waits for a copy of the state to host memory, not for the disk."""
     async_ckpt_cpu_priority: int = field(default=10, metadata=in_range(at_least=0, at_most=19))
