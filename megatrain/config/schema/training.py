@@ -208,7 +208,7 @@ class ResilienceConfig(CheckedSection):
     on_spike: tuple[str, ...] = ("warn",)
     """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
-    """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). report_stats: compute each step twice and print the largest differences."""
+    """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). A spike that --check-for-spiky-loss or --check-for-large-grads finds is computed again on the same devices. report_stats: compute each step twice and print the largest differences."""
     error_injection_rate: int = field(default=0, metadata=in_range(at_least=0))
     """Reject one step in this many, at random, to try --rerun-mode validate_results; 0: none."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
