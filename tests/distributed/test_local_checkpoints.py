@@ -1,18 +1,21 @@
 """Local checkpoints of nodes that have a disk each: two ranks are a node, which has a working folder of its own."""
 
 import contextlib
+import errno
 import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from everyday import one_in
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.local import copy_groups
 from megatrain.checkpoint.reader import hash_tensors, verify
@@ -137,6 +140,42 @@ def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, t
     assert "skipped iteration 15: " in printed
     assert "local/iter_0000012: iteration 12" in printed
     assert [path.name for path in node.glob("iter*")] == ["iter_0000018"]
+
+
+def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
+    """Train on nodes of which the last has no space for a copy of rank 0's file of iteration 6."""
+    create = Disk.create
+
+    def full(disk: Disk, path: Path) -> Any:
+        if rank == world_size - 2 and path.parent.name.startswith("iter_0000006") and ".part-" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return create(disk, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disk, "create", full)
+        return on_nodes(rank, world_size, folder, flags)
+
+
+def test_a_copy_that_cannot_be_written_fails_the_save_on_all_nodes(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [
+        *folder_flags(tmp_path / "run"),
+        *LOCAL,
+        *COPIES,
+        "--on-save-failure",
+        "warn",
+        "--exit-interval",
+        "7",
+    ]
+    (tmp_path / "run").mkdir()
+    answers = pool.run(4, fill_a_disk, tmp_path, words)
+    assert {code for code, _ in answers} == {75}
+    assert (
+        "WARNING: saving iteration 6 to local/iter_0000006 failed: rank 2: local/iter_0000006"
+        in answers[0][1]
+    )
+    assert "No space left on device (errno 28)" in answers[0][1]
+    for node in range(2):
+        assert [path.name for path in (tmp_path / f"node_{node}" / "local").glob("iter*")] == ["iter_0000003"]
 
 
 @pytest.mark.nightly
