@@ -19,11 +19,15 @@ from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
+from megatrain.checkpoint.untrusted_json import list_of, parse_json, text
 
 RELEASE_NAME = "release"
 """Folder of weights without an iteration, which Megatron-LM's converters write."""
+NODE_FILES_NAME = "node_files.json"
+"""Names of the files in this folder, if a local checkpoint has more on other nodes."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 OF_MEGATRON: Final = "a checkpoint of Megatron-LM, which pretrain.py, `megatrain generate` and `megatrain convert megatron-to-megatrain` read"
+_MAX_LIST_BYTES = 1 << 26
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
 
@@ -121,12 +125,33 @@ def check_folder(path: Path, iteration: int) -> Manifest:
     manifest = read_manifest(path)
     if manifest.iteration != iteration:
         raise DamagedError(f"{path}: the manifest is of iteration {manifest.iteration}")
-    for name, stored in manifest.files.items():
+    for name in node_files(path, manifest):
         try:
-            check_size(path / name, (path / name).lstat().st_size, stored)
+            check_size(path / name, (path / name).lstat().st_size, manifest.files[name])
         except OSError as error:
             raise DamagedError(f"{path / name}: {error.strerror}") from error
     return manifest
+
+
+def node_files(path: Path, manifest: Manifest) -> list[str]:
+    """Return the files of a checkpoint that are in its folder: all, unless it is divided over the disks of several nodes.
+
+    Raises:
+        DamagedError: the list is damaged.
+    """
+    file = path / NODE_FILES_NAME
+    if not file.exists():
+        return list(manifest.files)
+    try:
+        names: list[str] = parse_json(
+            read_small_file(file, max_bytes=_MAX_LIST_BYTES), max_bytes=_MAX_LIST_BYTES
+        )
+        list_of(text(max_characters=300))(names, NODE_FILES_NAME)
+    except (RecursionError, ValueError) as error:
+        raise DamagedError(f"{file}: {str(error)[:500]}") from error
+    if unknown := sorted(set(names) - set(manifest.files)):
+        raise DamagedError(f"{file}: {unknown[0]} is not a file of this checkpoint")
+    return names
 
 
 def _problem_of(candidate: Candidate) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
+from megatrain.checkpoint.local import complete_node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
@@ -45,6 +46,7 @@ def load_checkpoint(
     *,
     with_optimizer: bool = True,
     also: Sequence[Path] = (),
+    local: Path | None = None,
     upcycling: Upcycling | None = None,
     open_foreign: Callable[[Path], TensorReader | None] = lambda _: None,
 ) -> Loaded:
@@ -53,6 +55,7 @@ def load_checkpoint(
     Args:
         folder: the folder, or FOLDER/iter_0000100 for that one alone.
         also: more folders with checkpoints of the run.
+        local: one of these, if it is on a disk of each node.
         with_optimizer: also load optimizer state and step count.
         upcycling: the checkpoint is of a dense model, whose weights are upcycled.
         open_foreign: opens a checkpoint that another program wrote; returns None for all others.
@@ -62,8 +65,12 @@ def load_checkpoint(
         MismatchError: an intact checkpoint is of another model.
     """
     skipped: list[tuple[Candidate, str]] = []
+    node = None if local is None else find_node(local, grid)
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
+            if node is not None and candidate.path.parent == local and candidate.problem is None:
+                kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
+                complete_node(candidate.path, node, optimizer, grid, kinds)
             manifest = _load_candidate(
                 candidate,
                 optimizer,

@@ -27,6 +27,7 @@ from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.find import node_files
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, check_size
@@ -244,7 +245,9 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list
     with reader:
         manifest = reader.manifest
         bad_files = set()
-        for name, stored_file in manifest.files.items():
+        bad_files |= set(manifest.files) - set(here := node_files(path, manifest))
+        for name in here:
+            stored_file = manifest.files[name]
             try:
                 with open_regular_file(path / name) as file:
                     check_size(path / name, file.seek(0, 2), stored_file)

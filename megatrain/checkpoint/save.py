@@ -172,6 +172,8 @@ class Save:
         self.final = folder / folder_name(iteration)
         save_id = grid.messages.broadcast(secrets.token_hex(4))
         self.temporary = self.final.with_name(f"{self.final.name}.tmp-{save_id}")
+        self.is_committing = grid.world.is_first
+        """This rank creates, commits and removes checkpoints in the folder."""
         self.committed_bytes = 0
         """Size of the files of all ranks, once they are committed."""
         self._num_bytes: int | None = None
@@ -195,12 +197,6 @@ class Save:
             CheckpointError: on all ranks.
         """
 
-        def check() -> int:
-            prepare()
-            check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
-            check_finite_values(self._contents["state"], "state")
-            return sum(chunk.num_bytes for chunk in plan)
-
         def create(sizes: list[int]) -> int:
             self._num_bytes = math.ceil(sum(sizes) * SPACE_MARGIN)
             with self._sized_errors():
@@ -208,7 +204,7 @@ class Save:
             return self._num_bytes
 
         with self._cleaned_up():
-            self._num_bytes = agree(check, self.grid.messages, then=create)
+            self._num_bytes = agree(lambda: self._checked(plan, prepare), self.grid.messages, then=create)
 
     def commit(self, written: Callable[[], list[dict[str, Any]]]) -> Path:
         """Commit the shards of all ranks and return the folder.
@@ -232,9 +228,16 @@ class Save:
 
         with self._cleaned_up():
             self.committed_bytes = agree(write, self.grid.messages, then=commit)
-        if self.grid.world.is_first:
+        if self.is_committing:
             remove_leftovers(self.folder, self.disk)
         return self.final
+
+    def _checked(self, plan: Sequence[PlannedChunk], prepare: Callable[[], None]) -> int:
+        """Prepare and check what this rank writes; return its size."""
+        prepare()
+        check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
+        check_finite_values(self._contents["state"], "state")
+        return sum(chunk.num_bytes for chunk in plan)
 
     @contextlib.contextmanager
     def _sized_errors(self) -> Iterator[None]:
@@ -251,7 +254,7 @@ class Save:
         try:
             yield
         except CheckpointError as error:
-            if self.grid.world.is_first:
+            if self.is_committing:
                 remove_failed_save(self.temporary, self.disk)
             problem = f"saving iteration {self.iteration} to {self.final} failed: {error.problems[0].text}"
             kind = NotFiniteStateError if isinstance(error, NotFiniteStateError) else CheckpointError
@@ -384,16 +387,25 @@ def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) ->
         CheckpointError: rank 0 does not see all files as they were written.
     """
     for name, stored in manifest.files.items():
-        path = temporary / name
-        try:
-            check_size(path, path.lstat().st_size, stored)
-        except (OSError, DamagedError) as error:
-            raise CheckpointError(
-                f"{path}: rank 0 does not see the file as it was written ({error})",
-                fix="give --save a folder on storage that all nodes share",
-            ) from error
+        check_written(temporary / name, stored)
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
+    rename_whole(temporary, final, manifest, disk)
+
+
+def check_written(path: Path, stored: StoredFile) -> None:
+    """Raise CheckpointError unless this rank sees the file of another rank as it was written."""
+    try:
+        check_size(path, path.lstat().st_size, stored)
+    except (OSError, DamagedError) as error:
+        raise CheckpointError(
+            f"{path}: rank 0 does not see the file as it was written ({error})",
+            fix="give --save a folder on storage that all nodes share",
+        ) from error
+
+
+def rename_whole(temporary: Path, final: Path, manifest: Manifest, disk: Disk) -> None:
+    """Give a complete temporary folder its name, and name it in the tracker."""
     if final.exists() or final.is_symlink():
         kind = "megatron" if is_of_megatron(final) else "old"  # the former is never removed
         disk.rename(final, final.with_name(f"{final.name}.{kind}-{_save_id(temporary)}"))

@@ -21,7 +21,7 @@ from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.schema.training import HF_PREFIX
+from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
@@ -96,6 +96,12 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     return plan
 
 
+def local_folder(checkpoint: CheckpointConfig) -> Path | None:
+    """Return the folder of local checkpoints, on a disk of each node; None: there are none."""
+    folder, kind = checkpoint.non_persistent_folder, checkpoint.non_persistent_ckpt_type
+    return Path(folder) if folder is not None and kind == "local" else None
+
+
 def rewind_run(
     ranks: Ranks, engine: Engine, progress: Progress, folder: Path, *, at_most: int
 ) -> Path | None:
@@ -142,12 +148,14 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
             open_folder, Path(stored.path), engine.optimizer, ranks.grid, upcycling=upcycling
         )
     source, *others = map(Path, stored.sources)
+    local = local_folder(ranks.plan.config.checkpoint)
     return load_checkpoint(
         source,
         engine.optimizer,
         ranks.grid,
         with_optimizer=with_optimizer,
         also=others,
+        local=local if local in others else None,
         upcycling=upcycling,
         open_foreign=partial(
             open_foreign,

@@ -63,7 +63,7 @@ class Engine:
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)
         self.loss_scaler = build_loss_scaler(plan)
         self.spike_limits = (math.inf, math.inf)
-        """With --on-spike skip, a step whose loss or gradient norm is not below these updates nothing."""
+        """With --on-spike skip or --rerun-mode, a step whose loss or gradient norm is not below these updates nothing."""
         self.routers = Routers(self.model, grid, device)
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device)
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def _may_skip(self) -> bool:
-        return self.loss_scaler.may_skip or self.plan.config.resilience.on_spike == ("skip",)
+        return self.loss_scaler.may_skip or self.plan.config.withholds_spikes
 
     def step(
         self, batches: Sequence[Batch], hyperparams: Hyperparams, *, first_sample: int = 0

@@ -167,7 +167,7 @@ class Iterations:
             self.ranks.watch.heartbeat.iteration = number
         pending_samples = sum(iteration.batch for iteration in self.pending)
         consumed = self.progress.consumed_train_samples + pending_samples
-        if self.plan.config.resilience.on_spike == ("skip",):
+        if self.plan.config.withholds_spikes:
             limits = {name: detector.limit for name, detector in self.spikes.items()}
             self.engine.spike_limits = limits.get("lm_loss", math.inf), limits.get("grad_norm", math.inf)
         hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
@@ -195,6 +195,10 @@ class Iterations:
         """Read and log the oldest iteration; return the reason to stop after it, or None."""
         iteration, progress = self.pending.popleft(), self.progress
         report = iteration.step.read()
+        found = (detector.check(getattr(report, name)) for name, detector in self.spikes.items())
+        spikes = [spike for spike in found if spike is not None]
+        if spikes and self.reruns.validates:
+            report = self._compute_spike_again(iteration, report, spikes[0])
         if is_first:
             self.ranks.console.print(self.ranks.phases.start_summary())
             self._limit_waits(self.plan.derived.collective_timeout_seconds)
@@ -208,9 +212,8 @@ class Iterations:
             self._validate(iteration)
         self.reruns.check_accepted(iteration.number)
         self._report_differences(iteration, report)
-        for spike in (detector.check(getattr(report, name)) for name, detector in self.spikes.items()):
-            if spike is not None:
-                self._respond_to_spike(iteration, report, spike)
+        for spike in spikes:
+            self._respond_to_spike(iteration, report, spike)
         for sentence in () if report.routers is None else report.routers.starved:
             self.ranks.console.print(f"> WARNING: iteration {iteration.number}: {sentence}")
         self.log.log_iteration(
@@ -272,10 +275,44 @@ class Iterations:
         culprits = (
             () if is_finite else explain(self.engine, iteration.batches, first_sample=first_sample).ranks
         )
+        self._save_before_diagnosis()
+        raise self.reruns.diagnose(iteration.number, is_rejected_again=is_rejected_again, culprits=culprits)
+
+    def _compute_spike_again(self, iteration: Iteration, report: StepReport, spike: str) -> StepReport:
+        """Compute a spike, which has updated nothing, again; with --on-spike warn, then make its update. `progress` is before it.
+
+        Returns:
+            The report of the step.
+
+        Raises:
+            RejectedResultError: the second computation is no spike.
+        """
+        policy = self.plan.config.resilience.on_spike
+        second = self.engine.recompute(iteration.batches, first_sample=iteration.first_sample)
+        values = {"lm_loss": second["lm loss"], "grad_norm": second["grad norm"]}
+        if all(abs(values[name]) < detector.limit for name, detector in self.spikes.items()):
+            self._record("spike", iteration, report, spike, policy)
+            self.ranks.console.print(f"> iteration {iteration.number}: {spike}")
+            self._save_before_diagnosis()
+            raise self.reruns.diagnose(iteration.number, is_rejected_again=False, culprits=())
+        self.ranks.console.print(
+            f"> iteration {iteration.number}: computed again on the same devices, the spike is the same:"
+            " the data or the model is the cause, no device"
+        )
+        if policy != ("warn",):
+            return report
+        self.engine.spike_limits = math.inf, math.inf
+        hyperparams = self.schedules.at(self.progress.scheduled_samples)
+        first_sample = iteration.first_sample
+        return self.engine.begin_step(
+            iteration.batches, hyperparams, first_sample=first_sample, flags=self._flags
+        ).read()
+
+    def _save_before_diagnosis(self) -> None:
+        """Save the iteration before a rejected one, if the run has trained any."""
         if self.save is not None and self.progress.iteration > self.start:
             self.log.flush()
             self.saves.save(self.save)
-        raise self.reruns.diagnose(iteration.number, is_rejected_again=is_rejected_again, culprits=culprits)
 
     def _report_differences(self, iteration: Iteration, report: StepReport) -> None:
         """With --rerun-mode report_stats, compare the two computations of a step."""

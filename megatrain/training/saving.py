@@ -12,15 +12,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
+from megatrain.checkpoint.local import LocalSave, Node, copy_groups, find_node
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import DirectWriter, Save
 from megatrain.config import Plan
-from megatrain.training.checkpoints import saved_kinds, state_to_save
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.process_groups import make_group
+from megatrain.training.checkpoints import local_folder, saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
@@ -50,6 +55,15 @@ class _Pending:
     begun_at: float
     stall_before: float
     """`RunSaves.stall_seconds` at its begin."""
+
+
+@dataclass(frozen=True)
+class _LocalStorage:
+    """Storage of local checkpoints."""
+
+    node: Node
+    copies: RankGroup | None
+    """Ranks on other nodes that keep copies of this rank's files, with this rank."""
 
 
 def saves_in_background(plan: Plan) -> bool:
@@ -136,7 +150,7 @@ class RunSaves:
         self.finish()
         begun_at, stall = time.perf_counter(), self.stall_seconds
         with self._stalling("saving a checkpoint"), self._failing_by_policy():
-            save = Save(
+            save = self._new_save(
                 folder,
                 iteration=self.progress.iteration,
                 consumed_train_samples=self.progress.consumed_train_samples,
@@ -151,6 +165,32 @@ class RunSaves:
                 self.ranks.console.print(f"> saving iteration {save.iteration} in the background")
         if not self._writer.is_in_background:
             self.finish()
+
+    def _new_save(self, folder: Path, **options: Any) -> Save:
+        """Return a save in a shared folder, or in the folders of several nodes."""
+        if folder != local_folder(self.plan.config.checkpoint) or self._local.node.num_nodes == 1:
+            return Save(folder, **options)
+        return LocalSave(
+            folder, node=self._local.node, copies=self._local.copies, device=self.ranks.device, **options
+        )
+
+    @cached_property
+    def _local(self) -> _LocalStorage:
+        """The node of this rank and the ranks with copies, found at the first local save; all ranks do it together."""
+        checkpoint, grid = self.plan.config.checkpoint, self.ranks.grid
+        folder, jump = local_folder(checkpoint), checkpoint.replication_jump
+        assert folder is not None
+        node = find_node(folder, grid)
+        if not checkpoint.replication or jump is None or node.num_nodes == 1:
+            return _LocalStorage(node, None)
+        lists = copy_groups(grid.world.size, factor=checkpoint.replication_factor, jump=jump)
+        own = next(ranks for ranks in lists if grid.rank in ranks)
+        if any(rank in node.ranks for rank in own if rank != grid.rank):
+            self.ranks.console.print(
+                f"> WARNING: --replication-jump {jump}: ranks {own} are not all on different nodes"
+            )
+        handle = make_group("copies of local checkpoints", lists)
+        return _LocalStorage(node, RankGroup("copies", tuple(own), own.index(grid.rank), handle))
 
     def commit_if_written(self, *, is_any_rank_writing: bool) -> None:
         """Commit the pending save, if there is one and no rank is writing its files.
@@ -199,12 +239,12 @@ class RunSaves:
             self._remove_older(save)
 
     def _remove_older(self, save: Save) -> None:
-        """Remove the checkpoints that are not kept after this one; rank 0 does it."""
+        """Remove the checkpoints that are not kept after this one; rank 0 does it, and a rank of each node with local ones."""
         checkpoint = self.plan.config.checkpoint
         rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
         if str(save.folder) == checkpoint.non_persistent_folder:
             rule = Retention(keep_last=1)
-        if self.ranks.is_main:
+        if save.is_committing:
             for line in remove_older(save.folder, save.iteration, rule, Disk()):
                 self.ranks.console.print(f"> {line}")
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
+from megatrain.training.launch.agreement import agreed_plan
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import Ranks, grid_shape
+from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
@@ -59,12 +62,21 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     return trainer_of_command_line(rank, world_size, [*MODEL, *flags])
 
 
-def trainer_of_command_line(rank: int, world_size: int, words: list[str]) -> Trainer:
-    """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose process groups exist already."""
+def trainer_of_command_line(
+    rank: int, world_size: int, words: list[str], store: dist.Store | None = None
+) -> Trainer:
+    """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose process groups exist already.
+
+    Args:
+        store: shares the facts of rank 0, for ranks that see other files; None: each rank gathers the same.
+    """
     environment = LaunchEnvironment(rank=rank, world_size=world_size)
     request = parse(words)
-    facts = gather_facts(request, environment)
-    plan = resolve(request, facts)
+    if store is None:
+        facts = gather_facts(request, environment)
+        plan = resolve(request, facts)
+    else:
+        facts, plan = agreed_plan(request, environment, store, SaveLocks({}, print))
     grid = build_grid(grid_shape(plan), rank, make_group)
     if plan.config.checkpoint.save:
         Path(plan.config.checkpoint.save).mkdir(parents=True, exist_ok=True)  # as the lock of --save does

@@ -343,7 +343,7 @@ MUTANTS = [
         "state that is not finite is committed",
         "S",
         _SAVE,
-        "            check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)\n",
+        "        check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)\n",
     ),
     _one(
         "a short write counts as whole",

@@ -9,11 +9,6 @@ from megatrain.config.megatron.answer import pending
 
 PENDING_FLAGS: Final = (
     pending(
-        "copies of local checkpoints on other nodes",
-        "a local checkpoint is on one node alone",
-        "--replication --replication-factor=* --replication-jump=*",
-    ),
-    pending(
         "delayed weight gradients in other schedules than zero bubble",
         "--pipeline-schedule zb-h1, zb-v and dualpipe-v compute weight gradients, the head's too, while a stage would wait",
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*",

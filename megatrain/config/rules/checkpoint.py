@@ -37,18 +37,26 @@ def non_persistent_checkpoints_have_a_folder(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def local_checkpoints_are_on_one_node(draft: Draft) -> Iterator[Problem]:
-    on_node, world = draft.facts.ranks_per_node, draft.derived.world_size
-    is_local = draft.config.checkpoint.non_persistent_ckpt_type == "local"
-    if is_local and on_node is not None and on_node < world:
+def groups_of_copies_fit_the_ranks(draft: Draft) -> Iterator[Problem]:
+    checkpoint, world = draft.config.checkpoint, draft.derived.world_size
+    if not checkpoint.replication or checkpoint.non_persistent_ckpt_type != "local":
+        return
+    jump, factor = checkpoint.replication_jump, checkpoint.replication_factor
+    per_node = draft.facts.ranks_per_node
+    if jump is None:
         yield Problem(
-            f"--non-persistent-ckpt-type local supports one node, but {world} ranks run on nodes of {on_node}",
-            "use --non-persistent-ckpt-type global, with --non-persistent-global-ckpt-dir on storage that all nodes share",
+            "--replication is given without --replication-jump",
+            f"add --replication-jump {per_node or 'with the number of ranks per node'}",
+        )
+    elif world % (jump * factor):
+        yield Problem(
+            f"{world} ranks do not divide into groups of --replication-factor {factor} nodes with --replication-jump {jump}",
+            f"choose a --replication-factor that divides {world // jump or 1} nodes, or remove --replication",
         )
 
 
 CHECKPOINT_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     retained_checkpoints_are_saved,
     non_persistent_checkpoints_have_a_folder,
-    local_checkpoints_are_on_one_node,
+    groups_of_copies_fit_the_ranks,
 )

@@ -355,7 +355,12 @@ CONDITIONS: Final = (
     Condition(
         "unless --non-persistent-ckpt-type is local",
         lambda d: d.config.checkpoint.non_persistent_ckpt_type == "local",
-        _settings("checkpoint", "non_persistent_local_ckpt_dir"),
+        _settings("checkpoint", "non_persistent_local_ckpt_dir replication"),
+    ),
+    Condition(
+        "without --replication",
+        lambda d: d.config.checkpoint.replication,
+        _settings("checkpoint", "replication_jump replication_factor"),
     ),
     Condition(
         "without --async-save",

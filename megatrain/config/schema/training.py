@@ -129,11 +129,17 @@ class CheckpointConfig(CheckedSection):
     non_persistent_save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iterations between non-persistent checkpoints. Only the newest is kept. --load resumes from the newer of both."""
     non_persistent_ckpt_type: Literal["global", "local"] | None = None
-    """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder of one node."""
+    """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder on a disk of each node."""
     non_persistent_global_ckpt_dir: str | None = None
     """Folder of global non-persistent checkpoints. none: `non_persistent` in --save."""
     non_persistent_local_ckpt_dir: str | None = None
     """Folder of local non-persistent checkpoints, such as one on a fast disk of the node."""
+    replication: bool = False
+    """Keep copies of each rank's local checkpoint on other nodes, so that a run resumes from them after a disk is lost."""
+    replication_jump: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Distance between the ranks that keep copies of each other's local checkpoint: the number of ranks per node."""
+    replication_factor: int = field(default=2, metadata=in_range(at_least=2))
+    """Number of nodes that have each rank's local checkpoint."""
     async_save: bool = False
     """Save in the background: training waits for a copy of the state to host memory, not for the disk."""
     async_ckpt_cpu_priority: int = field(default=10, metadata=in_range(at_least=0, at_most=19))
@@ -202,7 +208,7 @@ class ResilienceConfig(CheckedSection):
     on_spike: tuple[str, ...] = ("warn",)
     """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
-    """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). report_stats: compute each step twice and print the largest differences."""
+    """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). A spike that --check-for-spiky-loss or --check-for-large-grads finds is computed again on the same devices. report_stats: compute each step twice and print the largest differences."""
     error_injection_rate: int = field(default=0, metadata=in_range(at_least=0))
     """Reject one step in this many, at random, to try --rerun-mode validate_results; 0: none."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"

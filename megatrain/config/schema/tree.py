@@ -46,6 +46,13 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
+    @property
+    def withholds_spikes(self) -> bool:
+        """A spike updates nothing at first: it is skipped, or computed again."""
+        has_check = self.training.check_for_spiky_loss or self.training.check_for_large_grads
+        is_validated = self.resilience.rerun_mode == "validate_results" and has_check
+        return is_validated or self.resilience.on_spike == ("skip",)
+
     def get(self, path: str) -> Any:
         """Return the value at a path such as `model.num_layers`. Raises UnresolvedError if it is INVALID."""
         section, name = path.split(".")

@@ -7,6 +7,7 @@
             rejected ─> no device is at fault, exit code 17                 on a suspect ─> exit code 16 again
 
 A step is rejected if its loss or gradient norm is not finite, or by --error-injection-rate. `<save>/rerun.json` has the suspects.
+A spike (--check-for-spiky-loss, --check-for-large-grads) is a transient error if it does not come again; else --on-spike applies.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
+from megatrain.training.launch.local_checkpoints import share_newest_manifest
 from megatrain.training.launch.product_algorithms import use_product_algorithms
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
 from megatrain.training.logging.status_file import write_refused_start
@@ -156,6 +157,7 @@ def _plan_of_rank_0(
     """Gather the facts and store them with the plan: only rank 0 reads files, so that ranks cannot disagree about them."""
     answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
     try:
+        share_newest_manifest(request, environment, store)
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
@@ -177,6 +179,7 @@ def _plan_of_rank_0(
 def _plan_of_another_rank(
     request: Request, environment: LaunchEnvironment, store: dist.Store
 ) -> tuple[Facts, Plan]:
+    share_newest_manifest(request, environment, store)
     answer = json.loads(store.get("rank 0"))
     if answer["facts"] is None:
         raise _reported_elsewhere(answer["exit_code"])

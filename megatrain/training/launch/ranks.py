@@ -39,6 +39,7 @@ from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
 from megatrain.training.logging.console import Console, Phases
+from megatrain.training.logging.curves import is_wandb_hanging
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=1)
 """Longest wait for other ranks to start, and for rank 0 to read the inputs."""
@@ -72,10 +73,11 @@ class Ranks:
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Run, print errors and return the exit code. With several ranks, a failure exits the process at once."""
+    """Run, print errors and return the exit code. A failure of one of several ranks, and W&B that hangs, exit the process at once."""
     _raise_open_file_limit()
+    is_failed = True
     try:
-        return run()
+        exit_code, is_failed = run(), False
     except MegatrainError as error:
         if not error.is_reported:
             print_error(error)
@@ -88,8 +90,9 @@ def report_errors(run: Callable[[], int]) -> int:
             print("interrupted", file=sys.stderr)
         else:  # any other error: traceback, and an exit code for the launcher
             _print_traceback()
-    if dist.is_initialized():
+    if (is_failed and dist.is_initialized()) or is_wandb_hanging():
         # Destroying the process groups would wait for peers that are blocked in a collective with this rank.
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code

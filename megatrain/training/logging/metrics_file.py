@@ -9,6 +9,7 @@ A damaged line is no JSON object with an iteration, or its iteration is out of o
 from __future__ import annotations
 
 import bisect
+import errno
 import itertools
 import json
 import math
@@ -73,10 +74,12 @@ class MetricsFile:
         """Append a line; values that are not finite become null.
 
         Raises:
-            LogError: the line was not written, and the file has no part of it.
+            LogError: the line was not written, and the file has no part of it; or the file was removed.
         """
         line = json.dumps(_finite(values)).encode() + b"\n"
         with report_log_errors(self.path, needed_bytes=len(line)):
+            if os.fstat(self._descriptor).st_nlink == 0:  # writes would succeed and be lost
+                raise FileNotFoundError(errno.ENOENT, "the file was removed", str(self.path))
             try:
                 write_all(self._descriptor, line)
             except OSError:
@@ -85,9 +88,11 @@ class MetricsFile:
         self._size += len(line)
 
     def flush(self) -> None:
-        """Flush all lines to disk. Raises LogError."""
+        """Flush all lines to disk. Raises LogError, also if the path names another file by now."""
         with report_log_errors(self.path):
             os.fsync(self._descriptor)
+            if not os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the file was replaced", str(self.path))
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -23,11 +23,13 @@ def test_a_wrong_setting_is_named(assert_refused, flags, named, remedy):
     assert_refused(f"{SAVE} {flags}", named, remedy)
 
 
-def test_local_checkpoints_need_one_node(plan_of, assert_refused):
-    flags = f"{SAVE} {LOCAL} --non-persistent-local-ckpt-dir /fast --global-batch-size 32"
-    plan_of(flags, facts=Facts(world_size=16, ranks_per_node=16))
+def test_groups_of_copies_fit_the_ranks(plan_of, assert_refused):
+    flags = f"{SAVE} {LOCAL} --non-persistent-local-ckpt-dir /fast --global-batch-size 48 --replication"
+    facts = Facts(world_size=24, ranks_per_node=8)
+    plan_of(f"{flags} --replication-jump 8 --replication-factor 3", facts=facts)
+    assert_refused(flags, ("--replication-jump",), ("--replication-jump 8",), facts=facts)
     assert_refused(
-        flags, ("local", "16 ranks", "nodes of 8"), ("global",), facts=Facts(world_size=16, ranks_per_node=8)
+        f"{flags} --replication-jump 8", ("24 ranks", "--replication-factor 2"), ("3 nodes",), facts=facts
     )
 
 

@@ -76,6 +76,7 @@ CASES = [
     ("--save s --keep-last 3", "", ("--keep-last 3", "--save-interval")),
     ("--non-persistent-global-ckpt-dir f", "", ("--non-persistent-global-ckpt-dir f", "global")),
     ("--non-persistent-local-ckpt-dir f", "", ("--non-persistent-local-ckpt-dir f", "local")),
+    ("--replication-jump 8", "", ("--replication-jump 8", "--replication")),
     ("--decoupled-min-lr 0.1", "", ("--decoupled-min-lr 0.1", "--decoupled-lr")),
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),

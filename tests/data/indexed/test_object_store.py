@@ -235,3 +235,39 @@ def test_a_copy_is_of_the_version_that_the_server_names(
     monkeypatch.setattr(type(MEMORY), "info", lambda self, path: {**info(self, path), "ETag": next(tags)})
     copies = {object_store.local_copy(f"{url}.idx", str(tmp_path / "c")) for _ in range(3)}
     assert len(copies) == 2
+
+
+def test_an_s3_server(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    """The same content as in a folder; a missing and a truncated object, and a server that is gone, are errors."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.mkdir("bucket")
+    for suffix in (".bin", ".idx"):
+        files.pipe_file(f"bucket/data{suffix}", Path(f"{prefix}{suffix}").read_bytes())
+        files.pipe_file(
+            f"bucket/short{suffix}",
+            Path(f"{prefix}{suffix}").read_bytes()[: -2 if suffix == ".bin" else None],
+        )
+    remote, local = (
+        IndexedDataset("s3://bucket/data", index_cache=str(tmp_path / "c")),
+        IndexedDataset(prefix),
+    )
+    assert content_digest(remote) == content_digest(local)
+    with pytest.raises(InputError, match=r"s3://bucket/none\.idx: cannot be found: there is no such file"):
+        IndexedDataset("s3://bucket/none", index_cache=str(tmp_path / "c"))
+    with pytest.raises(InputError, match=r"s3://bucket/short\.bin: the file has"):
+        IndexedDataset("s3://bucket/short", index_cache=str(tmp_path / "c"))
+    server.stop()
+    with pytest.raises(InputError, match=rf"s3://bucket/data\.bin: .* \({ATTEMPTS} attempts\)"):
+        remote.read(int(local.lengths.argmax()))
+    assert len(waits) == ATTEMPTS - 1

@@ -16,7 +16,7 @@ from megatrain.training.faults import reruns
 from megatrain.training.faults.reruns import FAILED_VALIDATION, RESUME_TO_DISAMBIGUATE
 
 BAD_ITERATION = 5
-Spoil = Callable[[int], None]
+Spoil = Callable[..., None]
 
 
 def run(folder: Path, exit_code: int, **flags: str) -> None:
@@ -38,9 +38,9 @@ def whole(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Return a function that makes the loss of the bad iteration NaN, the next times that it is computed."""
+    """Return a function that makes the loss of the bad iteration NaN, or multiplies it, the next times that it is computed."""
     accumulate, mean = Engine.accumulate_gradients, losses.mean_losses
-    state = {"sample": -1, "times": 0}
+    state: dict[str, float] = {"sample": -1, "times": 0}
 
     def noted(engine: Engine, batches: object, *, first_sample: int = 0) -> object:
         state["sample"] = first_sample
@@ -49,11 +49,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
     def spoiled(sums: object) -> object:
         is_bad = state["sample"] == BAD_ITERATION - 1 and state["times"] > 0
         state["times"] -= is_bad
-        return mean(sums) * (math.nan if is_bad else 1.0)  # type: ignore[arg-type]
+        return mean(sums) * (state["factor"] if is_bad else 1.0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "accumulate_gradients", noted)
     monkeypatch.setattr(losses, "mean_losses", spoiled)
-    return lambda times: state.update(times=times)
+    return lambda times, factor=math.nan: state.update(times=times, factor=factor)
 
 
 @pytest.fixture
@@ -170,3 +170,40 @@ def test_report_stats_computes_each_step_twice_and_changes_nothing(
     )
     assert lines == ["lm loss 0, grad norm 0"] * 2
     assert state_of(tmp_path / "run") == state_of(whole)
+
+
+SPIKES = {"check_for_spiky_loss": ""}
+
+
+@pytest.fixture
+def early_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.training.debugging.spikes.REFERENCE_STEPS", 2)
+
+
+@pytest.mark.usefixtures("early_spikes")
+def test_a_spike_that_does_not_come_again_is_a_transient_error(
+    tmp_path: Path, whole: Path, spoil: Spoil, move: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    move("h0 GPU-1")
+    spoil(1, 1000.0)
+    run(tmp_path / "run", FAILED_VALIDATION, **SPIKES)
+    shown = capsys.readouterr()
+    assert "iteration 5: transient error" in shown.err
+    assert "h0 GPU-1" in shown.err
+    assert "iteration 5: lm loss" in shown.out
+    run(tmp_path / "run", 0, **SPIKES)
+    assert state_of(tmp_path / "run") == state_of(whole)
+
+
+@pytest.mark.usefixtures("early_spikes")
+@pytest.mark.parametrize(("policy", "code"), [("warn", 0), ("skip", 0), ("stop", 1)])
+def test_a_spike_that_comes_again_accuses_no_device(
+    tmp_path: Path, whole: Path, spoil: Spoil, capsys: pytest.CaptureFixture[str], policy: str, code: int
+) -> None:
+    spoil(EVERYWHERE, 1000.0)
+    run(tmp_path / "run", code, **SPIKES, on_spike=policy)
+    assert "iteration 5: computed again on the same devices, the spike is the same" in capsys.readouterr().out
+    if policy == "warn":  # only the reported loss was changed, so that the update is that of the unbroken run
+        assert state_of(tmp_path / "run") == state_of(whole)
+    elif policy == "skip":
+        assert state_of(tmp_path / "run") != state_of(whole)

@@ -136,7 +136,11 @@ def test_the_saved_configuration_reproduces_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["yaml", "torch"])
 def test_an_interrupt_while_the_program_is_imported_leaves_no_traceback(module: str, tmp_path: Path) -> None:
-    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup and after `&`\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     words = [sys.executable, "pretrain.py", *command_line({})]
     ended = subprocess.run(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -187,11 +188,16 @@ def init(id, **_):
 """
 
 
+def write_wandb(folder: Path, source: str) -> None:
+    """Write a package wandb with this source, which counts as installed."""
+    (folder / "wandb.py").write_text(source)
+    (folder / "wandb-0.0.dist-info").mkdir()
+    (folder / "wandb-0.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 0.0\n")
+
+
 def test_a_killed_run_continues_its_run_of_wandb(tmp_path: Path) -> None:
     """One id; points that are logged again, after those that the kill left, have the same values."""
-    (tmp_path / "wandb.py").write_text(WANDB)
-    (tmp_path / "wandb-0.0.dist-info").mkdir()
-    (tmp_path / "wandb-0.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 0.0\n")
+    write_wandb(tmp_path, WANDB)
     save, curve = tmp_path / "run", tmp_path / "curve.jsonl"
     flags: dict[str, str | None] = {
         "--save": str(save), "--load": str(save), "--save-interval": "20", "--train-iters": "100000",
@@ -248,10 +254,105 @@ def test_wandb_that_cannot_start_stops_nothing(monkeypatch: pytest.MonkeyPatch, 
     assert "RuntimeError: no key" in warnings[0]
 
 
-@pytest.mark.filterwarnings("ignore")  # the package's own
-def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HANGING_WANDB = """
+import atexit, threading
+
+class Run:
+    id = "abc123"
+
+    def log(self, values, step):
+        threading.Event().wait()
+
+def init(**_):
+    atexit.register(threading.Event().wait)
+    return Run()
+"""
+
+
+def test_wandb_that_hangs_stops_neither_the_run_nor_its_end(tmp_path: Path) -> None:
+    write_wandb(tmp_path, HANGING_WANDB)
+    start = "import sys, pretrain; from megatrain.training.logging.curves import WandbCurves as W;"
+    start += "W.__init__.__kwdefaults__['seconds_to_finish'] = 0.2; sys.exit(pretrain.main())"
+    flags: dict[str, str | None] = {"--wandb-project": "p", "--train-iters": "5", "--exit-interval": "3"}
+    ended = subprocess.run(
+        [sys.executable, "-c", start, *command_line(flags)], cwd=ROOT, check=False, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stdout.count("W&B is disabled for the rest of the run: it did not finish within 0.2 s") == 1
+    assert "ended at iteration 3" in ended.stdout
+
+
+def test_points_that_wandb_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("megatrain.training.logging.curves._MAX_WAITING_POINTS", 3)
+    taken, is_over = threading.Event(), threading.Event()
+
+    def init(**_: Any) -> None:
+        taken.set()
+        is_over.wait()
+        raise TimeoutError
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    warnings: list[str] = []
+    curves = WandbCurves(
+        LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path)),
+        save_folder=None,
+        settings={},
+        warn=warnings.append,
+    )
+    assert taken.wait(10)
+    for iteration in range(1, 9):
+        curves.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=1)
+    curves.close()
+    assert len(warnings) == 1
+    assert "3 points wait for it" in warnings[0]
+    is_over.set()
+
+
+def history_of(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return id and values of each point in W&B's files, which have the log format of LevelDB."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        content, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+            record += content[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # a whole record, or its last part
+                items = wandb_internal_pb2.Record.FromString(record).history.item
+                values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+                found += [(path.stem, values)] if values else []
+                record = b""
+    return found
+
+
+def test_wandb_offline_has_the_values_of_the_metrics_file_and_no_secret(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    flags: dict[str, str | None] = {"--wandb-project": "p", "--wandb-save-dir": str(tmp_path)}
-    assert pretrain.main(command_line(flags)) == 0
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    flags: dict[str, str | None] = {
+        "--save": str(tmp_path), "--load": str(tmp_path), "--wandb-project": "p", "--lr-decay-iters": "9",
+        "--train-iters": "5",
+    }  # fmt: skip
+    secrets = {"WANDB_API_KEY": "0123456789" * 4, "OTHER_TOKEN": "a-hidden-token"}
+    environment = os.environ | secrets | {"WANDB_MODE": "offline"}
+    command = [sys.executable, "pretrain.py", *command_line(flags)]
+    assert (
+        subprocess.run([*command, "--exit-interval", "3"], cwd=ROOT, env=environment, check=False).returncode
+        == 75
+    )
+    assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    names = {"lm_loss": "lm loss", "grad_norm": "grad-norm", "consumed_samples": "consumed samples"}
+    points = history_of(tmp_path / "wandb")
+    assert (
+        [values["_step"] for _, values in points] == [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+    )
+    for (_, values), line in zip(points, lines, strict=True):
+        assert {name: values[curve] for name, curve in names.items()} == {name: line[name] for name in names}
+    assert len({run for run, _ in points}) == 1
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not [name for name, secret in secrets.items() if secret.encode() in written]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,35 @@ def test_the_run_continues_without_metrics(
     assert captured.out.count("WARNING: no more is written to a log") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert status_of(tmp_path)["exit_code"] == 0
+
+
+@pytest.mark.parametrize(("policy", "exit_code", "saved"), [("stop", 1, 4), ("warn", 0, 6)])
+def test_a_removed_save_folder_is_noticed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+    exit_code: int,
+    saved: int,
+) -> None:
+    """Lines in a file without a name would be lost in silence; the run saves, which makes the folder again."""
+    calls: list[int] = []
+
+    def write_all(descriptor: int, data: bytes) -> None:
+        files.write_all(descriptor, data)
+        calls.append(descriptor)
+        if len(calls) == 2:
+            shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(metrics_file, "write_all", write_all)
+    assert run(tmp_path / "run", on_log_failure=policy) == exit_code
+    shown = capsys.readouterr()
+    assert f"{tmp_path}/run/metrics.jsonl: the file was removed" in (
+        shown.out if policy == "warn" else shown.err
+    )
+    newest = newest_valid(tmp_path / "run")
+    assert newest is not None
+    assert newest.iteration == saved
 
 
 def test_metrics_that_cannot_be_opened_stop_the_start(

@@ -134,3 +134,15 @@ def test_a_failed_start_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: p
         MetricsFile(path, resumed_iteration=1)
     assert path.read_bytes() == line_of(1) + line_of(2)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_file_that_was_replaced_is_noticed_before_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written = MetricsFile(path, resumed_iteration=0)
+    written.write({"iteration": 1})
+    written.flush()
+    path.rename(tmp_path / "moved.jsonl")
+    path.write_text("")
+    with pytest.raises(LogError, match=r"metrics\.jsonl: the file was replaced"):
+        written.flush()
+    written.close()

@@ -1,0 +1,191 @@
+"""Local checkpoints of nodes that have a disk each: two ranks are a node, which has a working folder of its own."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everyday import one_in
+from run_here import MODEL, folder_flags, trainer_of_command_line
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.find import find_checkpoints
+from megatrain.checkpoint.local import copy_groups
+from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.tools.worker_pool import WorkerPool
+
+LOCAL = (
+    "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --non-persistent-save-interval 3 --non-persistent-ckpt-type local"
+    " --non-persistent-local-ckpt-dir local --save-interval 10"
+).split()
+COPIES = ["--replication", "--replication-jump", "2"]
+LAYOUT = ["--tensor-model-parallel-size", "2"]
+
+
+def on_nodes(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
+    """Train on two nodes; return the exit code and what was printed."""
+    node = folder / f"node_{2 * rank // world_size}"
+    node.mkdir(exist_ok=True)
+    printed, before = io.StringIO(), Path.cwd()
+    os.chdir(node)
+    try:
+        with contextlib.redirect_stdout(printed):
+            trainer = trainer_of_command_line(rank, world_size, [*MODEL, *flags], _get_default_store())
+            trainer.resume()
+            code = trainer.train()
+    finally:
+        os.chdir(before)
+    return code, printed.getvalue()
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(pool: WorkerPool, tmp_path: Path) -> Run:
+    """Return a function that trains on four ranks, resuming if it can, and returns what was printed."""
+
+    def train(*flags: str, code: int = 0, world_size: int = 4) -> str:
+        words = [*folder_flags(tmp_path / "run"), *LOCAL, *flags]
+        answers = pool.run(world_size, on_nodes, tmp_path, words)
+        assert {found for found, _ in answers} == {code}
+        return str(answers[0][1])
+
+    (tmp_path / "run").mkdir()
+    return train
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("shard*"))
+
+
+def metrics(folder: Path) -> list[tuple[float, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["lm_loss"], line["grad_norm"]) for line in lines if "lm_loss" in line]
+
+
+def unbroken(pool: WorkerPool, folder: Path, *flags: str) -> Path:
+    """Return the --save folder of the same run without a stop."""
+    (folder / "other").mkdir()
+    words = [
+        *folder_flags(folder / "other"),
+        *LOCAL,
+        *flags,
+        "--non-persistent-local-ckpt-dir",
+        "local_of_other",
+    ]
+    assert {code for code, _ in pool.run(4, on_nodes, folder, words)} == {0}
+    return folder / "other"
+
+
+@pytest.mark.parametrize("copies", one_in(3, [[*COPIES, "--async-save"], COPIES, []]))
+def test_a_run_resumes_from_the_disks_of_its_nodes(
+    run: Run, pool: WorkerPool, tmp_path: Path, copies: list[str]
+) -> None:
+    run(*LAYOUT, *copies, "--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    nodes = [tmp_path / f"node_{node}" / "local" for node in range(2)]
+    for node, folder in enumerate(nodes):
+        (found,) = find_checkpoints(folder)
+        assert (found.iteration, found.problem, verify(found.path)) == (15, None, [])
+        own = [f"shard_0000{rank}.safetensors" for rank in (2 * node, 2 * node + 1)]
+        every = [f"shard_0000{rank}.safetensors" for rank in range(4)]
+        assert files(found.path) == (every if copies else own)
+    if copies:
+        shutil.rmtree(nodes[len(copies) % 2])  # once the node of rank 0, once the other
+    printed = run(*LAYOUT, *copies)
+    assert "local/iter_0000015: iteration 15" in printed
+    other = unbroken(pool, tmp_path, *LAYOUT)
+    assert metrics(tmp_path / "run") == metrics(other)
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        last = [hash_tensors(folder / "iter_0000020", kind) for folder in (tmp_path / "run", other)]
+        assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("lost", one_in(2, [1, 0]))
+def test_without_copies_a_lost_disk_costs_the_local_checkpoint(run: Run, tmp_path: Path, lost: int) -> None:
+    run("--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    shutil.rmtree(tmp_path / f"node_{lost}")
+    printed = run()
+    assert "skipped iteration 15: " in printed
+    assert (
+        f"shard_0000{2 * lost}.safetensors: no node has the file, nor a copy of it; 5 iterations are lost"
+        in printed
+    )
+    assert "run/iter_0000010: iteration 10" in printed
+
+
+def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, tmp_path: Path) -> None:
+    """As after a kill between the renames of two nodes: the one before is still there on both."""
+    run("--exit-interval", "13", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000013")
+    node = tmp_path / "node_1" / "local"
+    before = tmp_path / "before"
+    shutil.copytree(tmp_path / "node_0" / "local" / "iter_0000012", before)
+    shutil.copytree(node / "iter_0000012", tmp_path / "before_1")
+    run("--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    shutil.copytree(before, tmp_path / "node_0" / "local" / "iter_0000012")
+    shutil.copytree(tmp_path / "before_1", node / "iter_0000012")
+    (node / "iter_0000015").rename(node / "iter_0000015.tmp-0")
+    printed = run()
+    assert "skipped iteration 15: " in printed
+    assert "local/iter_0000012: iteration 12" in printed
+    assert [path.name for path in node.glob("iter*")] == ["iter_0000018"]
+
+
+def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
+    """Train on nodes of which the last has no space for a copy of rank 0's file of iteration 6."""
+    create = Disk.create
+
+    def full(disk: Disk, path: Path) -> Any:
+        if rank == world_size - 2 and path.parent.name.startswith("iter_0000006") and ".part-" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return create(disk, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disk, "create", full)
+        return on_nodes(rank, world_size, folder, flags)
+
+
+def test_a_copy_that_cannot_be_written_fails_the_save_on_all_nodes(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [
+        *folder_flags(tmp_path / "run"),
+        *LOCAL,
+        *COPIES,
+        "--on-save-failure",
+        "warn",
+        "--exit-interval",
+        "7",
+    ]
+    (tmp_path / "run").mkdir()
+    answers = pool.run(4, fill_a_disk, tmp_path, words)
+    assert {code for code, _ in answers} == {75}
+    assert (
+        "WARNING: saving iteration 6 to local/iter_0000006 failed: rank 2: local/iter_0000006"
+        in answers[0][1]
+    )
+    assert "No space left on device (errno 28)" in answers[0][1]
+    for node in range(2):
+        assert [path.name for path in (tmp_path / f"node_{node}" / "local").glob("iter*")] == ["iter_0000003"]
+
+
+@pytest.mark.nightly
+def test_another_layout_reads_the_files_of_all_nodes(run: Run, tmp_path: Path) -> None:
+    run(*LAYOUT, "--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    printed = run("--pipeline-model-parallel-size", "2")
+    assert "local/iter_0000015: iteration 15" in printed
+
+
+def test_groups_of_copies_are_those_of_megatron() -> None:
+    assert copy_groups(8, factor=2, jump=2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert copy_groups(6, factor=3, jump=2) == [[0, 2, 4], [1, 3, 5]]
