@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ class Iteration:
     step: PendingStep
     first_results: dict[str, float] | None = None
     """Loss and gradient norm of the first computation, with --rerun-mode report_stats."""
+    restore_scales: Callable[[], None] | None = None
+    """Restores the scales before the iteration, if a spike is computed again."""
 
 
 class Iterations:
@@ -178,6 +180,7 @@ class Iterations:
             first_results = self.engine.recompute(batches, first_sample=consumed)
         if self.reruns.injects(number):
             self.engine.spike_limits = -math.inf, -math.inf
+        restore_scales = scales_of(self.engine) if self.reruns.validates and self.spikes else None
         step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self._flags)
         self.pending.append(
             Iteration(
@@ -188,6 +191,7 @@ class Iterations:
                 batches=batches,
                 step=step,
                 first_results=first_results,
+                restore_scales=restore_scales,
             )
         )
 
@@ -288,6 +292,9 @@ class Iterations:
             RejectedResultError: the second computation is no spike.
         """
         policy = self.plan.config.resilience.on_spike
+        restore_later_scales, restore_scales = scales_of(self.engine), iteration.restore_scales
+        assert restore_scales is not None
+        restore_scales()
         second = self.engine.recompute(iteration.batches, first_sample=iteration.first_sample)
         values = {"lm_loss": second["lm loss"], "grad_norm": second["grad norm"]}
         if all(abs(values[name]) < detector.limit for name, detector in self.spikes.items()):
@@ -300,7 +307,9 @@ class Iterations:
             " the data or the model is the cause, no device"
         )
         if policy != ("warn",):
+            restore_later_scales()
             return report
+        restore_scales()
         self.engine.spike_limits = math.inf, math.inf
         hyperparams = self.schedules.at(self.progress.scheduled_samples)
         first_sample = iteration.first_sample
@@ -376,3 +385,17 @@ class Iterations:
             f"iteration {iteration.number}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
             fix=fix,
         )
+
+
+def scales_of(engine: Engine) -> Callable[[], None]:
+    """Return a function that restores the present loss scale and history of delayed FP8 scales."""
+    loss_scale = engine.loss_scaler.state()
+    history = None if engine.model.fp8 is None else engine.model.fp8.history.snapshot()
+
+    def restore() -> None:
+        engine.loss_scaler.restore(loss_scale)
+        if history is not None:
+            history()
+            engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales
+
+    return restore

@@ -13,7 +13,7 @@ Source: Micikevicius et al., arXiv:2209.05433; Transformer Engine has the same r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -106,6 +106,18 @@ class AmaxHistory:
         self._seen.zero_()
         self._is_known = [True] * len(self.names)
         self._update_scales()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present history, and forgets the largest values of passes since then."""
+        amaxes, is_known = self._amaxes, list(self._is_known)
+
+        def restore() -> None:
+            self._read_library()
+            self._seen.zero_()
+            self._amaxes, self._is_known = amaxes, list(is_known)
+            self._update_scales()
+
+        return restore
 
     def state(self) -> dict[str, Entries]:
         """Return the values that can still decide a scale, by name: those that are larger than all later ones."""

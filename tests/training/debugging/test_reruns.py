@@ -207,3 +207,22 @@ def test_a_spike_that_comes_again_accuses_no_device(
         assert state_of(tmp_path / "run") == state_of(whole)
     elif policy == "skip":
         assert state_of(tmp_path / "run") != state_of(whole)
+
+
+@pytest.mark.usefixtures("early_spikes")
+def test_a_spike_that_comes_again_changes_no_scale_twice(tmp_path: Path, spoil: Spoil) -> None:
+    flags = {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": "2",
+        "hidden_size": "64",
+    }
+    run(tmp_path / "whole", 0, **flags)
+    spoil(EVERYWHERE, 1000.0)
+    run(tmp_path / "run", 0, **SPIKES, **flags)
+    assert state_of(tmp_path / "run") == state_of(tmp_path / "whole")
+    manifests = [
+        json.loads((tmp_path / name / "iter_0000008" / "manifest.json").read_text())
+        for name in ("whole", "run")
+    ]
+    assert manifests[0]["state"]["amax_history"] == manifests[1]["state"]["amax_history"] != {}
