@@ -143,7 +143,7 @@ def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, t
 
 
 def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
-    """Train on nodes of which the last has no space for a copy of rank 0's file of iteration 6."""
+    """Train on two nodes; the last has no space for a copy of the file of rank 0, iteration 6."""
     create = Disk.create
 
     def full(disk: Disk, path: Path) -> Any:
