@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
-from megatrain.checkpoint.local import complete_node, find_node
+from megatrain.checkpoint.local import Node, complete_node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
@@ -65,10 +65,11 @@ def load_checkpoint(
         MismatchError: an intact checkpoint is of another model.
     """
     skipped: list[tuple[Candidate, str]] = []
-    node = None if local is None else find_node(local, grid)
+    node: Node | None = None
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
-            if node is not None and candidate.path.parent == local and candidate.problem is None:
+            if local is not None and candidate.path.parent == local and candidate.problem is None:
+                node = node or _node_of(local, grid)
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
                 complete_node(candidate.path, node, optimizer, grid, kinds)
             manifest = _load_candidate(
@@ -98,8 +99,17 @@ def load_checkpoint(
     reasons = "".join(f"\n  iteration {bad.iteration}: {reason}" for bad, reason in skipped)
     raise NoCheckpointError(
         f"{folder}: no valid checkpoint" + (reasons or " (the folder has no checkpoints)"),
-        fix="set --load to the folder that --save named, or restore a checkpoint from a backup",
+        fix="set --load to the folder that --save named, or restore a checkpoint from a backup"
+        + ("" if local is None else f"; to start anew, remove {local} on all nodes"),
     )
+
+
+def _node_of(local: Path, grid: RankGrid) -> Node:
+    """Return the node of this rank. Raises DamagedError on all ranks if the folder of one cannot be written."""
+    try:
+        return find_node(local, grid)
+    except CheckpointError as error:
+        raise DamagedError(error.problems[0].text) from error
 
 
 def load_foreign_weights(

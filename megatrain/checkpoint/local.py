@@ -88,7 +88,8 @@ def find_node(folder: Path, grid: RankGrid) -> Node:
         agree(create, messages)
         num_nodes = agree(look, messages, then=lambda of_ranks: len({ranks[0] for ranks in of_ranks}))
     finally:
-        own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # `create` has reported it
+            own.unlink(missing_ok=True)
     return Node(rank, tuple(found), num_nodes)
 
 
@@ -279,11 +280,14 @@ def complete_node(
         DamagedError: on all ranks; no node has one of these files, or a node has another checkpoint of that name.
     """
     messages, is_first = grid.messages, grid.world.is_first
-    text = agree(
-        lambda: (path / MANIFEST_NAME).read_text("ascii") if is_first and _is_divided(path) else None,
-        messages,
-        then=lambda answers: answers[0],
-    )
+
+    def read() -> str | None:
+        if not is_first or not (_is_divided(path) or node.num_nodes > 1):
+            return None
+        read_manifest(path)  # raises DamagedError
+        return (path / MANIFEST_NAME).read_text("utf-8")
+
+    text = agree(read, messages, then=lambda answers: answers[0])
     if text is None:
         return
     agree(lambda: take_manifest(path, text.encode()) if node.is_leader else None, messages)
@@ -343,14 +347,21 @@ def files_with(manifest: Manifest, optimizer: ShardedOptimizer, kinds: Sequence[
 def take_manifest(path: Path, manifest: bytes) -> None:
     """Create the checkpoint of another node on one that lacks it, without files.
 
+    A checkpoint of this name with a damaged manifest is replaced: its files may be copied from other nodes again.
+
     Raises:
         DamagedError: the node has another one under this name.
     """
-    if path.exists():
-        if not (path / MANIFEST_NAME).is_file() or (path / MANIFEST_NAME).read_bytes() != manifest:
+    disk = Disk()
+    try:
+        read_manifest(path)
+    except DamagedError:
+        if path.exists():
+            disk.rename(path, path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
+    else:
+        if (path / MANIFEST_NAME).read_bytes() != manifest:
             raise DamagedError(f"{path}: the manifest differs between nodes")
         return
-    disk = Disk()
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     disk.make_folder(temporary)
     write_file(disk, temporary / NODE_FILES_NAME, b"[]")

@@ -183,7 +183,7 @@ def matchers_of(text: str) -> tuple[Matcher, ...]:
     """Return the enabled matchers of a file's text, in order. Raises PrecisionFileError with the place in the file."""
     try:
         content = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise PrecisionFileError(
             " ".join(str(error).split()) or "its brackets are nested too deeply"
         ) from error
@@ -198,7 +198,7 @@ def matchers_of(text: str) -> tuple[Matcher, ...]:
         one = _mapping(value, place, required=("type", "pattern", "config"), known=("enabled",))
         if one["type"] != "glob":
             raise PrecisionFileError(f"{place}.type is {one['type']!r}, not glob")
-        if one["config"] not in configs:
+        if not isinstance(one["config"], str) or one["config"] not in configs:
             raise PrecisionFileError(
                 f"{place}.config {one['config']!r} is not one of configs: {', '.join(configs)}"
             )

@@ -22,7 +22,7 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
-from megatrain.training.debugging.not_finite import explain
+from megatrain.training.debugging.not_finite import Explanation, explain
 from megatrain.training.debugging.spikes import SpikeDetector
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import (
@@ -58,10 +58,10 @@ class Iteration:
     lr: float
     batches: Sequence[Batch]
     step: PendingStep
+    restore_scales: Callable[[], None]
+    """Restores the scales before the iteration, to compute it again."""
     first_results: dict[str, float] | None = None
     """Loss and gradient norm of the first computation, with --rerun-mode report_stats."""
-    restore_scales: Callable[[], None] | None = None
-    """Restores the scales before the iteration, if a spike is computed again."""
 
 
 class Iterations:
@@ -180,7 +180,7 @@ class Iterations:
             first_results = self.engine.recompute(batches, first_sample=consumed)
         if self.reruns.injects(number):
             self.engine.spike_limits = -math.inf, -math.inf
-        restore_scales = scales_of(self.engine) if self.reruns.validates and self.spikes else None
+        restore_scales = scales_of(self.engine)
         step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self._flags)
         self.pending.append(
             Iteration(
@@ -190,8 +190,8 @@ class Iterations:
                 lr=hyperparams.lr,
                 batches=batches,
                 step=step,
-                first_results=first_results,
                 restore_scales=restore_scales,
+                first_results=first_results,
             )
         )
 
@@ -201,7 +201,7 @@ class Iterations:
         report = iteration.step.read()
         found = (detector.check(getattr(report, name)) for name, detector in self.spikes.items())
         spikes = [spike for spike in found if spike is not None]
-        if spikes and self.reruns.validates:
+        if spikes and self.reruns.validates and not self.reruns.injects(iteration.number):
             report = self._compute_spike_again(iteration, report, spikes[0])
         if is_first:
             self.ranks.console.print(self.ranks.phases.start_summary())
@@ -260,7 +260,7 @@ class Iterations:
             self._raise(error, iteration, policy)
         if policy == ("skip",) and self.num_explained < _MOST_EXPLANATIONS:
             self.num_explained += 1
-            where = explain(self.engine, iteration.batches, first_sample=iteration.first_sample).where
+            where = self._explain(iteration).where
             self._record("nan", iteration, report, where, policy)
             self.ranks.console.print(
                 f"> iteration {iteration.number} is not finite and updates nothing: {where}"
@@ -273,12 +273,12 @@ class Iterations:
         self.progress.iteration -= 1
         self.progress.consumed_train_samples -= iteration.batch
         first_sample = iteration.first_sample
+        iteration.restore_scales()
         second = self.engine.recompute(iteration.batches, first_sample=first_sample)
         is_finite = all(map(math.isfinite, second.values()))
         is_rejected_again = self.reruns.is_rejected_again(iteration.number, is_finite=is_finite)
-        culprits = (
-            () if is_finite else explain(self.engine, iteration.batches, first_sample=first_sample).ranks
-        )
+        culprits = () if is_finite else self._explain(iteration).ranks
+        iteration.restore_scales()
         self._save_before_diagnosis()
         raise self.reruns.diagnose(iteration.number, is_rejected_again=is_rejected_again, culprits=culprits)
 
@@ -292,9 +292,8 @@ class Iterations:
             RejectedResultError: the second computation is no spike.
         """
         policy = self.plan.config.resilience.on_spike
-        restore_later_scales, restore_scales = scales_of(self.engine), iteration.restore_scales
-        assert restore_scales is not None
-        restore_scales()
+        restore_later_scales = scales_of(self.engine)
+        iteration.restore_scales()
         second = self.engine.recompute(iteration.batches, first_sample=iteration.first_sample)
         values = {"lm_loss": second["lm loss"], "grad_norm": second["grad norm"]}
         if all(abs(values[name]) < detector.limit for name, detector in self.spikes.items()):
@@ -309,7 +308,7 @@ class Iterations:
         if policy != ("warn",):
             restore_later_scales()
             return report
-        restore_scales()
+        iteration.restore_scales()
         self.engine.spike_limits = math.inf, math.inf
         hyperparams = self.schedules.at(self.progress.scheduled_samples)
         first_sample = iteration.first_sample
@@ -370,9 +369,17 @@ class Iterations:
         if warning is not None:
             self.ranks.console.print(warning)
 
+    def _explain(self, iteration: Iteration) -> Explanation:
+        """Compute an iteration that is not finite again, with its scales, to find the source; the present scales stay."""
+        restore_later_scales = scales_of(self.engine)
+        iteration.restore_scales()
+        found = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+        restore_later_scales()
+        return found
+
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
         """Return the error with its cause. No later step has changed a weight, so that the step can be computed again."""
-        found = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+        found = self._explain(iteration)
         where, fix = found.where, found.fix
         stuck = self.engine.loss_scaler.stuck_steps
         if stuck > 1:

@@ -48,6 +48,11 @@ def groups_of_copies_fit_the_ranks(draft: Draft) -> Iterator[Problem]:
             "--replication is given without --replication-jump",
             f"add --replication-jump {per_node or 'with the number of ranks per node'}",
         )
+    elif per_node and jump % per_node:
+        yield Problem(
+            f"--replication-jump {jump} with {per_node} ranks per node: copies would be on the node of the file itself",
+            f"use --replication-jump {per_node}",
+        )
     elif world % (jump * factor):
         yield Problem(
             f"{world} ranks do not divide into groups of --replication-factor {factor} nodes with --replication-jump {jump}",

@@ -253,13 +253,12 @@ def experts_overlap_one_way(draft: Draft) -> Problems:
 
 
 def overlapped_passes_are_combined(draft: Draft) -> Problems:
-    """Other schedules are refused by the table of parity features."""
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
+    if overlaps and pp > 1 and parallel.pipeline_schedule not in ("interleaved", "dualpipe-v"):
         yield Problem(
-            f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires several model chunks per"
-            " rank, as in Megatron-LM: with one, a rank would wait for both passes of another one",
+            f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
+            f" interleaved or dualpipe-v: {parallel.pipeline_schedule} combines no passes",
             "add --num-virtual-stages-per-pipeline-rank 2 or --pipeline-schedule dualpipe-v, or remove"
             " --overlap-moe-expert-parallel-comm",
         )

@@ -129,6 +129,8 @@ class AmaxHistory:
 
     def restore(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Restore what `state` returned, under any layout. Tensors that it does not name have no history."""
+        self._read_library()
+        self._seen.zero_()  # of steps before the restored one
         rows = torch.zeros(self._amaxes.shape)
         for number, name in enumerate(self.names):
             self._is_known[number] = name in state

@@ -43,10 +43,12 @@ class Turns:
             pair.wait(1)
             forward()
 
-        pair.run(1, start_then_forward)
-        if thread.is_alive():
-            thread.join()
-        self._pair = None
+        try:
+            pair.run(1, start_then_forward)
+            if thread.is_alive():
+                thread.join()
+        finally:
+            self._pair = None
         if pair.failure is not None:
             raise pair.failure
 

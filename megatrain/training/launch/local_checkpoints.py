@@ -24,13 +24,13 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
     """Copy the manifest of the newest local checkpoint to rank 0's folder, if that lacks it. All ranks call it.
 
     Raises:
-        CheckpointError: on rank 0; its folder has another checkpoint of that name.
-        OSError: on rank 0; its folder cannot be written.
+        CheckpointError: on rank 0; its folder has another checkpoint of that name, or cannot be written.
     """
     kind, folder = (
         request.known(f"checkpoint.non_persistent_{name}") for name in ("ckpt_type", "local_ckpt_dir")
     )
-    if store is None or kind != "local" or folder is None:
+    is_read = kind == "local" and request.known("checkpoint.ckpt_step") is None
+    if store is None or not is_read or folder is None:
         return
     messages = Messages(
         environment.rank, environment.world_size, dist.PrefixStore("local checkpoints", store)
@@ -41,11 +41,17 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
         return
     is_source = environment.rank == source
     found = messages.gather(
-        (own.name, (own / MANIFEST_NAME).read_text("ascii")) if is_source and own else None
+        (own.name, (own / MANIFEST_NAME).read_text("utf-8")) if is_source and own else None
     )
     if found:
         name, manifest = found[source]
-        take_manifest(Path(folder) / name, manifest.encode())
+        try:
+            take_manifest(Path(folder) / name, manifest.encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"--non-persistent-local-ckpt-dir {folder}: {error}",
+                fix="repair the disk of this node, or name another folder",
+            ) from error
 
 
 def _newest(folder: Path) -> Path | None:
@@ -59,5 +65,10 @@ def _newest(folder: Path) -> Path | None:
 
 def _rank_of_a_newer_one(names: list[str]) -> int | None:
     """Return the first rank with the newest checkpoint, if it is newer than that of rank 0."""
-    newest = max(names)  # iterations have leading zeros
-    return names.index(newest) if newest > names[0] else None
+    newest = max(names, key=_order)
+    return names.index(newest) if _order(newest) > _order(names[0]) else None
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Return a key that orders the names of checkpoints by iteration: they have leading zeros, and more digits after iteration 9,999,999."""
+    return len(name), name

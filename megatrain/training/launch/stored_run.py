@@ -289,5 +289,6 @@ def _non_persistent_problems(request: Request) -> Iterator[Problem]:
     newest = newest_valid(folder)
     if newest is not None and newest.iteration > step:
         yield Problem(
-            f"{newest.path} is newer than iteration {step}: a restart would load it", f"remove {newest.path}"
+            f"{newest.path} is newer than iteration {step}: a restart would load it",
+            f"remove {newest.path}, if it is on a disk of each node on all of them",
         )
