@@ -75,8 +75,14 @@ def find_node(folder: Path, grid: RankGrid) -> Node:
     own = folder / f".rank-{token}-{rank}"
 
     def create() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        own.touch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: {error.strerror or error}",
+                fix="repair the disk of this node, or name another folder with --non-persistent-local-ckpt-dir",
+            ) from error
 
     def look() -> list[int]:
         names = (path.name for path in folder.glob(f".rank-{token}-*"))

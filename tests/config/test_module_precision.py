@@ -113,7 +113,9 @@ def test_a_malformed_file_has_a_place(old, new, reason):
         matchers_of(text.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 10_000, "configs: 1\nmatchers: {}"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 10_000, "configs: 1\nmatchers: {}", "configs: 2024-13-45\nmatchers: {}"]
+)
 def test_other_contents_are_malformed(text):
     with pytest.raises(PrecisionFileError):
         matchers_of(text)

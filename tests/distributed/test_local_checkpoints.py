@@ -142,6 +142,25 @@ def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, t
     assert [path.name for path in node.glob("iter*")] == ["iter_0000018"]
 
 
+@pytest.mark.parametrize("damage", one_in(2, [None, b"{\xe4}"]))
+def test_a_damaged_manifest_is_copied_again(run: Run, tmp_path: Path, damage: bytes | None) -> None:
+    run(*COPIES, "--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    manifest = tmp_path / "node_0" / "local" / "iter_0000015" / "manifest.json"
+    manifest.unlink()
+    if damage is not None:
+        manifest.write_bytes(damage)
+    assert "local/iter_0000015: iteration 15" in run(*COPIES)
+
+
+def test_a_disk_that_fails_costs_the_local_checkpoint(run: Run, tmp_path: Path) -> None:
+    run("--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    shutil.rmtree(tmp_path / "node_1" / "local")
+    (tmp_path / "node_1" / "local").write_text("no folder")
+    assert "run/iter_0000010: iteration 10" in run("--skip-train")
+
+
 def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
     """Train on two nodes; the last one has no space for a copy of rank 0's file of iteration 6."""
     create = Disk.create

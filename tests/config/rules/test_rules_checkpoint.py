@@ -29,6 +29,12 @@ def test_groups_of_copies_fit_the_ranks(plan_of, assert_refused):
     plan_of(f"{flags} --replication-jump 8 --replication-factor 3", facts=facts)
     assert_refused(flags, ("--replication-jump",), ("--replication-jump 8",), facts=facts)
     assert_refused(
+        f"{flags} --replication-jump 4",
+        ("--replication-jump 4", "8 ranks"),
+        ("--replication-jump 8",),
+        facts=facts,
+    )
+    assert_refused(
         f"{flags} --replication-jump 8", ("24 ranks", "--replication-factor 2"), ("3 nodes",), facts=facts
     )
 

@@ -23,6 +23,7 @@ def layers(groups, width, other_groups="4"):
     return f'{{"block_configs":[{",".join(parts)}]}}'
 
 
+ETP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FOUR = "--num-experts 4"
 
 CASES = {
@@ -48,6 +49,8 @@ CASES = {
          ("--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"), ("remove --moe-shared-expert-overlap",)),
     ],
     "overlapped_passes_are_combined": [
+        (f"{FOUR} {ETP} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
+         ("--overlap-moe-expert-parallel-comm", "zb-h1"), ("--pipeline-schedule dualpipe-v",)),
         (f"{FOUR} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
          ("--overlap-moe-expert-parallel-comm", "--pipeline-model-parallel-size 2"),
          ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule dualpipe-v")),

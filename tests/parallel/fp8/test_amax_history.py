@@ -96,3 +96,21 @@ def test_a_library_s_tensors_have_the_scales_of_others():
     assert state == ours.state()
     theirs.restore({"weight": [(0, 4.0)]})
     assert scales.tolist() == [448 / 4, 1]
+
+
+def test_values_seen_before_a_restore_do_not_count():
+    found = after(history(), (1, 1))
+    state = found.state()
+    found.seen(0).fill_(100)
+    found.restore(state)
+    assert after(found, (2, 2)).state() == after(history(), (1, 1), (2, 2)).state()
+
+
+def test_a_snapshot_is_what_was_before_a_step():
+    found = after(history(), (1, 1), (4, 4))
+    restore = found.snapshot()
+    after(found, (8, 8))
+    found.seen(0).fill_(100)
+    for _ in range(2):
+        restore()
+        assert after(found, (2, 2)).state() == after(history(), (1, 1), (4, 4), (2, 2)).state()
