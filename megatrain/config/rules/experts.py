@@ -259,8 +259,7 @@ def overlapped_passes_are_combined(draft: Draft) -> Problems:
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
             f" interleaved or dualpipe-v: {parallel.pipeline_schedule} combines no passes",
-            "add --num-virtual-stages-per-pipeline-rank 2 or --pipeline-schedule dualpipe-v, or remove"
-            " --overlap-moe-expert-parallel-comm",
+            "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
 
 

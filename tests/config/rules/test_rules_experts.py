@@ -53,7 +53,7 @@ CASES = {
          ("--overlap-moe-expert-parallel-comm", "zb-h1"), ("--pipeline-schedule dualpipe-v",)),
         (f"{FOUR} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
          ("--overlap-moe-expert-parallel-comm", "--pipeline-model-parallel-size 2"),
-         ("--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule dualpipe-v")),
+         ("--pipeline-schedule dualpipe-v",)),
     ],
     "expert_groups_are_valid": [
         ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
