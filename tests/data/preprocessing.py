@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -38,13 +37,8 @@ class InlineWorkers:
 def run(*arguments: object, prefix: object, **options: Any) -> int:
     """Run the command in this process only; return the exit code. `options` are those of `preprocess`."""
     inline = functools.partial(preprocess, **{"workers_type": InlineWorkers, **options})
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with mock.patch.object(module, "preprocess", inline):
-            return main([*map(str, arguments), "--output-prefix", str(prefix)])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with mock.patch.object(module, "preprocess", inline):
+        return main([*map(str, arguments), "--output-prefix", str(prefix)])
 
 
 def numbers(path: Path, documents: Iterable[Any]) -> Path:

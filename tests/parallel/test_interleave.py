@@ -63,8 +63,12 @@ def test_an_interrupt_of_the_waiting_main_thread_ends_both() -> None:
         for _ in range(1000):
             pass_of(turns, "b", events)()
 
-    with pytest.raises(KeyboardInterrupt):
-        turns.run(interrupted, pass_of(turns, "f", events, 10_000))
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            turns.run(interrupted, pass_of(turns, "f", events, 10_000))
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert not has_backward_thread()
 
 

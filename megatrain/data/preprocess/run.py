@@ -14,7 +14,8 @@ import hashlib
 import itertools
 import json
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -46,10 +47,9 @@ FORMAT: Final = 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit code: 0, 2 for invalid input or flags, 1 for other failures."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_stopped)
     try:
-        preprocess(parse_settings(argv))
+        with _stopped_by_signals():
+            preprocess(parse_settings(argv))
     except MegatrainError as error:
         return _report(error, describe(error), error.exit_code)
     except OSError as error:
@@ -332,8 +332,19 @@ class _StoppedError(BaseException):
         self.signal = signal.Signals(number)
 
 
-def _raise_stopped(number: int, _frame: object) -> NoReturn:
-    raise _StoppedError(number)
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise SIGTERM and SIGINT as exceptions inside the context; restore their handlers after it."""
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        raise _StoppedError(number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _report(error: BaseException, text: str, code: int) -> int:

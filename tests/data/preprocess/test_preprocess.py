@@ -261,6 +261,13 @@ def test_all_problems_of_a_command_line_are_reported_at_once(capsys):
         assert part in message
 
 
+def test_the_command_restores_the_handlers_of_signals():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    assert main(["--workers", "0"]) == 2
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_invalid_values_are_reported_with_their_flags(capsys):
     arguments = ["--worker", "4", "--workers", "two", "--on-bad-line", "skp", "--log-interval", "2", "3"]
     assert main([*arguments, "--append-eod", "stray", "--max-line-mb", "--input=x"]) == 2
