@@ -118,7 +118,7 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
                 "moeoverlap",
                 "--overlap-moe-expert-parallel-comm",
                 lambda p: p.config.experts.overlap_moe_expert_parallel_comm,
-                needs=("ep",),
+                needs=("ep", "etp"),
             ),
         ),
         is_layout=True,

@@ -255,10 +255,10 @@ def experts_overlap_one_way(draft: Draft) -> Problems:
 def overlapped_passes_are_combined(draft: Draft) -> Problems:
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and parallel.pipeline_schedule not in ("interleaved", "dualpipe-v"):
+    if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
-            f" interleaved or dualpipe-v: {parallel.pipeline_schedule} combines no passes",
+            " interleaved or dualpipe-v: 1f1b combines no passes",
             "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
 

@@ -327,8 +327,8 @@ def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known words fit experts and their layout (config/rules/experts.py, sizes.py)."""
     sizes = _sizes_of(known)
-    needs = {need for word in known.values() if word in _FEATURE_OF for need in _FEATURE_OF[word].needs}
-    has_experts = not needs.isdisjoint({"experts", "ep"})
+    needs = [set(_FEATURE_OF[word].needs) for word in known.values() if word in _FEATURE_OF]
+    has_experts = any(not need.isdisjoint({"experts", "ep", "etp"}) for need in needs)
     if known["experts"] in (None, "dense") and not has_experts:
         return True
     if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
@@ -344,7 +344,7 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     return any(
         _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
         for ep, etp in spreads
-        if ep > 1 or "ep" not in needs
+        if all((ep > 1 and "ep" in need) or (etp > 1 and "etp" in need) for need in needs if "ep" in need)
     )
 
 
