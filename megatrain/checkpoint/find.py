@@ -29,7 +29,7 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 OF_MEGATRON: Final = "a checkpoint of Megatron-LM, which pretrain.py, `megatrain generate` and `megatrain convert megatron-to-megatrain` read"
 _MAX_LIST_BYTES = 1 << 26
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
-_LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
+_LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*|\.rank-[0-9a-f]+-\d+")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ def list_candidates(folder: Path) -> list[Candidate]:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{folder} is a file, not a folder", fix="name a folder of checkpoints"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}", fix="make the folder readable") from error
     found = [

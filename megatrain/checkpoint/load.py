@@ -8,7 +8,8 @@ candidates, newest first -> manifest -> compare names and shapes with the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,10 @@ def load_checkpoint(
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
             if local is not None and candidate.path.parent == local and candidate.problem is None:
-                node = node or _node_of(local, grid)
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
-                complete_node(candidate.path, node, optimizer, grid, kinds)
+                with _as_damaged():
+                    node = node or find_node(local, grid)
+                    complete_node(candidate.path, node, optimizer, grid, kinds)
             manifest = _load_candidate(
                 candidate,
                 optimizer,
@@ -104,10 +106,13 @@ def load_checkpoint(
     )
 
 
-def _node_of(local: Path, grid: RankGrid) -> Node:
-    """Return the node of this rank. Raises DamagedError on all ranks if the folder of one cannot be written."""
+@contextmanager
+def _as_damaged() -> Iterator[None]:
+    """Raise errors of a node's disk, which all ranks have, as DamagedError: the next older checkpoint is tried."""
     try:
-        return find_node(local, grid)
+        yield
+    except (DamagedError, MismatchError):
+        raise
     except CheckpointError as error:
         raise DamagedError(error.problems[0].text) from error
 

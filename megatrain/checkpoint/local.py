@@ -353,20 +353,24 @@ def files_with(manifest: Manifest, optimizer: ShardedOptimizer, kinds: Sequence[
 def take_manifest(path: Path, manifest: bytes) -> None:
     """Create the checkpoint of another node on one that lacks it, without files.
 
-    A checkpoint of this name with a damaged manifest is replaced: its files may be copied from other nodes again.
+    A checkpoint of this name with a damaged manifest is replaced, and files that are missing or have another size are taken off
+    the node's list: they may be copied from other nodes again.
 
     Raises:
         DamagedError: the node has another one under this name.
     """
     disk = Disk()
     try:
-        read_manifest(path)
+        own = read_manifest(path)
+        listed, present = node_files(path, own), _present(path, own)
     except DamagedError:
         if path.exists():
             disk.rename(path, path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
     else:
         if (path / MANIFEST_NAME).read_bytes() != manifest:
             raise DamagedError(f"{path}: the manifest differs between nodes")
+        if present != set(listed):
+            _write_names(path, present)
         return
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     disk.make_folder(temporary)
@@ -392,8 +396,11 @@ def _present(path: Path, manifest: Manifest) -> set[str]:
 
 
 def _add_names(path: Path, manifest: Manifest, new: Collection[str]) -> None:
-    names = sorted({*node_files(path, manifest), *new})
+    _write_names(path, {*node_files(path, manifest), *new})
+
+
+def _write_names(path: Path, names: Collection[str]) -> None:
     temporary = path / f"{NODE_FILES_NAME}.new"
     temporary.unlink(missing_ok=True)
-    write_file(Disk(), temporary, json.dumps(names).encode())
+    write_file(Disk(), temporary, json.dumps(sorted(names)).encode())
     temporary.replace(path / NODE_FILES_NAME)

@@ -434,7 +434,7 @@ def remove_leftovers(folder: Path, disk: Disk) -> None:
         for path in list(leftovers(folder)):
             with contextlib.suppress(OSError):
                 final = path.with_name(path.name.partition(".old-")[0])
-                if final == path:
+                if final == path or ".tmp-" in path.name:
                     disk.remove(path)
                 elif final.exists():
                     remove_whole(path, disk)

@@ -41,6 +41,8 @@ from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
 
+_SAME_SPIKE = 0.01
+"""Relative difference of two computations of a spike with the same cause: without --deterministic-mode their sums differ in order."""
 _MOST_EXPLANATIONS = 10
 """Searches for the source of values that are not finite, with --on-nan skip; each repeats a step."""
 _SECONDS_TO_REPORT = 10.0
@@ -289,14 +291,14 @@ class Iterations:
             The report of the step.
 
         Raises:
-            RejectedResultError: the second computation is no spike.
+            RejectedResultError: the second computation has another result.
         """
         policy = self.plan.config.resilience.on_spike
         restore_later_scales = scales_of(self.engine)
         iteration.restore_scales()
         second = self.engine.recompute(iteration.batches, first_sample=iteration.first_sample)
-        values = {"lm_loss": second["lm loss"], "grad_norm": second["grad norm"]}
-        if all(abs(values[name]) < detector.limit for name, detector in self.spikes.items()):
+        results = ((report.lm_loss, second["lm loss"]), (report.grad_norm, second["grad norm"]))
+        if not all(math.isclose(*pair, rel_tol=_SAME_SPIKE) for pair in results):
             self._record("spike", iteration, report, spike, policy)
             self.ranks.console.print(f"> iteration {iteration.number}: {spike}")
             self._save_before_diagnosis()

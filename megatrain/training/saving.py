@@ -242,7 +242,8 @@ class RunSaves:
         """Remove the checkpoints that are not kept after this one; rank 0 does it, and a rank of each node with local ones."""
         checkpoint = self.plan.config.checkpoint
         rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
-        if str(save.folder) == checkpoint.non_persistent_folder:
+        frequent = checkpoint.non_persistent_folder
+        if frequent is not None and save.folder == Path(frequent):
             rule = Retention(keep_last=1)
         if save.is_committing:
             for line in remove_older(save.folder, save.iteration, rule, Disk()):

@@ -30,11 +30,6 @@ def non_persistent_checkpoints_have_a_folder(draft: Draft) -> Iterator[Problem]:
             "--non-persistent-ckpt-type local needs a folder",
             "add --non-persistent-local-ckpt-dir with a folder on a fast disk of the node",
         )
-    elif checkpoint.non_persistent_folder is not None and checkpoint.non_persistent_folder == checkpoint.save:
-        yield Problem(
-            f"non-persistent checkpoints and --save have the same folder {checkpoint.save}: only the newest would be kept",
-            "name another folder with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
-        )
 
 
 def groups_of_copies_fit_the_ranks(draft: Draft) -> Iterator[Problem]:

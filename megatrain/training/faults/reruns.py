@@ -7,7 +7,7 @@
             rejected ─> no device is at fault, exit code 17                 on a suspect ─> exit code 16 again
 
 A step is rejected if its loss or gradient norm is not finite, or by --error-injection-rate. `<save>/rerun.json` has the suspects.
-A spike (--check-for-spiky-loss, --check-for-large-grads) is a transient error if it does not come again; else --on-spike applies.
+A spike (--check-for-spiky-loss, --check-for-large-grads) is a transient error if its values do not come again; else --on-spike applies.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Reruns:
         if not is_rejected_again:
             self._write(None)
             return RejectedResultError(
-                f"iteration {iteration}: transient error: computed again on the same devices, the step is right; suspects: {_listed(where)}",
+                f"iteration {iteration}: transient error: computed again on the same devices, the step has another result; suspects: {_listed(where)}",
                 fix=f"{_RESUME}, and test these devices if it happens again",
                 exit_code=FAILED_VALIDATION,
             )

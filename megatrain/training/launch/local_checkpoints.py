@@ -2,7 +2,8 @@
 
     each rank: newest iteration in its node's folder ─> rank 0 ─> the manifest of a newer one ─> rank 0's folder, without files
 
-Loading then copies the files, if all are on some node (`checkpoint/local.py`).
+Loading then copies the files, if all are on some node (`checkpoint/local.py`). Checkpoints of another run are refused, as they
+are on rank 0's node (`stored_run.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatrain.checkpoint.errors import CheckpointError
-from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.find import Candidate, newest_valid
 from megatrain.checkpoint.local import take_manifest
 from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.config import Request
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.errors import ConfigError
 from megatrain.parallel.messages import Messages
+from megatrain.training.launch.stored_run import continues_run_of, save_folder_of
+
+_Found = tuple[int, str]
+"""Iteration of a checkpoint and the --save folder of its run; without a checkpoint (-1, "")."""
 
 
 def share_newest_manifest(request: Request, environment: LaunchEnvironment, store: dist.Store | None) -> None:
@@ -25,6 +31,7 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
 
     Raises:
         CheckpointError: on rank 0; its folder has another checkpoint of that name, or cannot be written.
+        ConfigError: on rank 0; the folder of another rank has checkpoints of another run.
     """
     kind, folder = (
         request.known(f"checkpoint.non_persistent_{name}") for name in ("ckpt_type", "local_ckpt_dir")
@@ -36,12 +43,28 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
         environment.rank, environment.world_size, dist.PrefixStore("local checkpoints", store)
     )
     own = _newest(Path(folder))
-    source = messages.gather_and_broadcast(own.name if own else "", _rank_of_a_newer_one)
+    others: list[str] = []
+
+    def choose(of_ranks: list[_Found]) -> int | None:
+        others.extend(
+            f"rank {rank}: {folder} has non-persistent checkpoints of the run in --save {save}, which this run does not continue"
+            " and would replace"
+            for rank, (_, save) in enumerate(of_ranks)
+            if rank and save and not continues_run_of(request, save)
+        )
+        return None if others else _rank_of_a_newer_one(of_ranks)
+
+    source = messages.gather_and_broadcast(_described(own), choose)
+    if others:
+        raise ConfigError(
+            others[0],
+            fix="remove the folder on that rank's node, or name another with --non-persistent-local-ckpt-dir",
+        )
     if source is None:
         return
     is_source = environment.rank == source
     found = messages.gather(
-        (own.name, (own / MANIFEST_NAME).read_text("utf-8")) if is_source and own else None
+        (own.path.name, (own.path / MANIFEST_NAME).read_text("utf-8")) if is_source and own else None
     )
     if found:
         name, manifest = found[source]
@@ -54,21 +77,20 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
             ) from error
 
 
-def _newest(folder: Path) -> Path | None:
+def _newest(folder: Path) -> Candidate | None:
     """Return the newest valid checkpoint of a folder; None: there is none, or the folder cannot be read, which loading reports."""
     try:
-        found = newest_valid(folder)
+        return newest_valid(folder)
     except CheckpointError:
         return None
-    return None if found is None else found.path
 
 
-def _rank_of_a_newer_one(names: list[str]) -> int | None:
+def _described(found: Candidate | None) -> _Found:
+    return (-1, "") if found is None else (found.iteration, save_folder_of(found.path))
+
+
+def _rank_of_a_newer_one(found: list[_Found]) -> int | None:
     """Return the first rank with the newest checkpoint, if it is newer than that of rank 0."""
-    newest = max(names, key=_order)
-    return names.index(newest) if _order(newest) > _order(names[0]) else None
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Return a key that orders the names of checkpoints by iteration: they have leading zeros, and more digits after iteration 9,999,999."""
-    return len(name), name
+    iterations = [iteration for iteration, _ in found]
+    newest = max(iterations)
+    return iterations.index(newest) if newest > iterations[0] else None

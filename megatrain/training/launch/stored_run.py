@@ -99,11 +99,12 @@ def step_problems(request: Request) -> Iterator[Problem]:
 def _whole_run(request: Request) -> StoredRun | None:
     """Return the checkpoint with its whole state; `is_start` if the run takes only its weights."""
     load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
-    has_candidates = load is not None and bool(find_checkpoints(Path(load)))
     if load is not None and load.startswith(HF_PREFIX):
         return _start_of_folder(request, load)
+    sources = () if load is None else _sources(request, load)
+    has_candidates = load is not None and any(map(find_checkpoints, {base_folder(Path(load)), *sources}))
     if load is not None:
-        found = _newest_of(request, _sources(request, load))
+        found = _newest_of(request, sources)
         if found is not None:
             is_upcycled = _is_upcycled(request, found)
             is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
@@ -118,7 +119,7 @@ def _whole_run(request: Request) -> StoredRun | None:
     is_empty = chosen == base_folder(chosen) and not has_candidates
     if is_empty and may_start and not request.known("checkpoint.exit_on_missing_checkpoint"):
         return None
-    raise _no_checkpoint("--load", chosen)
+    raise _no_checkpoint("--load", chosen, others=sources[1:])
 
 
 def _start(request: Request, name: str) -> StoredRun:
@@ -206,7 +207,8 @@ def _taken_settings(
     return stored_settings(config, request, with_layout=with_layout, with_training=is_evaluated and has_run)
 
 
-def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
+def _no_checkpoint(flag: str, path: Path, others: Sequence[Path] = ()) -> NoCheckpointError:
+    """Return the error of a run without a valid checkpoint at `path`, nor in the `others`: folders of non-persistent ones."""
     folder = base_folder(path)
     found = find_checkpoints(folder)
     if folder != path:
@@ -217,12 +219,14 @@ def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
             f"{path} is not a valid checkpoint; {folder} has iterations {valid or 'none'}{reasons}",
             fix=f"choose one of these iterations with --ckpt-step, or give {flag} {folder} alone to load the newest",
         )
-    reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found)
-    start = ", or with --load-or-start" if flag == "--load" else ""
+    damaged = [*found, *(one for other in others for one in find_checkpoints(other))]
+    reasons = "".join(f"\n  {one.path}: {one.problem}" for one in damaged)
+    anew = "without --load, or with --load-or-start" if flag == "--load" else f"without {flag}"
     return NoCheckpointError(
         f"{flag} {folder} has no valid checkpoint{reasons}",
-        fix="name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: without"
-        f" {flag}{start}",
+        fix="restore one of these from a backup, or remove them to start from scratch"
+        if damaged
+        else f"name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: {anew}",
     )
 
 
@@ -256,16 +260,25 @@ def _saves(request: Request) -> bool:
 
 def _other_run(request: Request) -> str | None:
     """Return the --save folder of the run whose checkpoints the non-persistent folder has; None: this run's, or none."""
-    folder, save = _non_persistent_folder(request), request.known("checkpoint.save")
+    folder = _non_persistent_folder(request)
     newest = newest_valid(folder) if folder is not None else None
-    if newest is None:
+    if newest is None or continues_run_of(request, stored := save_folder_of(newest.path)):
         return None
-    stored = read_manifest(newest.path).config.get("checkpoint", {}).get("save")
-    was_started = save is not None and (
-        (Path(save) / "config.yaml").exists() or bool(find_checkpoints(Path(save)))
-    )
-    is_same = stored is not None and save is not None and Path(stored).resolve() == Path(save).resolve()
-    return None if is_same and was_started and _continues_save_folder(request) else str(stored)
+    return stored
+
+
+def save_folder_of(checkpoint: Path) -> str:
+    """Return the --save folder of the run that saved a valid checkpoint."""
+    return str(read_manifest(checkpoint).config.get("checkpoint", {}).get("save"))
+
+
+def continues_run_of(request: Request, stored: str) -> bool:
+    """Return whether this run continues the one with the --save folder `stored`."""
+    if not _continues_save_folder(request):
+        return False
+    save = Path(str(request.known("checkpoint.save")))
+    was_started = (save / "config.yaml").exists() or bool(find_checkpoints(save))
+    return was_started and Path(stored).resolve() == save.resolve()
 
 
 def _non_persistent_problems(request: Request) -> Iterator[Problem]:

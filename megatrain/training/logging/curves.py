@@ -247,7 +247,7 @@ class WandbCurves:
             for iteration, scalars in iter(self._points.get, None):
                 run.log(scalars, step=iteration)
             run.finish()
-        except Exception as error:  # noqa: BLE001 (an error of W&B or the network must not stop training)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (an error of W&B or the network must not stop training)
             self._problem = f"{type(error).__name__}: {error}"
 
     def _start(self) -> Any:

@@ -14,7 +14,6 @@ LOCAL = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local"
         ("--save-retain-interval 25", ("--save-retain-interval 25", "--save-interval 10"), ("--save-retain-interval 30",)),
         ("--non-persistent-save-interval 2", ("--non-persistent-ckpt-type",), ("--non-persistent-ckpt-type global",)),
         (LOCAL, ("local", "folder"), ("--non-persistent-local-ckpt-dir",)),
-        (f"{LOCAL} --non-persistent-local-ckpt-dir s", ("same folder s",), ("--non-persistent-local-ckpt-dir",)),
         ("--keep-last 1", ("--keep-last 1", "at least 2"), ("--keep-last",)),
         ("--non-persistent-ckpt-type in_memory", ("in_memory",), ("global or local",)),
     ],
