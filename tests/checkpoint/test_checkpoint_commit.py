@@ -123,6 +123,7 @@ def test_the_next_good_save_removes_leftovers(first: Path) -> None:
 
 def test_a_checkpoint_whose_replacement_was_interrupted_gets_its_name_back(first: Path) -> None:
     (first / "iter_0000001").rename(first / "iter_0000001.old-ab")
+    (first / "iter_0000002.old-ab.tmp-cd").mkdir()  # a local checkpoint that was being copied under this name
     assert loaded_seed(first) == 1
     save(first, RANKS[3], 3)
     assert {path.name for path in first.iterdir()} == {"iter_0000001", "iter_0000003", TRACKER}

@@ -134,6 +134,12 @@ def test_a_killed_run_resumes_from_the_newest_checkpoint_of_both_folders(
     shard = tmp_path / "iter_0000020" / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert plan_of(*flags).derived.start_iteration == 18
+    for number in (10, 20):
+        shutil.rmtree(tmp_path / f"iter_{number:07d}")
+    manifest = tmp_path / "non_persistent" / "iter_0000018" / "manifest.json"
+    manifest.write_text("{")  # the only one left is damaged: that is no fresh start
+    with pytest.raises(NoCheckpointError, match=r"iter_0000018(.|\n)*restore one of these"):
+        plan_of(*flags)
 
 
 def test_non_persistent_checkpoints_of_another_run_are_neither_loaded_nor_replaced(

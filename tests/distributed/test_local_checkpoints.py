@@ -16,21 +16,23 @@ from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import find_checkpoints
+from megatrain.checkpoint.find import TRACKER_NAME, find_checkpoints
 from megatrain.checkpoint.local import copy_groups
 from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.config.errors import MegatrainError, describe
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.launch.local_checkpoints import _rank_of_a_newer_one
 
 LOCAL = (
     "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --non-persistent-save-interval 3 --non-persistent-ckpt-type local"
-    " --non-persistent-local-ckpt-dir local --save-interval 10"
+    " --non-persistent-local-ckpt-dir ./local/ --save-interval 10"
 ).split()
 COPIES = ["--replication", "--replication-jump", "2"]
 LAYOUT = ["--tensor-model-parallel-size", "2"]
 
 
 def on_nodes(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
-    """Train on two nodes; return the exit code and what was printed."""
+    """Train on two nodes; return the exit code and what was printed, or the error of a start that fails."""
     node = folder / f"node_{2 * rank // world_size}"
     node.mkdir(exist_ok=True)
     printed, before = io.StringIO(), Path.cwd()
@@ -40,6 +42,8 @@ def on_nodes(rank: int, world_size: int, folder: Path, flags: list[str]) -> tupl
             trainer = trainer_of_command_line(rank, world_size, [*MODEL, *flags], _get_default_store())
             trainer.resume()
             code = trainer.train()
+    except MegatrainError as error:
+        return error.exit_code, describe(error)
     finally:
         os.chdir(before)
     return code, printed.getvalue()
@@ -161,12 +165,33 @@ def test_a_disk_that_fails_costs_the_local_checkpoint(run: Run, tmp_path: Path) 
     assert "run/iter_0000010: iteration 10" in run("--skip-train")
 
 
+@pytest.mark.parametrize("node", one_in(2, [0, 1]))
+def test_a_truncated_file_is_copied_again(run: Run, tmp_path: Path, node: int) -> None:
+    """Before the first checkpoint in --save; if every node lacks the file, the run does not start anew."""
+
+    def forget_last() -> None:
+        shutil.rmtree(tmp_path / "run" / "iter_0000004")
+        (tmp_path / "run" / TRACKER_NAME).unlink()
+
+    run(*COPIES, "--exit-interval", "4", code=75)
+    forget_last()
+    name = "local/iter_0000003/shard_00000.safetensors"
+    shards = [tmp_path / f"node_{one}" / name for one in (0, 1)]
+    shards[node].write_bytes(shards[1 - node].read_bytes()[:-1])
+    assert "local/iter_0000003: iteration 3" in run(*COPIES, "--exit-interval", "4", code=75)
+    forget_last()
+    for shard in shards:
+        shard.unlink()
+    assert f"local/iter_0000003: {name}: No such file or directory" in run(*COPIES, code=3)
+
+
 def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
-    """Train on two nodes; the last one has no space for a copy of rank 0's file of iteration 6."""
+    """Train on two nodes; the last one has no space for a copy of rank 0's file of iterations 6 and 15."""
     create = Disk.create
 
     def full(disk: Disk, path: Path) -> Any:
-        if rank == world_size - 2 and path.parent.name.startswith("iter_0000006") and ".part-" in path.name:
+        is_full = path.parent.name.startswith(("iter_0000006", "iter_0000015")) and ".part-" in path.name
+        if rank == world_size - 2 and is_full:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return create(disk, path)
 
@@ -195,6 +220,37 @@ def test_a_copy_that_cannot_be_written_fails_the_save_on_all_nodes(pool: WorkerP
     assert "No space left on device (errno 28)" in answers[0][1]
     for node in range(2):
         assert [path.name for path in (tmp_path / f"node_{node}" / "local").glob("iter*")] == ["iter_0000003"]
+
+
+def test_a_full_disk_costs_the_local_checkpoint(run: Run, pool: WorkerPool, tmp_path: Path) -> None:
+    run(*LAYOUT, *COPIES, "--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    shutil.rmtree(tmp_path / "node_1")
+    words = [*folder_flags(tmp_path / "run"), *LOCAL, *LAYOUT, *COPIES, "--skip-train"]
+    answers = pool.run(4, fill_a_disk, tmp_path, words)
+    assert {code for code, _ in answers} == {0}
+    assert "skipped iteration 15: " in answers[0][1]
+    assert "No space left on device" in answers[0][1]
+    assert "run/iter_0000010: iteration 10" in answers[0][1]
+
+
+def test_checkpoints_of_another_run_are_refused_on_every_node(
+    run: Run, pool: WorkerPool, tmp_path: Path
+) -> None:
+    run("--exit-interval", "4", code=75)
+    shutil.rmtree(tmp_path / "node_0")
+    (tmp_path / "other").mkdir()
+    answers = pool.run(4, on_nodes, tmp_path, [*folder_flags(tmp_path / "other"), *LOCAL])
+    assert {code for code, _ in answers} == {2}
+    of_run = f"rank 2: ./local/ has non-persistent checkpoints of the run in --save {tmp_path}/run,"
+    assert of_run in answers[0][1]
+    assert not (tmp_path / "node_0" / "local").exists()
+    assert [path.name for path in (tmp_path / "node_1" / "local").glob("iter*")] == ["iter_0000003"]
+
+
+def test_the_newest_checkpoint_of_all_ranks_is_found_by_its_iteration() -> None:
+    assert _rank_of_a_newer_one([(-1, ""), (15, "run"), (18, "run")]) == 2
+    assert _rank_of_a_newer_one([(18, "run"), (15, "run"), (18, "run")]) is None
 
 
 @pytest.mark.nightly

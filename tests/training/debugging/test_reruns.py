@@ -38,9 +38,13 @@ def whole(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Return a function that makes the loss of the bad iteration NaN, or multiplies it, the next times that it is computed."""
+    """Return a function that makes the loss of the bad iteration NaN, or multiplies it, the next times that it is computed.
+
+    Several factors are for one computation each; the last one stays.
+    """
     accumulate, mean = Engine.accumulate_gradients, losses.mean_losses
     state: dict[str, float] = {"sample": -1, "times": 0}
+    factors = [math.nan]
 
     def noted(engine: Engine, batches: object, *, first_sample: int = 0) -> object:
         state["sample"] = first_sample
@@ -49,11 +53,16 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
     def spoiled(sums: object) -> object:
         is_bad = state["sample"] == BAD_ITERATION - 1 and state["times"] > 0
         state["times"] -= is_bad
-        return mean(sums) * (state["factor"] if is_bad else 1.0)  # type: ignore[arg-type]
+        factor = 1.0 if not is_bad else factors.pop(0) if len(factors) > 1 else factors[0]
+        return mean(sums) * factor  # type: ignore[arg-type]
+
+    def begin(times: int, *given: float) -> None:
+        state["times"] = times
+        factors[:] = given or [math.nan]
 
     monkeypatch.setattr(Engine, "accumulate_gradients", noted)
     monkeypatch.setattr(losses, "mean_losses", spoiled)
-    return lambda times, factor=math.nan: state.update(times=times, factor=factor)
+    return begin
 
 
 @pytest.fixture
@@ -181,11 +190,17 @@ def early_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("early_spikes")
-def test_a_spike_that_does_not_come_again_is_a_transient_error(
-    tmp_path: Path, whole: Path, spoil: Spoil, move: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("factors", [(1000.0, 1.0), (1000.0, 2000.0), (1000.0, math.nan)])
+def test_a_spike_with_other_values_the_second_time_is_a_transient_error(
+    tmp_path: Path,
+    whole: Path,
+    spoil: Spoil,
+    move: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+    factors: tuple[float, ...],
 ) -> None:
     move("h0 GPU-1")
-    spoil(1, 1000.0)
+    spoil(2, *factors)
     run(tmp_path / "run", FAILED_VALIDATION, **SPIKES)
     shown = capsys.readouterr()
     assert "iteration 5: transient error" in shown.err

@@ -236,9 +236,12 @@ def test_an_error_of_wandb_is_reported_once_and_stops_nothing(
     assert [step for step, _ in run.logged] == [1]
 
 
-def test_wandb_that_cannot_start_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_wandb_that_cannot_start_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException]
+) -> None:
     def init(**_: Any) -> None:
-        raise RuntimeError("no key")
+        raise error("no key")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     warnings: list[str] = []
@@ -251,7 +254,7 @@ def test_wandb_that_cannot_start_stops_nothing(monkeypatch: pytest.MonkeyPatch, 
     curves.write({"lm loss": 1.0}, iteration=1, consumed_samples=1)
     curves.close()
     assert len(warnings) == 1
-    assert "RuntimeError: no key" in warnings[0]
+    assert f"{error.__name__}: no key" in warnings[0]
 
 
 HANGING_WANDB = """
