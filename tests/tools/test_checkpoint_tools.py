@@ -70,6 +70,13 @@ def test_ls_marks_committed_partial_and_damaged(folder: Path, capsys: pytest.Cap
     assert "manifest.json" in entries[1]["problem"]
 
 
+def test_files_on_other_nodes_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "iter_0000004" / "node_files.json").write_text("[]")
+    for action in ("ls", "verify"):
+        assert main(["checkpoint", action, str(folder)]) == 0
+        assert capsys.readouterr().out.count("0 of 1 files are on this node, the others on other nodes") == 1
+
+
 def test_verify_reads_every_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(folder)]) == 0
     assert capsys.readouterr().out.count("intact") == 4

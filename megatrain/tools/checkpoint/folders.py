@@ -19,8 +19,9 @@ from megatrain.checkpoint.find import (
     find_checkpoints,
     leftovers,
     newest_valid,
+    node_files,
 )
-from megatrain.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
 from megatrain.config.errors import ConfigError
@@ -42,6 +43,8 @@ class Entry:
     age_seconds: float | None = None
     """Seconds since the checkpoint was written."""
     problem: str | None = None
+    elsewhere: str | None = None
+    """A sentence about the files of a local checkpoint that are on other nodes only."""
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -60,23 +63,24 @@ def ls(arguments: argparse.Namespace) -> int:
             f"{number:>10}  {entry.status:<9}  {size_text(entry.num_bytes):>10}  {samples:>12}"
             f"  {_age_text(entry.age_seconds):>9}  {Path(entry.path).name}"
         )
-        if entry.problem is not None:
-            print(f"{'':>10}  {entry.problem}")
+        for note in filter(None, (entry.problem, entry.elsewhere)):
+            print(f"{'':>10}  {note}")
     return 0
 
 
 def entries_of(folder: Path) -> Iterator[Entry]:
     """Yield the checkpoints and unfinished saves in a folder, by iteration."""
     for found in sorted(find_checkpoints(folder), key=lambda candidate: candidate.iteration):
-        samples = None if found.problem else read_manifest(found.path).consumed_train_samples
+        manifest = None if found.problem else read_manifest(found.path)
         yield Entry(
             path=str(found.path),
             status=_status(found),
             num_bytes=_size(found.path),
             iteration=found.iteration,
-            consumed_train_samples=samples,
+            consumed_train_samples=None if manifest is None else manifest.consumed_train_samples,
             age_seconds=_age(found.path / MANIFEST_NAME),
             problem=found.problem,
+            elsewhere=None if manifest is None else _elsewhere(found.path, manifest),
         )
     is_folder = folder.is_dir() and base_folder(folder) == folder
     for path in sorted(leftovers(folder)) if is_folder else ():
@@ -85,6 +89,11 @@ def entries_of(folder: Path) -> Iterator[Entry]:
             yield Entry(
                 path=str(path), status="partial", num_bytes=_size(path), age_seconds=_age(path), problem=note
             )
+
+
+def _elsewhere(path: Path, manifest: Manifest) -> str | None:
+    here, total = len(node_files(path, manifest)), len(manifest.files)
+    return None if here == total else f"{here} of {total} files are on this node, the others on other nodes"
 
 
 def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
@@ -106,8 +115,9 @@ def verify_all(arguments: argparse.Namespace) -> int:
                 problems = verify(candidate.path, progress.add)
         num_damaged += bool(problems)
         print(f"{candidate.path}: {'damaged' if problems else 'intact'}, {size_text(_size(candidate.path))}")
-        for problem in problems:
-            print(f"  {problem}")
+        elsewhere = None if problems else _elsewhere(candidate.path, read_manifest(candidate.path))
+        for line in filter(None, (*problems, elsewhere)):
+            print(f"  {line}")
     if num_damaged:
         print(f"{num_damaged} of {len(found)} checkpoints are damaged")
         print("  fix: restore them from a backup, or remove them; loading uses the newest intact one")
