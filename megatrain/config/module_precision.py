@@ -222,11 +222,7 @@ def _config(value: Any, place: str) -> tuple[Recipe | None, bool, bool]:
     config = _mapping(value, place, required=(_TYPE, "training_recipe"), known=("evaluation_recipe",))
     if config[_TYPE] != "TEQuantizationParams":
         raise PrecisionFileError(f"{place}.{_TYPE} is {config[_TYPE]!r}, not TEQuantizationParams")
-    if config.get("evaluation_recipe", config["training_recipe"]) != config["training_recipe"]:
-        raise PrecisionFileError(
-            f"{place}.evaluation_recipe differs from training_recipe, and evaluations compute as training does"
-        )
-    place = f"{place}.training_recipe"
+    of_evaluation, place = f"{place}.evaluation_recipe", f"{place}.training_recipe"
     recipe = _mapping(
         config["training_recipe"],
         place,
@@ -249,11 +245,16 @@ def _config(value: Any, place: str) -> tuple[Recipe | None, bool, bool]:
         )
     if number_format not in FORMATS:
         raise PrecisionFileError(f"{place}.fp8_format is {number_format!r}, not one of {', '.join(FORMATS)}")
-    return (
+    found = (
         None if name is None else Recipe(name, number_format),
         _switch(recipe, "override_quantized_autocast", place, default=True),
         _switch(recipe, "override_nonquantized_autocast", place, default=False),
     )
+    if config.get("evaluation_recipe", recipe) != recipe:
+        raise PrecisionFileError(
+            f"{of_evaluation} differs from training_recipe, and evaluations compute as training does"
+        )
+    return found
 
 
 def _mapping(
