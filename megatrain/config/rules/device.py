@@ -212,10 +212,12 @@ def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
     if modules is None:
         return
     flag = f"--te-precision-config-file {precision.te_precision_config_file}"
+    paths = modules.linears
+    correction = f"correct it (a path is {paths[0].path})," if paths else "the model has none:"
     for name, pattern, *_ in modules.unmatched:
         yield Problem(
             f"{flag}: matchers.{name}.pattern {pattern!r} matches no linear layer",
-            f"correct it (a path is {modules.linears[0].path}), set enabled: false, or remove --te-precision-config-file",
+            f"{correction} set enabled: false, or remove --te-precision-config-file",
         )
     for first, second in modules.disagreeing:
         yield Problem(
