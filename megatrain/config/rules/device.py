@@ -95,6 +95,11 @@ def fp4_can_be_emulated(draft: Draft) -> Problems:
         yield Problem(
             f"{flag} and --fp8-format {precision.fp8_format} exclude each other", "remove --fp4-format"
         )
+    elif precision.fp16:
+        yield Problem(
+            f"{flag} is not supported together with --fp16: FP4 gradients have scales of their own",
+            "use --bf16",
+        )
     elif draft.config.training.device == "cuda":
         yield Problem(
             f"{flag} is emulated on CPUs only: its products need Blackwell GPUs, and are not used there yet",

@@ -47,6 +47,7 @@ CASES = {
         ("--fp4-format e2m1 --fp8-format hybrid", "", None,
          ("--fp4-format e2m1", "--fp8-format hybrid", "exclude"), ("remove --fp4-format",)),
         ("--fp4-format e2m1 --bf16", "", H100, ("--fp4-format e2m1", "Blackwell"), ("remove --fp4-format", "--fp8-format hybrid")),
+        ("--fp4-format e2m1 --fp16", "", None, ("--fp4-format e2m1", "--fp16"), ("--bf16",)),
         ("--fp4-format e2m1 --num-experts 4", "", None, ("--fp4-format e2m1", "--num-experts"), ("remove --fp4-format",)),
         ("--fp4-format e2m1 --ffn-hidden-size 100", "", None,
          ("--fp4-format e2m1", "100", "16"), ("--ffn-hidden-size", "remove --fp4-format")),
