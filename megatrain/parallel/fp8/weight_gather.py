@@ -106,8 +106,6 @@ class Fp8WeightGather(WeightAllGather):
         if not layout.weights:
             return super().begin(number)
         amaxes = self._amaxes(number)
-        if group.size == 1:
-            return super().begin(number)
         self.memory.allocate(number)
         full, shard = self.memory.full[number].data, self.memory.shards[number]
         casts = [_scale_and_factor(s, a, full.dtype) for s, a in zip(layout.weights, amaxes, strict=True)]
