@@ -83,6 +83,14 @@ def _recipes_outside_experts(draft: Draft | Plan) -> Iterator[Recipe]:
             yield recipe
 
 
+def choice_of(draft: Draft, recipe: str) -> str:
+    """Return the flag that chooses a recipe in use: of all linear layers, or of single ones."""
+    precision, flags = draft.config.precision, recipe_of_flags(draft)
+    if flags is None or flags.name != recipe:
+        return f"--te-precision-config-file {precision.te_precision_config_file}: fp8_quantization_recipe {recipe}"
+    return f"--fp8-recipe {recipe}" if precision.fp4_format is None else f"--fp4-format {flags.format}"
+
+
 def scale_blocks(draft: Draft) -> dict[str, int]:
     """Return the elements of a row that share a scale, by recipe, for the recipes in use that have blocks."""
     sizes = {"blockwise": draft.config.precision.fp8_block_size, "mxfp8": MXFP8_BLOCK, "nvfp4": NVFP4_BLOCK}
