@@ -100,7 +100,7 @@ class Fp8WeightGather(WeightAllGather):
             _Layout(bucket, group.size, size) for bucket, group in zip(buckets, groups, strict=True)
         ]
         self._known_amaxes: dict[int, Tensor] = {}
-        """Those of buckets whose shards have not been written since."""
+        """Largest values by bucket, until its shard is written again."""
 
     def all_gather(self, number: int) -> None:
         """See `WeightAllGather`."""
