@@ -27,6 +27,7 @@ RECIPES: Final = ("tensorwise", "blockwise", "mxfp8")
 """Recipes of single linear layers. Megatron-LM does not allow `delayed` there either."""
 FORMATS: Final = ("e4m3", "hybrid")
 _TYPE: Final = "transformer_engine_config_type"
+_KEY_TAGS: Final = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
 class PrecisionFileError(Exception):
@@ -169,14 +170,21 @@ def _mlp(layer: LayerSizes) -> dict[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a key that is given twice."""
+    """Loader that refuses a key that is not text, such as yes and 1, and one that is given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key, count in Counter(map(str, keys)).items():
-            if count > 1:
-                raise PrecisionFileError(f"line {node.start_mark.line + 1}: {key} is given twice")
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        given = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag not in _KEY_TAGS:
+                text = f" {key.value}" if isinstance(key, yaml.ScalarNode) else ""
+                kind = key.tag.rpartition(":")[2]
+                raise PrecisionFileError(f"line {line}: the key{text} is a YAML {kind}, not text: quote it")
+            if key.value in given:
+                raise PrecisionFileError(f"line {line}: {key.value} is given twice")
+            given.add(key.value)
+        return node
 
 
 def matchers_of(text: str) -> tuple[Matcher, ...]:
@@ -214,11 +222,7 @@ def _config(value: Any, place: str) -> tuple[Recipe | None, bool, bool]:
     config = _mapping(value, place, required=(_TYPE, "training_recipe"), known=("evaluation_recipe",))
     if config[_TYPE] != "TEQuantizationParams":
         raise PrecisionFileError(f"{place}.{_TYPE} is {config[_TYPE]!r}, not TEQuantizationParams")
-    if config.get("evaluation_recipe", config["training_recipe"]) != config["training_recipe"]:
-        raise PrecisionFileError(
-            f"{place}.evaluation_recipe differs from training_recipe, and evaluations compute as training does"
-        )
-    place = f"{place}.training_recipe"
+    of_evaluation, place = f"{place}.evaluation_recipe", f"{place}.training_recipe"
     recipe = _mapping(
         config["training_recipe"],
         place,
@@ -241,11 +245,16 @@ def _config(value: Any, place: str) -> tuple[Recipe | None, bool, bool]:
         )
     if number_format not in FORMATS:
         raise PrecisionFileError(f"{place}.fp8_format is {number_format!r}, not one of {', '.join(FORMATS)}")
-    return (
+    found = (
         None if name is None else Recipe(name, number_format),
         _switch(recipe, "override_quantized_autocast", place, default=True),
         _switch(recipe, "override_nonquantized_autocast", place, default=False),
     )
+    if config.get("evaluation_recipe", recipe) != recipe:
+        raise PrecisionFileError(
+            f"{of_evaluation} differs from training_recipe, and evaluations compute as training does"
+        )
+    return found
 
 
 def _mapping(

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.fp8 import MXFP8_BLOCK, recipe_of_flags
+from megatrain.config.derive.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
@@ -118,7 +118,7 @@ def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes
             keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
             history=history if name == "delayed" else None,
             block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
-            gathers_weights=_gathers_fp8(plan),
+            gathers_weights=gathers_codes(plan),
             cp=ContextParallel(grid.cp),
             seed=plan.config.training.seed,
         )
@@ -181,17 +181,12 @@ def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Dat
             grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
         ),
     )
-    if _gathers_fp8(plan):
+    if gathers_codes(plan):
         plain = data_parallel.weights
         data_parallel.weights = Fp8WeightGather(
             plain.memory, plain.groups, buffers.buckets, grid.tp, overlap=plain.overlap
         )
     return data_parallel
-
-
-def _gathers_fp8(plan: Plan) -> bool:
-    """Return whether weights of FP8 layers are all-gathered in FP8."""
-    return plan.config.precision.fp8_param_gather and plan.derived.transformer_impl == "local"
 
 
 def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> ShardedOptimizer:

@@ -1,6 +1,7 @@
 """The file of --te-precision-config-file: read, malformed, matched with the linear layers of a model."""
 
 import dataclasses
+import re
 from collections import Counter
 
 import pytest
@@ -50,7 +51,7 @@ def chosen(text, layers=range(4)):
 
 def test_the_first_enabled_matcher_decides():
     text = file(("*.0.*", "bf16"), ("*linear_fc?", "fp8"), ("*", "flags"))
-    off = MATCHER.format("off", "false", "*", "fp8")
+    off = MATCHER.format("disabled", "false", "*", "fp8")
     recipes = chosen(text.replace("matchers:\n", f"matchers:\n{off}"))
     assert {recipes[f"0.{name}"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1")} == {None}
     assert recipes["1.mlp.linear_fc2"] == Recipe("tensorwise", "e4m3")
@@ -100,16 +101,22 @@ def test_paths_are_those_of_megatron_lm():
         ("training_recipe: {}", "training_recipe: {fp4_quantization_recipe: nvfp4}",
          "configs.bf16.training_recipe.fp4_quantization_recipe is not known"),
         ("training_recipe: {}", "training_recipe: {}, evaluation_recipe: {fp8_format: hybrid}", "evaluation_recipe differs"),
+        ("training_recipe: {}", "training_recipe: &a {x: *a}, evaluation_recipe: &b {x: *b}", "bf16.training_recipe.x is not known"),
+        ("training_recipe: {}", "training_recipe: &a {fp8_format: *a}, evaluation_recipe: &b {fp8_format: *b}",
+         "training_recipe.fp8_format is {'fp8_format': {...}}"),
         ("training_recipe: {}", "training_recipe: {tp_only_amax_red: true}", "configs.bf16.training_recipe.tp_only_amax_red:"),
         ("fp8_format: hybrid", "fp8_format: e5m2", "training_recipe.fp8_format is 'e5m2'"),
-        ("bf16:", "fp8:", "line 3: fp8 is given twice"),
+        ("bf16:", "fp8:", "line 4: fp8 is given twice"),
+        ("m0:", "yes: {}\n  true:", "line 12: the key yes is a YAML bool, not text: quote it"),
+        ("m0:", "0x1:", "line 12: the key 0x1 is a YAML int, not text"),
+        ("m0:", "[a]:", "line 12: the key is a YAML seq, not text"),
         ("configs:", "- configs:", "expected"),
     ],
 )  # fmt: skip
 def test_a_malformed_file_has_a_place(old, new, reason):
     text = file(("*.0.*", "bf16"))
     assert old in text
-    with pytest.raises(PrecisionFileError, match=reason.replace("*", r"\*")):
+    with pytest.raises(PrecisionFileError, match=re.escape(reason)):
         matchers_of(text.replace(old, new, 1))
 
 

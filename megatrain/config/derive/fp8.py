@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from megatrain.config.derive.layer_sizes import LayerSizes
-from megatrain.config.module_precision import Recipe, recipes_of_modules
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
+from megatrain.config.module_precision import Recipe, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.product_algorithms import digest_of
 
@@ -47,6 +48,47 @@ def fp8_recipes(draft: Draft | Plan) -> set[Recipe]:
     if modules is None:
         return {recipe}
     return {recipe for recipe in modules.by_path.values() if recipe is not None}
+
+
+def gathers_codes(draft: Draft | Plan) -> bool:
+    """Return whether ranks all-gather weights as FP8 codes."""
+    return draft.config.precision.fp8_param_gather and not why_no_codes_are_gathered(draft)
+
+
+def why_no_codes_are_gathered(draft: Draft | Plan) -> str:
+    """Return why --fp8-param-gather has no effect, to follow these words; empty: it has."""
+    parallel = draft.config.parallel
+    replicas = draft.derived.data_parallel_size * parallel.context_parallel_size
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    if draft.config.precision.fp8_format is None:
+        return "without --fp8-format"
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
+        return "with --transformer-impl transformer_engine: weights are all-gathered in their dtype"
+    if not is_sharded or replicas <= parallel.num_distributed_optimizer_instances:
+        return "with one replica, or with --data-parallel-sharding-strategy no_shard: no weights are all-gathered"
+    if not any(recipe.name in ("delayed", "tensorwise") for recipe in _recipes_outside_experts(draft)):
+        return (
+            "unless a linear layer, other than those of routed experts, has the recipe delayed or tensorwise"
+        )
+    return ""
+
+
+def _recipes_outside_experts(draft: Draft | Plan) -> Iterator[Recipe]:
+    """Yield the recipe of each linear layer that has one and is not of a routed expert."""
+    flags, modules = recipe_of_flags(draft), draft.derived.fp8_modules
+    for one in linear_layers(draft.derived.layer_table):
+        is_fp8 = one.layer in draft.derived.fp8_layers
+        recipe = modules.by_path[one.path] if modules is not None else flags if is_fp8 else None
+        if recipe is not None and ".mlp.experts." not in one.path:
+            yield recipe
+
+
+def choice_of(draft: Draft, recipe: str) -> str:
+    """Return the flag that chooses a recipe in use: of all linear layers, or of single ones."""
+    precision, flags = draft.config.precision, recipe_of_flags(draft)
+    if flags is None or flags.name != recipe:
+        return f"--te-precision-config-file {precision.te_precision_config_file}: fp8_quantization_recipe {recipe}"
+    return f"--fp8-recipe {recipe}" if precision.fp4_format is None else f"--fp4-format {flags.format}"
 
 
 def scale_blocks(draft: Draft) -> dict[str, int]:

@@ -36,7 +36,12 @@ def _has_fp8_of_rows(plan: PlanOrDraft) -> bool:
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     Option(
         "FP8",
-        ("precision.fp8_format", "precision.fp8_recipe", "precision.fp4_format"),
+        (
+            "precision.fp8_format",
+            "precision.fp8_recipe",
+            "precision.fp4_format",
+            "precision.te_precision_config_file",
+        ),
         (
             Feature("nofp8", "", lambda p: recipe_of_flags(p) is None),
             Feature(

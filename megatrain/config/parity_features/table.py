@@ -65,10 +65,16 @@ def features_of(plan: PlanOrDraft, options: Sequence[Option] = OPTIONS) -> dict[
 
 
 def unlisted_values(draft: Draft, options: Sequence[Option] = (*OPTIONS, *NUMBER_FORMATS)) -> Iterator[str]:
-    """Yield the flags of each option whose value the table does not list."""
+    """Yield the flags of each option whose value the table does not list, without those at their defaults."""
+    defaults = type(draft.config)()
     for option in options:
         if not any(feature.is_used(draft) for feature in option.features):
-            yield " ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in option.settings)
+            values = {path: draft.config.get(path) for path in option.settings}
+            yield " ".join(
+                f"{flag_of(path)} {value}"
+                for path, value in values.items()
+                if value not in (None, False, defaults.raw(path))
+            )
 
 
 def features_are_supported_together(

@@ -12,6 +12,7 @@ from megatrain.config.derive.fp8 import (
     MXFP8_BLOCK,
     NVFP4_BLOCK,
     PRODUCT_MULTIPLE,
+    choice_of,
     fp8_recipes,
     product_sizes,
     recipe_of_flags,
@@ -95,6 +96,11 @@ def fp4_can_be_emulated(draft: Draft) -> Problems:
         yield Problem(
             f"{flag} and --fp8-format {precision.fp8_format} exclude each other", "remove --fp4-format"
         )
+    elif precision.fp16:
+        yield Problem(
+            f"{flag} is not supported together with --fp16: FP4 gradients have scales of their own",
+            "use --bf16",
+        )
     elif draft.config.training.device == "cuda":
         yield Problem(
             f"{flag} is emulated on CPUs only: its products need Blackwell GPUs, and are not used there yet",
@@ -131,21 +137,16 @@ def _recipe_names(draft: Draft) -> set[str]:
     return {recipe.name for recipe in fp8_recipes(draft)}
 
 
-def _choice_of(draft: Draft, recipe: str) -> tuple[str, str]:
-    """Return what chooses a recipe in use, and how to choose another one."""
-    precision = draft.config.precision
-    if precision.fp8_recipe == recipe:
-        return f"--fp8-recipe {recipe}", "use --fp8-recipe tensorwise"
-    file = f"--te-precision-config-file {precision.te_precision_config_file}"
-    return (
-        f"{file}: fp8_quantization_recipe {recipe}",
-        "remove --te-precision-config-file, or choose tensorwise in the file",
-    )
+def _fix_of(draft: Draft, recipe: str) -> str:
+    """Return how to choose another recipe."""
+    if draft.config.precision.fp8_recipe == recipe:
+        return "use --fp8-recipe tensorwise"
+    return "remove --te-precision-config-file, or choose tensorwise in the file"
 
 
 def _problems_of_mxfp8(draft: Draft) -> Problems:
     """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
-    flag, other = _choice_of(draft, "mxfp8")
+    flag, other = choice_of(draft, "mxfp8"), _fix_of(draft, "mxfp8")
     capability = draft.facts.device_capability
     reason = local_fp8_layers(draft)
     if draft.config.training.device != "cuda":
@@ -198,8 +199,8 @@ def _blocks_can_be_multiplied(draft: Draft) -> Problems:
     """Return whether cuBLAS has products of these blocks on this GPU."""
     capability, size = draft.facts.device_capability, draft.config.precision.fp8_block_size
     if capability is not None and capability[0] != BLOCKWISE_CAPABILITY:
-        flag, other = _choice_of(draft, "blockwise")
-        yield Problem(f"{flag} requires a Hopper GPU, and this is {draft.facts.device_name}", other)
+        flag, fix = choice_of(draft, "blockwise"), _fix_of(draft, "blockwise")
+        yield Problem(f"{flag} requires a Hopper GPU, and this is {draft.facts.device_name}", fix)
     if size != GPU_BLOCK_SIZE:
         yield Problem(
             f"--fp8-block-size {size}: GPUs multiply blocks of {GPU_BLOCK_SIZE}",
@@ -212,10 +213,12 @@ def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
     if modules is None:
         return
     flag = f"--te-precision-config-file {precision.te_precision_config_file}"
+    paths = modules.linears
+    correction = f"correct it (a path is {paths[0].path})," if paths else "the model has none:"
     for name, pattern, *_ in modules.unmatched:
         yield Problem(
             f"{flag}: matchers.{name}.pattern {pattern!r} matches no linear layer",
-            f"correct it (a path is {modules.linears[0].path}), set enabled: false, or remove --te-precision-config-file",
+            f"{correction} set enabled: false, or remove --te-precision-config-file",
         )
     for first, second in modules.disagreeing:
         yield Problem(

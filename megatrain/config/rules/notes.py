@@ -15,7 +15,11 @@ from megatrain.config.plan import Draft
 from megatrain.config.rules.logging import missing_packages
 from megatrain.config.rules.resume import changed_settings
 from megatrain.config.rules.unproven import unproven
-from megatrain.config.rules.without_effect import modules_without_effect, settings_without_effect
+from megatrain.config.rules.without_effect import (
+    modules_without_effect,
+    param_gather_without_effect,
+    settings_without_effect,
+)
 from megatrain.config.schema.tree import flag_of
 
 
@@ -373,6 +377,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     unproven,
     settings_without_effect,
     modules_without_effect,
+    param_gather_without_effect,
     dropout_by_default,
     float32_by_default,
     sequence_parallel_has_no_effect,

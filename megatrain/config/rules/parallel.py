@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.derive.fp8 import gathers_codes
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -81,7 +82,7 @@ def overlapped_products_have_one_stream(draft: Draft) -> Problems:
 
 def gathered_codes_differ_from_own_weights(draft: Draft) -> Problems:
     interval = draft.config.training.check_weight_hash_across_dp_replicas_interval
-    if draft.config.precision.fp8_param_gather and interval is not None:
+    if gathers_codes(draft) and interval is not None:
         yield Problem(
             f"--check-weight-hash-across-dp-replicas-interval {interval} is not supported together with --fp8-param-gather: a"
             " rank has decoded codes of the weights that other ranks update, and its own as they are",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks, split_sizes
+from megatrain.config.derive.fp8 import choice_of, fp8_recipes, recipe_of_flags, scale_blocks, split_sizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -87,7 +87,7 @@ def fp8_blocks_across_ranks(draft: Draft) -> Iterator[str]:
         for what, flags, size in dict.fromkeys(split_sizes(draft)):
             if size % block:
                 yield (
-                    f"FP8 recipe {recipe}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
+                    f"{choice_of(draft, recipe)}: {size:g} {what} are not a multiple of {block}, so that blocks depend on the"
                     f" layout (decided by {flags})"
                 )
                 break

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatrain.config.derive.cuda_graphs import WHOLE
-from megatrain.config.derive.fp8 import fp8_recipes, recipe_of_flags, scale_blocks
+from megatrain.config.derive.fp8 import recipe_of_flags, scale_blocks, why_no_codes_are_gathered
 from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
@@ -30,14 +30,6 @@ def _settings(section: str, names: str) -> tuple[str, ...]:
 
 def _has_latents(draft: Draft) -> bool:
     return draft.config.model.multi_latent_attention
-
-
-def gathers_weights(draft: Draft) -> bool:
-    """Return whether ranks all-gather weights that others have updated."""
-    parallel = draft.config.parallel
-    replicas = draft.derived.data_parallel_size * parallel.context_parallel_size
-    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-    return is_sharded and replicas > parallel.num_distributed_optimizer_instances
 
 
 _OF_EXPERTS: Final = tuple(
@@ -263,7 +255,7 @@ CONDITIONS: Final = (
     Condition(
         "without --fp8-format",
         lambda d: d.config.precision.fp8_format is not None,
-        _settings("precision", "fp8_recipe fp8_param_gather"),
+        _settings("precision", "fp8_recipe"),
     ),
     Condition(
         "without --fp8-format or --fp4-format",
@@ -274,21 +266,6 @@ CONDITIONS: Final = (
         "in linear layers of --fp8-format, which wait for their communication",
         lambda d: d.config.precision.fp8_format is None,
         _settings("parallel", "tp_comm_overlap"),
-    ),
-    Condition(
-        "with --transformer-impl transformer_engine: weights are all-gathered in their dtype",
-        lambda d: d.derived.transformer_impl != TRANSFORMER_ENGINE,
-        _settings("precision", "fp8_param_gather"),
-    ),
-    Condition(
-        "with one replica, or with --data-parallel-sharding-strategy no_shard: no weights are all-gathered",
-        gathers_weights,
-        _settings("precision", "fp8_param_gather"),
-    ),
-    Condition(
-        "without --fp8-recipe delayed or tensorwise: weights are all-gathered in their dtype",
-        lambda d: any(recipe.name in ("delayed", "tensorwise") for recipe in fp8_recipes(d)),
-        _settings("precision", "fp8_param_gather"),
     ),
     Condition(
         "without --fp8-recipe blockwise",
@@ -397,6 +374,12 @@ def modules_without_effect(draft: Draft) -> Iterator[str]:
         yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
     if "mla_up_proj" in draft.config.training.recompute_modules and not _has_latents(draft):
         yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention"
+
+
+def param_gather_without_effect(draft: Draft) -> Iterator[str]:
+    reason = why_no_codes_are_gathered(draft)
+    if draft.config.precision.fp8_param_gather and reason:
+        yield f"--fp8-param-gather has no effect {reason}"
 
 
 def _value(value: object) -> str:

@@ -99,6 +99,13 @@ class Fp8WeightGather(WeightAllGather):
         self.layouts = [
             _Layout(bucket, group.size, size) for bucket, group in zip(buckets, groups, strict=True)
         ]
+        self._known_amaxes: dict[int, Tensor] = {}
+        """Largest values by bucket, until its shard is written again."""
+
+    def all_gather(self, number: int) -> None:
+        """See `WeightAllGather`."""
+        self._known_amaxes.pop(number, None)
+        super().all_gather(number)
 
     def begin(self, number: int) -> Transfer:
         """Allocate a bucket and begin to gather it."""
@@ -106,8 +113,6 @@ class Fp8WeightGather(WeightAllGather):
         if not layout.weights:
             return super().begin(number)
         amaxes = self._amaxes(number)
-        if group.size == 1:
-            return super().begin(number)
         self.memory.allocate(number)
         full, shard = self.memory.full[number].data, self.memory.shards[number]
         casts = [_scale_and_factor(s, a, full.dtype) for s, a in zip(layout.weights, amaxes, strict=True)]
@@ -137,6 +142,15 @@ class Fp8WeightGather(WeightAllGather):
 
     def _amaxes(self, number: int) -> Tensor:
         """Return the largest absolute values of the FP8 weights of a bucket, fp32 [weights]; delayed scaling notes them."""
+        if number not in self._known_amaxes:
+            self._known_amaxes[number] = self._computed_amaxes(number)
+        found = self._known_amaxes[number]
+        for scaling, largest in zip(self.layouts[number].weights, found, strict=True):
+            if isinstance(scaling, DelayedScaling):
+                scaling.note(largest)
+        return found
+
+    def _computed_amaxes(self, number: int) -> Tensor:
         layout, group, shard = self.layouts[number], self.groups[number], self.memory.shards[number]
         first, found = group.rank * shard.numel(), torch.zeros(len(layout.weights), device=shard.device)
         for part in layout.parts[group.rank]:
@@ -144,9 +158,6 @@ class Fp8WeightGather(WeightAllGather):
                 found[part.weight] = amax(shard[part.elements.start - first : part.elements.stop - first])
         for ranks in (group, self.tp):
             all_reduce(found, ranks, "max")
-        for scaling, largest in zip(layout.weights, found, strict=True):
-            if isinstance(scaling, DelayedScaling):
-                scaling.note(largest)
         return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatrain.kernels.fp8 import blocks
 from megatrain.kernels.fp8.products import Operand
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.data_parallel import WeightAllGather
 from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
 from megatrain.parallel.layout import ParamLayout
@@ -42,6 +43,10 @@ def _stale_weight_cast() -> AbstractContextManager[Any]:
 
 def _gather_with_scales_of_a_shard() -> AbstractContextManager[Any]:
     return mock.patch.object(weight_gather, "all_reduce", lambda x, _group, _op: x)
+
+
+def _gather_with_scales_of_the_last_step() -> AbstractContextManager[Any]:
+    return mock.patch.object(weight_gather.Fp8WeightGather, "all_gather", WeightAllGather.all_gather)
 
 
 def _random_numbers_of_a_rank() -> AbstractContextManager[Any]:
@@ -88,6 +93,10 @@ FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "FP8 gather of weights with scales of a rank's shard": (
         _gather_with_scales_of_a_shard,
         "dp2 zero1 overlap fp8gather",
+    ),
+    "FP8 gather of weights with scales of the last step": (
+        _gather_with_scales_of_the_last_step,
+        "dp2 zero3 overlap fp8gather",
     ),
     "NVFP4 rounding by a rank's own numbers of outputs": (_random_numbers_of_a_rank, "tp2 nvfp4"),
     "FP8 recipes of layers by their number within a stage": (

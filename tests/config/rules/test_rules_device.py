@@ -11,6 +11,8 @@ H100 = Facts(
 )
 
 MODULES = "--te-precision-config-file a.yaml"
+EMPTY = '{"attention": {"no_op": true}, "mlp": {"no_op": true}}'
+NO_LAYERS = f'{{"block_configs": [{EMPTY}, {EMPTY}, {EMPTY}, {EMPTY}]}}'
 
 
 def modules(pattern, *more, device="cpu", **facts):
@@ -45,6 +47,7 @@ CASES = {
         ("--fp4-format e2m1 --fp8-format hybrid", "", None,
          ("--fp4-format e2m1", "--fp8-format hybrid", "exclude"), ("remove --fp4-format",)),
         ("--fp4-format e2m1 --bf16", "", H100, ("--fp4-format e2m1", "Blackwell"), ("remove --fp4-format", "--fp8-format hybrid")),
+        ("--fp4-format e2m1 --fp16", "", None, ("--fp4-format e2m1", "--fp16"), ("--bf16",)),
         ("--fp4-format e2m1 --num-experts 4", "", None, ("--fp4-format e2m1", "--num-experts"), ("remove --fp4-format",)),
         ("--fp4-format e2m1 --ffn-hidden-size 100", "", None,
          ("--fp4-format e2m1", "100", "16"), ("--ffn-hidden-size", "remove --fp4-format")),
@@ -83,6 +86,9 @@ CASES = {
         (f"{MODULES} --fp8-format e4m3", "", modules("*.linear_fc3"),
          ("--te-precision-config-file a.yaml", "matchers.own.pattern '*.linear_fc3'"),
          ("enabled: false", "decoder.layers.0.self_attention.linear_qkv")),
+        (f"{MODULES} --fp8-format e4m3 --heterogeneous-layers-config-path b.json", "",
+         modules("*.linear_fc1", layers_config=NO_LAYERS),
+         ("--te-precision-config-file a.yaml", "matches no linear layer"), ("the model has none: set enabled: false",)),
         (f"{MODULES} --fp8-format e4m3 --num-experts 4", "", modules("*.experts.linear_fc1"),
          ("decoder.layers.0.mlp.experts.linear_fc1", "linear_fc2"), ("same config",)),
         (MODULES, "", modules("*", "override_nonquantized_autocast: true"),

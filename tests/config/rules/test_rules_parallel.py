@@ -6,6 +6,7 @@ from megatrain.config import Facts
 from megatrain.config.rules.parallel import PARALLEL_RULES
 
 FOUR = "--num-experts 4"
+HASHES = "--check-weight-hash-across-dp-replicas-interval 5"
 
 CASES = {
     "sharding_settings_agree": [
@@ -37,7 +38,7 @@ CASES = {
          ("--grad-reduce-in-bf16", "float32"), ("--bf16", "--grad-reduce-in-bf16")),
     ],
     "gathered_codes_differ_from_own_weights": [
-        ("--fp8-format hybrid --fp8-param-gather --check-weight-hash-across-dp-replicas-interval 5", "", None,
+        (f"--fp8-format hybrid --fp8-param-gather {HASHES}", "", Facts(world_size=2),
          ("--check-weight-hash-across-dp-replicas-interval 5", "--fp8-param-gather"), ("remove --check-weight-hash",)),
     ],
     "overlapped_products_have_one_stream": [
@@ -56,3 +57,18 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
 
 def test_every_rule_has_a_case():
     assert set(CASES) == {rule.__name__ for rule in PARALLEL_RULES}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("", 2),
+        ("--fp8-format hybrid", 1),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", 2),
+        ("--fp8-format hybrid --no-use-distributed-optimizer", 2),
+        ("--fp8-format hybrid --num-distributed-optimizer-instances 2", 2),
+    ],
+)
+def test_replicas_that_gather_no_codes_can_be_compared(plan_of, flags, ranks):
+    notes = plan_of(f"{flags} --fp8-param-gather {HASHES}", facts=Facts(world_size=ranks)).notes
+    assert len([note for note in notes if "--fp8-param-gather has no effect" in note]) == 1

@@ -40,7 +40,7 @@ CASES = {
     "fp8_blocks_across_ranks": (
         "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4",
         Facts(world_size=4),
-        "16 channels of keys",
+        "--fp8-recipe blockwise: 16 channels of keys",
     ),
 }
 FP8 = "--transformer-impl transformer_engine --bf16 --fp8-format hybrid"
@@ -81,3 +81,29 @@ def test_a_proven_run_has_no_such_line(plan_of):
 
 def test_every_rule_has_a_case():
     assert {*CASES, *WITH_ENGINE, *ELSEWHERE} == {rule.__name__ for rule in UNPROVEN}
+
+
+FILE = """
+configs: {own: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: mxfp8}}}
+matchers: {own: {type: glob, enabled: true, pattern: "*", config: own}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "lines"),
+    [
+        ("--fp4-format e2m1 --context-parallel-size 2 --seq-length 16", Facts(world_size=2),
+         ["--fp4-format e2m1: 8 tokens of a chunk"]),
+        ("--fp4-format e2m1 --te-precision-config-file a.yaml", Facts(module_precision=FILE),
+         ["--fp4-format e2m1 --te-precision-config-file a.yaml has no row"]),
+        ("--fp8-format e4m3 --te-precision-config-file a.yaml --tensor-model-parallel-size 4", Facts(world_size=4, module_precision=FILE),
+         ["--fp8-format e4m3 --te-precision-config-file a.yaml has no row",
+          "--te-precision-config-file a.yaml: fp8_quantization_recipe mxfp8: 16 channels of keys"]),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", None, ["--fp8-format e4m3 --fp8-recipe mxfp8 has no row"]),
+    ],
+)  # fmt: skip
+def test_a_line_names_the_flags_that_choose_the_recipe(plan_of, flags, facts, lines):
+    start = "not proven equal under every layout: "
+    notes = [note for note in plan_of(flags, facts=facts).notes if note.startswith(start)]
+    pairs = list(zip(notes, lines, strict=True))
+    assert all(note.startswith(start + line) for note, line in pairs), pairs

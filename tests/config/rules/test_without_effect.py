@@ -63,7 +63,6 @@ CASES = [
     ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 1", "", ("--fp8-margin 1", "delayed")),
     ("--fp8-format hybrid --fp8-block-size 64", "", ("--fp8-block-size 64", "blockwise")),
     ("--fp8-format hybrid --fp8-param-gather", "", ("--fp8-param-gather", "one replica")),
-    ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "", ("--fp8-param-gather", "delayed or tensorwise")),
     ("--num-layers-at-end-in-bf16 2", "", ("--num-layers-at-end-in-bf16 2", "--first-last-layers-bf16")),
     ("--num-layers-per-virtual-pipeline-stage 2", "",
      ("--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size 1")),
@@ -84,6 +83,7 @@ CASES = [
     ("--product-algorithms a.json", "", ("--product-algorithms a.json", "--bf16")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
 ]  # fmt: skip
+ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 WITH_TRANSFORMER_ENGINE = (
     "with --transformer-impl transformer_engine, whose layers wait for their communication"
 )
@@ -100,9 +100,8 @@ def test_transformer_engine_does_not_overlap_products(plan_of):
 
 
 def _notes_on_gpus(plan_of):
-    facts = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-    flags = "--tp-comm-overlap --fp8-format hybrid --fp8-param-gather --bf16"
-    return plan_of(f"{flags} --transformer-impl transformer_engine", facts=facts).notes
+    flags = "--tp-comm-overlap --fp8-format hybrid --bf16"
+    return plan_of(f"{flags} --transformer-impl transformer_engine", facts=ENGINE).notes
 
 
 def test_every_condition_has_a_case(plan_of):
@@ -131,3 +130,21 @@ def test_the_flex_dispatcher_is_the_all_to_all_one(plan_of):
     assert any(
         "--moe-enable-deepep is ignored: DeepEP and HybridEP are not used" in note for note in plan.notes
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "reason"),
+    [
+        ("--fp4-format e2m1", Facts(world_size=2), "without --fp8-format"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", Facts(world_size=2), "recipe delayed or tensorwise"),
+        ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3", Facts(world_size=2),
+         "recipe delayed or tensorwise"),
+        ("--fp8-format hybrid", Facts(world_size=2), ""),
+        ("--fp8-format hybrid", Facts(), "with one replica"),
+        ("--fp8-format hybrid --bf16 --transformer-impl transformer_engine", ENGINE, "with --transformer-impl"),
+    ],
+)  # fmt: skip
+def test_a_gather_of_codes_without_effect_has_one_note(plan_of, flags, facts, reason):
+    notes = plan_of(f"{flags} --fp8-param-gather", facts=facts).notes
+    found = [note for note in notes if "--fp8-param-gather has no effect" in note]
+    assert [reason in note for note in found] == [True] * bool(reason), found
