@@ -210,7 +210,7 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
-            f"use --seq-length {multiple_near(length, tp)}, or remove --sequence-parallel",
+            f"use --seq-length {length_near(draft, tp)}, or remove --sequence-parallel",
         )
 
 
@@ -241,6 +241,13 @@ def divisor_near(number: int, limit: int) -> int:
 def multiple_near(number: int, factor: int) -> int:
     """Return the smallest multiple of `factor` that is at least `number`."""
     return -(-number // factor) * factor
+
+
+def length_near(draft: Draft, factor: int) -> int:
+    """Return a multiple of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
+    longest = draft.config.model.max_position_embeddings
+    length = multiple_near(draft.config.data.seq_length, factor)
+    return length if longest is None or length <= longest else longest // factor * factor or length
 
 
 SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
