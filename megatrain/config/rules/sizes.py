@@ -16,7 +16,7 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
     if heads % tp:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {divisor_near(heads, tp)}, or --num-attention-heads {multiple_near(heads, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-attention-heads {multiple_near(heads, tp)}",
         )
 
 
@@ -28,13 +28,12 @@ def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
     if tp > groups:
         yield Problem(
             f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
-            f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {divisor_near(tp, groups)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {divisor_near(tp, groups)}",
         )
     else:
         yield Problem(
             f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {divisor_near(groups, tp)}, or"
-            f" --num-query-groups {multiple_near(groups, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {multiple_near(groups, tp)}",
         )
 
 
@@ -84,7 +83,7 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --hidden-size {multiple_near(size, tp)}, or --tensor-model-parallel-size {divisor_near(size, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --hidden-size {multiple_near(size, tp)}",
         )
 
 
@@ -93,7 +92,7 @@ def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --ffn-hidden-size {multiple_near(size, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --ffn-hidden-size {multiple_near(size, tp)}",
         )
 
 
@@ -132,26 +131,33 @@ def ranks_hold_all_experts(draft: Draft) -> Problems:
 def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems:
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
-        fits = multiple_near(world, product)
+        more, smaller = multiple_near(world, product), _smaller_size(sizes, draft)
         is_given = draft.config.raw("parallel.world_size") is not None
-        smaller = _smaller_size(sizes, world) or "lower these sizes"
+        ranks = (
+            f"use --world-size {more}"
+            if is_given
+            else f"start {more} ranks (torchrun --nproc-per-node, --nnodes)"
+        )
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
-            f"use --world-size {fits}, or {smaller}"
-            if is_given
-            else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or {smaller}",
+            f"{smaller}, or {ranks}" if smaller else f"{ranks}, or lower these sizes",
         )
 
 
-def _smaller_size(sizes: Mapping[str, int], world: int) -> str | None:
+def _smaller_size(sizes: Mapping[str, int], draft: Draft) -> str | None:
     """Return a size that fits the number of ranks in place of one of these; None: no single one helps.
 
-    A divisor of the given size keeps what was divisible by it: layers, heads, experts.
+    A divisor of the given size keeps what was divisible by it: layers, experts.
     """
     for flag, size in reversed(list(sizes.items())):
         others = math.prod(sizes.values()) // size
-        fits = [part for part in range(1, size) if size % part == 0 and world % (others * part) == 0]
+        parts = (
+            [tp_near(draft)]
+            if flag == "--tensor-model-parallel-size" and size > 1
+            else [part for part in range(1, size) if size % part == 0]
+        )
+        fits = [part for part in parts if draft.derived.world_size % (others * part) == 0]
         if fits:
             return f"use {flag} {fits[-1]}"
     return None
@@ -230,6 +236,21 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
             f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
             f"use --padded-vocab-size {multiple_near(rows, tp)}, or remove it (or set it to auto)",
         )
+
+
+def tp_near(draft: Draft) -> int:
+    """Return the largest smaller tensor-parallel size that fits the dense layers and, if there is one, the number of ranks."""
+    model, parallel = draft.config.model, draft.config.parallel
+    heads, widths = model.num_attention_heads, (model.hidden_size, model.ffn_hidden_size)
+    groups = model.num_query_groups if model.group_query_attention else 1
+    others = parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    fits_layers = [
+        tp
+        for tp in range(1, min(parallel.tensor_model_parallel_size, heads + 1, 2**16))
+        if not any(size % tp for size in (heads, *widths)) and (groups % tp == 0 or tp % groups == 0)
+    ]
+    fits_ranks = [tp for tp in fits_layers if draft.derived.world_size % (others * tp) == 0]
+    return max(fits_ranks or fits_layers)
 
 
 def divisor_near(number: int, limit: int) -> int:
