@@ -134,14 +134,14 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
         more, smaller = multiple_near(world, product), _smaller_size(sizes, draft)
         is_given = draft.config.raw("parallel.world_size") is not None
         ranks = (
-            f"use --world-size {more}"
+            f"--world-size {more}"
             if is_given
             else f"start {more} ranks (torchrun --nproc-per-node, --nnodes)"
         )
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
-            f"{smaller}, or {ranks}" if smaller else f"{ranks}, or lower these sizes",
+            f"{smaller or 'lower these sizes'}, or {ranks}",
         )
 
 

@@ -159,7 +159,10 @@ def test_every_rule_has_a_case():
 
 def test_several_problems_of_sizes_offer_the_same_number_of_tensor_ranks_first(plan_of):
     with pytest.raises(ConfigError) as caught:
-        plan_of("--tensor-model-parallel-size 3 --ffn-hidden-size 256 --dry-run --world-size 8")
+        plan_of(
+            "--tensor-model-parallel-size 3 --ffn-hidden-size 256 --dry-run --world-size 8",
+            facts=Facts(world_size=8),
+        )
     fixes = [problem.fix for problem in caught.value.problems]
     assert len(fixes) == 4
     assert all(fix.startswith("use --tensor-model-parallel-size 2, or ") for fix in fixes), fixes
