@@ -130,6 +130,8 @@ def test_flags_of_one_feature_are_one_problem(notes_and_problems):
     assert lr.startswith("--lr fast ")
     assert mamba.startswith("--mamba-num-heads 8, --mamba-head-dim 16 and --is-hybrid-model: ")
     assert "fix: remove the flag" in mamba
+    (note,), _ = notes_and_problems("--no-rope-fusion", "--no-gradient-accumulation-fusion")
+    assert note.startswith("--no-rope-fusion and --no-gradient-accumulation-fusion are ignored: ")
 
 
 @pytest.mark.parametrize(
