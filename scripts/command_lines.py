@@ -85,7 +85,7 @@ def outcome_of(line: CommandLine) -> Outcome:
         answer.feature
         for answer in ANSWERS
         if answer.kind == "pending"
-        and any(f"has no effect so far: {answer.feature} is missing" in note for note in plan.notes)
+        and any(f" no effect so far: {answer.feature} is missing" in note for note in plan.notes)
     )
     return Outcome(line.case, "starts, in part" if pending else "starts", pending)
 

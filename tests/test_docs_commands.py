@@ -50,6 +50,7 @@ NOT_RUN = {
 """Commands that begin with these words, and why."""
 
 NEED_GPUS = (
+    "megatrain tune",
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
     "python scripts/benchmarks/generation.py",
@@ -112,7 +113,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("scripts", "pretrain.py", "preprocess_data.py", "pyproject.toml"):
+        for name in ("docs", "scripts", "pretrain.py", "preprocess_data.py", "pyproject.toml"):
             (folder / name).symlink_to(ROOT / name)
         programs = folder / ".venv" / "bin"
         programs.mkdir(parents=True)

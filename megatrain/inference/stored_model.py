@@ -32,7 +32,7 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
-from megatrain.model.custom_layers import apply_custom_layers
+from megatrain.model.custom_layers import apply_custom_layers, digest_of
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import WEIGHT, fill_weights
@@ -56,12 +56,14 @@ class ModelOptions:
 
     Attributes:
         spec: words of --spec, for a model with custom layers.
+        spec_digest: digest of the file of --spec; None: that of the checkpoint.
         is_unlimited: experts have no capacity, so that no token depends on other sequences.
     """
 
     device: torch.device
     dtype: torch.dtype
     spec: tuple[str, ...] = ()
+    spec_digest: str | None = None
     ranks: TensorRanks = TensorRanks()
     is_unlimited: bool = False
 
@@ -133,7 +135,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         ConfigError: `options` do not match the checkpoint.
     """
     path, manifest, ranks = reader.path, reader.manifest, options.ranks
-    config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options.spec)
+    config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options)
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
     kind: dict[str, Any] = {
         "seq_length": _seq_length(path, manifest),
@@ -181,19 +183,30 @@ def _untrusted_configuration(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path}: its configuration describes no model ({reason})") from error
 
 
-def _with_user_spec(path: Path, config: ModelConfig, spec: tuple[str, ...]) -> ModelConfig:
-    """Return the settings of the model with --spec as the user gives it. `apply_custom_layers` compares its digest."""
-    function = layer_function(config.spec)
-    if (function is not None) == bool(spec):
-        return dataclasses.replace(config, spec=spec or config.spec)
+def _with_user_spec(path: Path, config: ModelConfig, options: ModelOptions) -> ModelConfig:
+    """Return the settings of the model with --spec as the user gives it; compare the digest of its file, which is not run."""
+    function, given = layer_function(config.spec), layer_function(options.spec)
     if function is None:
+        if options.spec or options.spec_digest is not None:
+            raise ConfigError(
+                f"--spec and --spec-digest: the model of {path} has no custom layers",
+                fix="remove --spec and --spec-digest",
+            )
+        return config
+    if given is None:
         raise ConfigError(
-            f"--spec {' '.join(spec)}: the model of {path} has no custom layers", fix="remove --spec"
+            f"{path}: its model has custom layers of {function}, and no code is run that only a checkpoint names",
+            fix=f"add --spec {function} if you trust that code",
         )
-    raise ConfigError(
-        f"{path}: its model has custom layers of {function}, and no code is run that only a checkpoint names",
-        fix=f"add --spec {function} if you trust that code",
-    )
+    digest = digest_of(given)
+    if digest != (options.spec_digest or config.spec_digest):
+        source = "that of the checkpoint" if options.spec_digest is None else "--spec-digest"
+        raise ConfigError(
+            f"--spec {given}: the file has changed, its digest is {digest}, and {source} is"
+            f" {options.spec_digest or config.spec_digest}",
+            fix=f"use the file of the training run, or add --spec-digest {digest} to run the changed file",
+        )
+    return dataclasses.replace(config, spec=options.spec, spec_digest=digest)
 
 
 def _tokenizer(path: Path, manifest: Manifest) -> Tokenizer:

@@ -33,15 +33,19 @@ def here(tmp_path, monkeypatch):
 CASES = {
     "missing .idx": (
         lambda here: idx(here / "a").unlink(), f"{NULL} --data-path a",
-        r"^error: a\.idx: there is no such file\n  fix: copy both",
+        r"^error: --data-path: a\.idx: there is no such file\n  fix: copy both",
+    ),
+    "missing validation data": (
+        lambda here: None, f"{NULL} --train-data-path a --valid-data-path gone --test-data-path b",
+        r"^error: --valid-data-path: gone\.bin: there is no such file",
     ),
     "id beyond the vocabulary": (
         lambda here: describe(here / "a", largest_id=VOCAB), f"{NULL} --data-path a",
-        rf"^error: a\.bin .*id {VOCAB}, outside the vocabulary of {VOCAB}\n  fix: use the tokenizer",
+        rf"^error: --data-path: a\.bin .*id {VOCAB}, outside the vocabulary of {VOCAB}\n  fix: use the tokenizer",
     ),
     "another tokenizer": (
         lambda here: None, "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {golden}/tokenizer.json --data-path a",
-        r"^error: a\.bin .*BertWordPiece, fingerprint 5eed5eed5eed.*\n  fix: give --tok",
+        r"^error: --data-path: a\.bin .*BertWordPiece, fingerprint 5eed5eed5eed.*\n  fix: give --tok",
     ),
     "negative weight": (
         lambda here: None, f"{NULL} --data-path 1 a -1 b", r"^error: --data-path: .* b .*-1\n  fix: give every",

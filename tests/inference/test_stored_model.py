@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -89,12 +90,17 @@ def test_the_user_may_name_the_code_and_its_digest_is_compared(
     assert generate(folder, "--spec", f"{evil[0]}:layers") == 0
     assert evil[1].exists()
     evil[0].write_text(evil[0].read_text() + "\n")
+    evil[1].unlink()
     assert generate(folder, "--spec", f"{evil[0]}:layers") == 2
-    assert "digest" in capsys.readouterr().err
+    consent = re.search(r"the file has changed[\s\S]*fix: .*(--spec-digest) (\w+)", capsys.readouterr().err)
+    assert consent is not None
+    assert not evil[1].exists()
+    assert generate(folder, "--spec", f"{evil[0]}:layers", *consent.groups()) == 0
+    assert evil[1].exists()
 
 
 def test_spec_without_custom_layers_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(folder, "--spec", "mine.py:layers") == 2
+    assert generate(folder, "--spec", "mine.py:layers") == generate(folder, "--spec-digest", "0") == 2
     assert "fix: remove --spec" in capsys.readouterr().err
 
 

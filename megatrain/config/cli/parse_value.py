@@ -91,7 +91,10 @@ def _choice(setting: Setting, text: str) -> str:
     if text in elsewhere:
         raise BadValueError("is not a choice of its own here", fix=elsewhere[text])
     if text in UNSUPPORTED_CHOICES.get(setting.flag, ()):
-        raise BadValueError("is not supported yet", fix=f"give {setting.flag} {accepted_values(setting)}")
+        without = f"remove {setting.flag}, or " if setting.default is None else ""
+        raise BadValueError(
+            "is not supported yet", fix=f"{without}give {setting.flag} {accepted_values(setting)}"
+        )
     near = closest_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
     raise BadValueError("is not a choice", fix=f"{hint}give {setting.flag} {accepted_values(setting)}")

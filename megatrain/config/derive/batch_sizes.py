@@ -151,15 +151,15 @@ class BatchSizes:
         return count, consumed
 
 
-def batch_rule(config: Config) -> BatchRule:
-    """Return the batch sizes that a configuration asks for.
+def batch_rule(config: Config, *, pass_size: int = 1) -> BatchRule:
+    """Return the batch sizes that a configuration asks for. `pass_size` only serves the fix of an invalid ramp.
 
     Raises:
         ConfigError: the ramp or the steps are not valid.
     """
     training = config.training
     if training.rampup_batch_size:
-        return parse_ramp(training.rampup_batch_size, target=training.global_batch_size)
+        return parse_ramp(training.rampup_batch_size, target=training.global_batch_size, pass_size=pass_size)
     if training.step_batch_size_schedule is not None:
         return parse_steps(training.step_batch_size_schedule, seq_length=config.data.seq_length)
     return ConstantBatch(training.global_batch_size)
@@ -172,8 +172,8 @@ def batch_sizes(config: Config, *, data_parallel_size: int) -> BatchSizes:
     )
 
 
-def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
-    """Parse --rampup-batch-size."""
+def parse_ramp(words: Iterable[str], *, target: int, pass_size: int = 1) -> RampedBatch:
+    """Parse --rampup-batch-size. A fix names batch sizes that are multiples of `pass_size`."""
     texts = " ".join(words).split()
     given = f"--rampup-batch-size {' '.join(texts)}"
     if len(texts) != 3 or not all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
@@ -190,10 +190,13 @@ def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
             fix="use a smaller start, or leave --rampup-batch-size out",
         )
     if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
+        first = -(-start // pass_size) * pass_size
+        rest = target - first
         raise ConfigError(
             f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
-            fix=f"use an increment that divides {target - start}: --rampup-batch-size {start} {target - start} {samples},"
-            " for example",
+            fix=f"use an increment that divides {rest}: --rampup-batch-size {first} {rest} {samples}, for example"
+            if rest > 0
+            else "leave --rampup-batch-size out",
         )
     return RampedBatch(start, increment, samples, target)
 

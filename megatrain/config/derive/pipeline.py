@@ -63,7 +63,9 @@ def pipeline_schedule(draft: Draft) -> DerivedValue:
     if draft.config.parallel.pipeline_model_parallel_size == 1:
         return DerivedValue("1f1b", "one stage")
     chunks = draft.derived.pipeline_chunks
-    return DerivedValue("1f1b" if chunks == 1 else "interleaved", f"{chunks} model chunks per rank")
+    if chunks == 1:
+        return DerivedValue("1f1b", "1 model chunk per rank")
+    return DerivedValue("interleaved", f"{chunks} model chunks per rank")
 
 
 def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ Notation of the flags in the tables (`flag_table.py`); a setting of the same nam
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,9 +97,20 @@ def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
         else:
             notes.setdefault(answer, []).append(str(item))
     return (
-        [f"{', '.join(flags)}{text}" for text, flags in notes.items()],
-        [Problem(f"{', '.join(flags)}{text}", fix) for (text, fix), flags in problems.items()],
+        [_joined(flags, text) for text, flags in notes.items()],
+        [Problem(_joined(flags, text), fix) for (text, fix), flags in problems.items()],
     )
+
+
+def _joined(flags: Sequence[str], text: str) -> str:
+    """Return the sentence about these flags; `text` is about one."""
+    if len(flags) == 1:
+        return f"{flags[0]}{text}"
+    for one, several in ((" is ", " are "), (" has ", " have ")):
+        if text.startswith(one):
+            text = f"{several}{text.removeprefix(one)}"
+            break
+    return f"{', '.join(flags[:-1])} and {flags[-1]}{text}"
 
 
 def _flags_of_settings() -> set[str]:

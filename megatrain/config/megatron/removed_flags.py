@@ -163,7 +163,7 @@ _UNSUPPORTED: Final = (
         instead="use --expert-model-parallel-size and --expert-tensor-parallel-size",
     ),
     refused(
-        "Mamba and linear-attention layers are not supported",
+        "Mamba layers are not supported",
         "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
         instead="remove the flag; all --num-layers layers have attention and an MLP",
     ),

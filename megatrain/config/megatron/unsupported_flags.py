@@ -127,7 +127,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Precision, memory, speed
     missing(
-        "all-gathering weights in FP4 or MXFP8, and recipes of one's own, are not supported",
+        "all-gathering weights in FP4 or MXFP8 and recipes of one's own are not supported",
         "--fp4-param-gather --fp4-quantizer-factory= --reuse-grad-buf-for-mxfp8-param-ag",
     ),
     missing(

@@ -62,10 +62,10 @@ def gpus_require_nccl(draft: Draft) -> Problems:
 
 
 def kernels_can_be_compiled(draft: Draft) -> Problems:
-    """A dry run does not need the compiler."""
+    """A dry run does not need the compiler; without a GPU, `device_is_available` reports the problem."""
     training = draft.config.training
     if (
-        draft.config.training.device == "cuda"
+        draft.config.training.device == draft.facts.device == "cuda"
         and training.compile
         and not (draft.facts.has_triton or training.dry_run)
     ):

@@ -73,12 +73,15 @@ def spec_names_a_function(draft: Draft) -> Problems:
     words = model.spec
     if not words or is_plain_gpt_layer(words):
         return
-    function = layer_function(words)
-    if function is None:
+    if layer_function(words) is None and words[0].startswith("megatron."):
+        yield Problem(
+            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the GPT layers are",
+            "remove --spec; the run then trains a GPT, which is another model",
+        )
+    elif layer_function(words) is None:
         yield Problem(
             f"--spec {' '.join(words)} does not name a function",
-            "give file.py:function, module:function, or module and function; of Megatron-LM's specs only the GPT layers"
-            " are supported",
+            "give file.py:function, module:function, or module and function",
         )
 
 

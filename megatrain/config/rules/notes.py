@@ -110,7 +110,8 @@ def batch_is_decreased(draft: Draft) -> Iterator[str]:
     training, passes = draft.config.training, draft.derived.num_microbatches
     size = passes * training.micro_batch_size * draft.derived.data_parallel_size
     if training.decrease_batch_size_if_needed and size != training.global_batch_size:
-        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {passes} micro-batches per replica"
+        batches = "1 micro-batch" if passes == 1 else f"{passes} micro-batches"
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {batches} per replica"
 
 
 def schedules_restart(draft: Draft) -> Iterator[str]:

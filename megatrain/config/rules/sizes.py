@@ -16,7 +16,7 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
     if heads % tp:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {divisor_near(heads, tp)}, or --num-attention-heads {multiple_near(heads, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-attention-heads {multiple_near(heads, tp)}",
         )
 
 
@@ -28,13 +28,12 @@ def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
     if tp > groups:
         yield Problem(
             f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
-            f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {divisor_near(tp, groups)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {divisor_near(tp, groups)}",
         )
     else:
         yield Problem(
             f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {divisor_near(groups, tp)}, or"
-            f" --num-query-groups {multiple_near(groups, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {multiple_near(groups, tp)}",
         )
 
 
@@ -84,7 +83,7 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --hidden-size {multiple_near(size, tp)}, or --tensor-model-parallel-size {divisor_near(size, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --hidden-size {multiple_near(size, tp)}",
         )
 
 
@@ -93,7 +92,7 @@ def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --ffn-hidden-size {multiple_near(size, tp)}",
+            f"use --tensor-model-parallel-size {tp_near(draft)}, or --ffn-hidden-size {multiple_near(size, tp)}",
         )
 
 
@@ -132,26 +131,33 @@ def ranks_hold_all_experts(draft: Draft) -> Problems:
 def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems:
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
-        fits = multiple_near(world, product)
+        more, smaller = multiple_near(world, product), _smaller_size(sizes, draft)
         is_given = draft.config.raw("parallel.world_size") is not None
-        smaller = _smaller_size(sizes, world) or "lower these sizes"
+        ranks = (
+            f"--world-size {more}"
+            if is_given
+            else f"start {more} ranks (torchrun --nproc-per-node, --nnodes)"
+        )
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
-            f"use --world-size {fits}, or {smaller}"
-            if is_given
-            else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or {smaller}",
+            f"{smaller or 'lower these sizes'}, or {ranks}",
         )
 
 
-def _smaller_size(sizes: Mapping[str, int], world: int) -> str | None:
+def _smaller_size(sizes: Mapping[str, int], draft: Draft) -> str | None:
     """Return a size that fits the number of ranks in place of one of these; None: no single one helps.
 
-    A divisor of the given size keeps what was divisible by it: layers, heads, experts.
+    A divisor of the given size keeps what was divisible by it: layers, experts.
     """
     for flag, size in reversed(list(sizes.items())):
         others = math.prod(sizes.values()) // size
-        fits = [part for part in range(1, size) if size % part == 0 and world % (others * part) == 0]
+        parts = (
+            [tp_near(draft)]
+            if flag == "--tensor-model-parallel-size" and size > 1
+            else [part for part in range(1, size) if size % part == 0]
+        )
+        fits = [part for part in parts if draft.derived.world_size % (others * part) == 0]
         if fits:
             return f"use {flag} {fits[-1]}"
     return None
@@ -210,7 +216,7 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
-            f"use --seq-length {multiple_near(length, tp)}, or remove --sequence-parallel",
+            f"use --seq-length {length_near(draft, tp)}, or remove --sequence-parallel",
         )
 
 
@@ -232,6 +238,21 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+def tp_near(draft: Draft) -> int:
+    """Return the largest smaller tensor-parallel size that fits the dense layers and, if there is one, the number of ranks."""
+    model, parallel = draft.config.model, draft.config.parallel
+    heads, widths = model.num_attention_heads, (model.hidden_size, model.ffn_hidden_size)
+    groups = model.num_query_groups if model.group_query_attention else 1
+    others = parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    fits_layers = [
+        tp
+        for tp in range(1, min(parallel.tensor_model_parallel_size, heads + 1, 2**16))
+        if not any(size % tp for size in (heads, *widths)) and (groups % tp == 0 or tp % groups == 0)
+    ]
+    fits_ranks = [tp for tp in fits_layers if draft.derived.world_size % (others * tp) == 0]
+    return max(fits_ranks or fits_layers)
+
+
 def divisor_near(number: int, limit: int) -> int:
     """Return the largest divisor up to `limit`, which is capped to bound the search."""
     largest = min(number, limit, 2**16)
@@ -241,6 +262,13 @@ def divisor_near(number: int, limit: int) -> int:
 def multiple_near(number: int, factor: int) -> int:
     """Return the smallest multiple of `factor` that is at least `number`."""
     return -(-number // factor) * factor
+
+
+def length_near(draft: Draft, factor: int) -> int:
+    """Return a multiple of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
+    longest = draft.config.model.max_position_embeddings
+    length = multiple_near(draft.config.data.seq_length, factor)
+    return length if longest is None or length <= longest else longest // factor * factor or length
 
 
 SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (

@@ -77,8 +77,9 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
                     f"--step-batch-size-schedule and {flag} both set the batch size",
                     "give one of them",
                 )
+    pass_size = training.micro_batch_size * draft.derived.data_parallel_size
     try:
-        rule = batch_rule(draft.config)
+        rule = batch_rule(draft.config, pass_size=pass_size)
     except ConfigError as error:
         yield from error.problems
         return

@@ -51,6 +51,14 @@ def blends_from_config(data: DataConfig) -> dict[str, Blend]:
     return {name: parse_blend(found, f"--{name}-data-path") for name, found in by_split.items() if found}
 
 
+def flags_of_blends(data: DataConfig) -> dict[str, str]:
+    """Return the flag that names the datasets of each split, with the keys of `blends_from_config`."""
+    if data.data_path or data.data_args_path is not None:
+        return {"all": "--data-path" if data.data_path else "--data-args-path"}
+    is_file = data.per_split_data_args_path is not None
+    return {name: "--per-split-data-args-path" if is_file else f"--{name}-data-path" for name in SPLIT_NAMES}
+
+
 def blends_from_facts(datasets: Iterable[DatasetFacts], from_iteration: int = 0) -> dict[str, Blend]:
     """Group the datasets of a phase of training into blends."""
     blends = {}
@@ -71,6 +79,7 @@ def used_eod(data: DataConfig, eod: int | None) -> int | None:
 def inspect_datasets(
     blends: Mapping[str, Blend],
     *,
+    flags: Mapping[str, str] | None = None,
     vocab_size: int | None,
     tokenizer_fingerprint: str | None,
     eod: int | None = None,
@@ -81,6 +90,7 @@ def inspect_datasets(
 
     Args:
         blends: as `blends_from_config` returns them.
+        flags: flag of each blend, which its problems name.
         vocab_size: vocabulary size of the tokenizer; None: ids are not checked.
         tokenizer_fingerprint: fingerprint of the training tokenizer; None: it reads any ids (NullTokenizer).
         eod: as `used_eod` returns it; None: not checked.
@@ -91,6 +101,7 @@ def inspect_datasets(
     problems: list[Problem] = []
     seen: dict[str, DatasetFacts | None] = {}
     for split, blend in blends.items():
+        place = f"{flags[split]}: " if flags else ""
         for number, prefix in enumerate(blend.prefixes):
             if prefix not in seen:
                 seen[prefix] = None
@@ -98,9 +109,10 @@ def inspect_datasets(
                     dataset = seen[prefix] = _facts_of(
                         prefix, conversations=conversations, index_cache=index_cache
                     )
-                    problems += _description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)
+                    found_here = [*_description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)]
                 except ConfigError as error:
-                    problems += [_with_blend_hint(problem, prefix) for problem in error.problems]
+                    found_here = [_with_blend_hint(problem, prefix) for problem in error.problems]
+                problems += [Problem(f"{place}{problem.text}", problem.fix) for problem in found_here]
             found = seen[prefix]
             if found is not None:
                 weight = blend.weights[number] if blend.weights is not None else None

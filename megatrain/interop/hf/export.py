@@ -67,7 +67,7 @@ class HfExport:
         if model.spec:
             raise InputError(
                 f"{reader.path}: its model has custom layers (--spec), which no family of transformers has",
-                fix="export the weights alone: megatrain checkpoint export-weights",
+                fix=f"export the weights alone: megatrain checkpoint export-weights {reader.path} TARGET",
             )
         if model.max_position_embeddings is None:  # which every config.json has
             data: DataConfig = stored_section(reader.path, manifest.config, "data", DataConfig)

@@ -140,7 +140,7 @@ def fitting_family(
     assert closest is not None
     raise InputError(
         f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(closest[2][:5])}",
-        fix="name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights",
+        fix=f"name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights {where} TARGET",
     )
 
 

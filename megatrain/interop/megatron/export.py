@@ -281,5 +281,5 @@ def _dtype(precision: dict[str, Any]) -> torch.dtype:
 def _unknown(path: Path, what: str) -> MismatchError:
     return MismatchError(
         f"{path}: {what} cannot be written for Megatron-LM",
-        fix="export the weights alone: megatrain checkpoint export-weights",
+        fix=f"export the weights alone: megatrain checkpoint export-weights {path} TARGET",
     )

@@ -43,6 +43,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
     )
     parser.add_argument(
+        "--spec-digest",
+        metavar="DIGEST",
+        help="digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
+    )
+    parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="device (default: cuda where there is a GPU, else cpu)"
     )
     parser.add_argument(

@@ -103,6 +103,7 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         device=device,
         dtype=_DTYPES[arguments.dtype or default],
         spec=tuple(arguments.spec),
+        spec_digest=arguments.spec_digest,
         ranks=process.ranks,
         is_unlimited=True,
     )

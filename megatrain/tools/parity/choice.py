@@ -1,14 +1,14 @@
 """The rows that `megatrain parity` runs, selected by its flags.
 
---quick, --full, neither, --precision  ->  a table  ->  --layouts: rows with these words  ->  --slice: a part of them
-                                                               └─ no such row: the layout of these words itself
+--quick, --full, neither, --precision  ->  a table
+--quick or --full, with --layouts      ->  the rows of that table with these words     ->  --slice: a part of the rows
+--layouts alone                        ->  the layout of these words, in each precision
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from megatrain.config import ConfigError
@@ -35,23 +35,27 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
     Raises:
         ConfigError: no row is selected.
     """
-    table = _table(arguments, max_ranks)
-    rows = [row for row in table if all(row[1].has(word) for word in arguments.layouts)]
-    precisions = _precisions_of(arguments)
-    if not rows:
-        rows = _own_rows(arguments, precisions, max_ranks)
-    elif "fp64" in precisions and all(precision != "fp64" for precision, _ in rows):
-        with suppress(ConfigError):  # the words of low-precision rows may form no layout by themselves
-            rows = [*_own_rows(arguments, ("fp64",), max_ranks), *rows]
+    if arguments.layouts and not (arguments.quick or arguments.full):
+        rows = _own_rows(arguments, max_ranks)
+    else:
+        rows = [row for row in _table(arguments, max_ranks) if all(map(row[1].has, arguments.layouts))]
+        if not rows:
+            raise ConfigError(
+                f"--layouts {' '.join(arguments.layouts)}: no row of the table has these words",
+                fix="leave out --quick and --full: the layout of these words itself then runs",
+            )
     number, slices = _slice_of(arguments)
     rows = rows[number - 1 :: slices]
     pairs = all_pairs(max_ranks)
     covered = {pair for _, layout in rows for pair in pairs_of(layout.table_words)} & pairs
-    print(f"{len(rows)} rows, covering {len(covered)} of {len(pairs)} pairs of option values")
+    print(
+        f"{len(rows)} {'row' if len(rows) == 1 else 'rows'}, covering {len(covered)} of {len(pairs)} pairs of option values",
+        flush=True,
+    )
     return rows
 
 
-def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], max_ranks: int) -> list[Row]:
+def _own_rows(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
     """Return the layout that --layouts names, in each precision that supports it.
 
     Raises:
@@ -69,6 +73,7 @@ def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], ma
             f"--layouts {text} needs {layout.world_size} ranks, but only {max_ranks} are available",
             fix="use --device cpu, or more GPUs",
         )
+    precisions = _precisions_of(arguments)
     job = Job(layout, device=arguments.device, implementation=arguments.transformer_impl)
     rows = [(one, _as_in(one, layout)) for one in precisions]
     rows = [
@@ -77,7 +82,7 @@ def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], ma
     if not rows:
         raise ConfigError(
             f"--layouts {text} cannot run with --precision {' or '.join(precisions)}",
-            fix="leave out --precision, --quick and --full: the row then runs in every precision that supports it",
+            fix="leave out --precision: the layout then runs in every precision that supports it",
         )
     for precision, own in rows:
         plan_of(replace(job, layout=own, precision=precision), own.world_size)
@@ -85,12 +90,10 @@ def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], ma
 
 
 def _precisions_of(arguments: argparse.Namespace) -> tuple[Precision, ...]:
-    """Return the precisions for a layout that is in no table."""
-    if arguments.precision is not None:
-        return (arguments.precision,)
+    """Return the precisions for the layout that --layouts names."""
     if arguments.transformer_impl != "local":
-        return ("bf16",)
-    return ("fp64",) if arguments.quick or arguments.full else ("fp64", "fp32", "bf16")
+        return (_precision_of_implementation(arguments),)
+    return ("fp64", "fp32", "bf16") if arguments.precision is None else (arguments.precision,)
 
 
 def _as_in(precision: Precision, layout: Layout) -> Layout:
@@ -125,13 +128,18 @@ def _implementation_rows(max_ranks: int) -> list[Layout]:
 
 
 def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
-    """Return the rows of these layouts for another implementation than `local`, in bf16.
+    """Return the rows of these layouts for another implementation than `local`."""
+    precision = _precision_of_implementation(arguments)
+    return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
+
+
+def _precision_of_implementation(arguments: argparse.Namespace) -> Precision:
+    """Return the precision of rows for another implementation than `local`: bf16 by default.
 
     Raises:
         ConfigError: `local` would supply all layers.
     """
     precision: Precision = arguments.precision or "bf16"
-
     job = Job(Layout.of("tokens"), precision, arguments.device, arguments.transformer_impl)
     plan = plan_of(job, 1)
     if plan.derived.transformer_impl != arguments.transformer_impl:
@@ -139,7 +147,7 @@ def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[R
             plan.origins["derived.transformer_impl"].detail,
             fix="use --transformer-impl local, or a machine where the library runs",
         )
-    return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
+    return precision
 
 
 def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:

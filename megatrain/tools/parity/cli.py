@@ -25,6 +25,9 @@ from megatrain.tools.parity.results import Results
 from megatrain.tools.parity.rows import MAX_RANKS, Layout
 from megatrain.tools.worker_pool import WorkerPool
 
+_WIDEST_NAME = 60
+"""Characters of the table's first column; a longer name has a line of its own."""
+
 
 @dataclass
 class Comparer:
@@ -113,7 +116,7 @@ def _print_table(
 def _fp64_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
     if not layouts:
         return []
-    width = max(len(layout.name) for layout in layouts)
+    width = min(_WIDEST_NAME, max(len(layout.name) for layout in layouts))
     print(
         f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes"
     )
@@ -125,9 +128,8 @@ def _fp64_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) 
         seconds = time.perf_counter() - began
         words = "pass" if found.is_good else f"FAIL  {found.names}"
         numbers = "  ".join(f"{number:.1e}" for number in found.numbers)
-        print(
-            f"{layout.name:<{width}}  {layout.world_size:5d}  {numbers}  {seconds:7.1f}  {words}", flush=True
-        )
+        name = layout.name if len(layout.name) <= width else f"{layout.name}\n{'':<{width}}"
+        print(f"{name:<{width}}  {layout.world_size:5d}  {numbers}  {seconds:7.1f}  {words}", flush=True)
         results.add("fp64", layout, is_good=found.is_good, numbers=found.numbers, seconds=seconds)
         verdicts.append(found.is_good)
     return verdicts

@@ -21,7 +21,7 @@ def add_flags(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="WORD",
-        help="only rows with all of these words, such as `tp2 sp`; if there are none, that layout itself (default: all)",
+        help="only the layout of these words, such as `tp2 sp`; with --quick or --full, only their rows with all of these words",
     )
     which = parity.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="the 32 rows that cover most pairs, in fp64")

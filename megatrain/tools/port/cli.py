@@ -23,7 +23,8 @@ from megatrain.tools.port.shell_script import ShellScript, Word, quoted
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.subcommands import add_command
 
-_PROGRAMS: Final = ("pretrain.py", "pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
+_HYBRID_PROGRAMS: Final = ("pretrain_hybrid.py", "pretrain_mamba.py")
+_PROGRAMS: Final = ("pretrain.py", "pretrain_gpt.py", *_HYBRID_PROGRAMS)
 _NODE: Final = 8
 """GPUs of a node in the launcher that a YAML file gets."""
 
@@ -102,12 +103,20 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
         " ".join(map(quoted, launch.wrapper)),
         " ".join(map(quoted, launch.launcher)),
         world_size(launch, text),
-        [f"{launch.program} -> pretrain.py"] if launch.program != "pretrain.py" else [],
+        list(_changed_program(launch.program)),
         [*launch.notes, *script.not_read],
         list(_open_variables(script, launch)),
         list(script.assumed.values()),
         list(_program_problems(file, launch)),
     )
+
+
+def _changed_program(program: str) -> Iterator[str]:
+    is_hybrid = program.rpartition("/")[2] in _HYBRID_PROGRAMS
+    if program != "pretrain.py":
+        yield f"{program} -> pretrain.py" + (
+            ", which trains a GPT, another model: Mamba layers are not supported" if is_hybrid else ""
+        )
 
 
 def _open_variables(script: ShellScript, launch: Launch) -> Iterator[str]:

@@ -26,7 +26,7 @@ from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
 from megatrain.data.samples.data_schedule import read_data_schedule
-from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
+from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.hf_folder import described_settings
@@ -183,6 +183,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
     for start, phase in {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}.items():
         found, of_phase = inspect_datasets(
             phase,
+            flags={split: "--data-schedule"} if start else flags_of_blends(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),

@@ -26,7 +26,8 @@ def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
     if device_bytes is not None:
         words = "fits into" if needed <= device_bytes else "exceeds"
         return f"the largest total {words} the {device_bytes / 1e9:.2f} GB of this host's GPU"
-    for size, name in COMMON_GPUS:
+    is_fp8 = plan.config.precision.fp8_format is not None
+    for size, name in COMMON_GPUS[1:] if is_fp8 else COMMON_GPUS:  # the A100 has no FP8
         if needed <= size * 1e9:
             return f"the largest total fits into the {size} GB of a GPU such as the {name}; this host has none to compare with"
     return f"the largest total exceeds the {COMMON_GPUS[-1][0]} GB of the largest GPU"

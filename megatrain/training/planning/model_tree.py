@@ -1,7 +1,7 @@
 """Tree of a model's parameters, and parameter counts by part and rank, from the parameter registries.
 
 registry of each pipeline stage ─┬─> blocks of equal layers: canonical tensors, with the box of one rank
-                                 └─> counts by part: embedding, attention, MLP, router, experts, norms, head
+                                 └─> counts by part: embedding, attention, MLP, router, experts, norms, head, other
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.layout import ParamRegistry, Piece
 
-PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
+PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", "other")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
@@ -113,7 +113,9 @@ def part_of(name: str) -> str:
     for part in ("router", "experts"):
         if f".mlp.{part}." in name:
             return part
-    return "attention" if ".attention." in name else "mlp"
+    if ".attention." in name or ".linear_attention." in name:
+        return "attention"
+    return "mlp" if ".mlp." in name else "other"
 
 
 def active_elements(name: str, count: int, routers: Mapping[str, RouterSpec]) -> int:

@@ -128,8 +128,10 @@ def test_flags_of_one_feature_are_one_problem(notes_and_problems):
     flags = "--mamba-num-heads 8 --mamba-head-dim 16 --lr fast --is-hybrid-model"
     _, (lr, mamba) = notes_and_problems(*flags.split())
     assert lr.startswith("--lr fast ")
-    assert mamba.startswith("--mamba-num-heads 8, --mamba-head-dim 16, --is-hybrid-model: ")
+    assert mamba.startswith("--mamba-num-heads 8, --mamba-head-dim 16 and --is-hybrid-model: ")
     assert "fix: remove the flag" in mamba
+    (note,), _ = notes_and_problems("--no-rope-fusion", "--no-gradient-accumulation-fusion")
+    assert note.startswith("--no-rope-fusion and --no-gradient-accumulation-fusion are ignored: ")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def modules(pattern, *more, device="cpu", **facts):
 
 CASES = {
     "device_is_available": [
-        ("--device cuda", "", None, ("--device cuda",), ("--device cpu",)),
+        ("--device cuda", "", Facts(has_triton=False), ("--device cuda",), ("--device cpu",)),
     ],
     "each_rank_has_a_gpu": [
         ("", "", Facts(device="cuda", world_size=8, ranks_per_node=8, devices_per_node=4),

@@ -45,7 +45,7 @@ CASES = {
         ("--spec gpt", "", None, ("--spec gpt",), ("file.py:function",)),
         ("--spec a b c", "", None, ("--spec", "a b c"), ("file.py:function",)),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
-         ("--spec", "mamba_stack_spec"), ("file.py:function",)),
+         ("mamba_stack_spec", "only the GPT layers"), ("remove --spec", "trains a GPT")),
     ],
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config import Facts
+from megatrain.config import ConfigError, Facts
 from megatrain.config.rules.sizes import SIZE_RULES
 
 GQA = "--group-query-attention"
@@ -26,7 +26,7 @@ CASES = {
     "query_groups_divide_over_tp_ranks": [
         (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 4 --tensor-model-parallel-size 6 --hidden-size 48 --ffn-hidden-size 96", "", Facts(world_size=6),
          ("--tensor-model-parallel-size 6", "--num-query-groups 4"),
-         ("--tensor-model-parallel-size 4", "--num-query-groups 3")),
+         ("--tensor-model-parallel-size 2", "--num-query-groups 3")),
         (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 3 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--num-query-groups 3", "--tensor-model-parallel-size 2"),
          ("--tensor-model-parallel-size 1", "--num-query-groups 4")),
@@ -51,7 +51,7 @@ CASES = {
     "hidden_size_divides_over_tp_ranks": [
         ("--num-attention-heads 6 --kv-channels 2 --ffn-hidden-size 9 --tensor-model-parallel-size 3", "", Facts(world_size=3),
          ("--hidden-size 64", "--tensor-model-parallel-size 3"),
-         ("--hidden-size 66", "--tensor-model-parallel-size 2")),
+         ("--hidden-size 66", "--tensor-model-parallel-size 1")),
     ],
     "ffn_size_divides_over_tp_ranks": [
         ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
@@ -155,3 +155,14 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
 
 def test_every_rule_has_a_case():
     assert set(CASES) == {rule.__name__ for rule in SIZE_RULES}
+
+
+def test_several_problems_of_sizes_offer_the_same_number_of_tensor_ranks_first(plan_of):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(
+            "--tensor-model-parallel-size 3 --ffn-hidden-size 256 --dry-run --world-size 8",
+            facts=Facts(world_size=8),
+        )
+    fixes = [problem.fix for problem in caught.value.problems]
+    assert len(fixes) == 4
+    assert all(fix.startswith("use --tensor-model-parallel-size 2, or ") for fix in fixes), fixes

@@ -208,6 +208,11 @@ def test_words_that_may_be_flags_stay(port, script):
     assert command.endswith("--bf16 \\\n  $EXTRA \\\n  --save $OUT \\\n  $MORE")
 
 
+def test_a_program_of_hybrid_models_trains_a_gpt_here(port, script):
+    _, _, sections = port(script(f"python pretrain_mamba.py {SMALL}"))
+    assert sections["changed"][0].startswith("pretrain_mamba.py -> pretrain.py, which trains a GPT")
+
+
 def test_another_program_is_a_problem(port, script):
     code, _, sections = port(script(f"python pretrain_bert.py {SMALL}"))
     assert code == 1

@@ -251,6 +251,8 @@ def test_a_rank_that_fits_into_no_gpu_is_a_warning_with_remedies() -> None:
     assert tiny.memory_warning is None
     assert memory_warning(tiny.plan, 289 * 10**9, None) is not None
     assert memory_warning(tiny.plan, 287 * 10**9, None) is None
+    in_fp8 = examined({"--device": "cuda", "--bf16": "", "--fp8-format": "hybrid"})
+    assert "the 80 GB of a GPU such as the H100" in (comparison(in_fp8.plan, 10**9, None) or "")
     assert "the 141 GB of a GPU such as the H200" in (comparison(tiny.plan, 100 * 10**9, None) or "")
     warning = memory_warning(tiny.plan, 81 * 10**9, 80 * 10**9) or ""
     assert "exceeds the 80.00 GB of this host's GPU" in warning

@@ -6,7 +6,7 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
-from megatrain.training.planning.model_tree import ModelTree, model_tree
+from megatrain.training.planning.model_tree import ModelTree, model_tree, part_of
 
 FLAGS = (
     "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 24 --normalization RMSNorm --swiglu"
@@ -37,3 +37,8 @@ def test_equal_experts_have_one_line() -> None:
     names = [tensors.name for tensors in experts.tensors if "experts" in tensors.name]
     assert experts.layers == (1, 2)
     assert names == [f"mlp.experts.0 to 3.{name}.weight" for name in ("gate", "up", "down")]
+
+
+def test_linear_attention_is_attention_and_the_projection_of_mtp_is_neither() -> None:
+    names = ("decoder.layers.0.linear_attention.gate.weight", "mtp.layers.0.projection.weight")
+    assert [part_of(name) for name in names] == ["attention", "other"]
