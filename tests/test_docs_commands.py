@@ -31,7 +31,7 @@ SMALLER = {
     "--save runs/second --load runs/second": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/third --load runs/third": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "python scripts/fault_bench.py": "--classes E C --count 2",
-    "megatrain parity": "--layouts tp2 sp dp2 zero3 muon",
+    "megatrain parity": "--layouts dp2 zero0",
     "--save runs/profiled --load runs/profiled": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
 }
