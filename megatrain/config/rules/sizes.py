@@ -7,6 +7,7 @@ from typing import Final
 from megatrain.config.derive.pipeline import pipeline_is_valid
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.schema.values import is_resolved
 
 Problems = Iterator[Problem]
 
@@ -241,13 +242,14 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
 def tp_near(draft: Draft) -> int:
     """Return the largest smaller tensor-parallel size that fits the dense layers and, if there is one, the number of ranks."""
     model, parallel = draft.config.model, draft.config.parallel
-    heads, widths = model.num_attention_heads, (model.hidden_size, model.ffn_hidden_size)
-    groups = model.num_query_groups if model.group_query_attention else 1
+    names = ("num_attention_heads", "hidden_size", "ffn_hidden_size")
+    sizes = [model.raw(name) for name in names if is_resolved(model.raw(name))]
+    groups = model.raw("num_query_groups") if is_resolved(model.raw("num_query_groups")) else 1
     others = parallel.context_parallel_size * parallel.pipeline_model_parallel_size
     fits_layers = [
         tp
-        for tp in range(1, min(parallel.tensor_model_parallel_size, heads + 1, 2**16))
-        if not any(size % tp for size in (heads, *widths)) and (groups % tp == 0 or tp % groups == 0)
+        for tp in range(1, min(parallel.tensor_model_parallel_size, 2**16))
+        if not any(size % tp for size in sizes) and (groups % tp == 0 or tp % groups == 0)
     ]
     fits_ranks = [tp for tp in fits_layers if draft.derived.world_size % (others * tp) == 0]
     return max(fits_ranks or fits_layers)
