@@ -203,8 +203,8 @@ MUTANTS = [
         "leftovers stay",
         "E",
         _SAVE,
-        "                if final == path:\n                    disk.remove(path)\n",
-        "                if final == path:\n                    continue\n",
+        '                if final == path or ".tmp-" in path.name:\n                    disk.remove(path)\n',
+        '                if final == path or ".tmp-" in path.name:\n                    continue\n',
     ),
     _one(
         "old checkpoints are deleted under their names",

@@ -136,7 +136,7 @@ FILES = {
         None, '{"valid": ["a"]}', r"--per-split-data-args-path words\.json .*train"
     ),
     "zero weight": (None, '{"train": [0, "a"]}', r"^--per-split-data-args-path: .* a .*0\n  fix: "),
-    "a missing dataset": (None, '{"train": ["c"]}', r"^c\.bin: .*\n  fix: "),
+    "a missing dataset": (None, '{"train": ["c"]}', r"^--per-split-data-args-path: c\.bin: .*\n  fix: "),
 }  # fmt: skip
 
 
