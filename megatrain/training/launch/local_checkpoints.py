@@ -20,7 +20,7 @@ from megatrain.config import Request
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.messages import Messages
-from megatrain.training.launch.stored_run import continues_run_of, save_folder_of
+from megatrain.training.launch.stored_run import continues_run_of, of_another_run, save_folder_of
 
 _Found = tuple[int, str]
 """Iteration of a checkpoint and the --save folder of its run; without a checkpoint (-1, "")."""
@@ -46,11 +46,11 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
     others: list[str] = []
 
     def choose(of_ranks: list[_Found]) -> int | None:
+        saves = [save for _, save in of_ranks]
         others.extend(
-            f"rank {rank}: {folder} has non-persistent checkpoints of the run in --save {save}, which this run does not continue"
-            " and would replace"
-            for rank, (_, save) in enumerate(of_ranks)
-            if rank and save and not continues_run_of(request, save)
+            f"rank {saves.index(save)}: {of_another_run(folder, save)}"
+            for save in dict.fromkeys(saves[1:])
+            if save and not continues_run_of(request, save)
         )
         return None if others else _rank_of_a_newer_one(of_ranks)
 

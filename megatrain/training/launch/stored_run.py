@@ -22,6 +22,7 @@ from megatrain.checkpoint.find import (
     find_checkpoints,
     folder_name,
     is_of_megatron,
+    list_candidates,
     newest_valid,
 )
 from megatrain.checkpoint.manifest import read_manifest
@@ -102,13 +103,12 @@ def _whole_run(request: Request) -> StoredRun | None:
     if load is not None and load.startswith(HF_PREFIX):
         return _start_of_folder(request, load)
     sources = () if load is None else _sources(request, load)
-    has_candidates = load is not None and any(map(find_checkpoints, {base_folder(Path(load)), *sources}))
-    if load is not None:
-        found = _newest_of(request, sources)
-        if found is not None:
-            is_upcycled = _is_upcycled(request, found)
-            is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
-            return replace(found, is_start=is_start, is_upcycled=is_upcycled)
+    found = _newest_of(request, sources)
+    if found is not None:
+        is_upcycled = _is_upcycled(request, found)
+        is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
+        return replace(found, is_start=is_start, is_upcycled=is_upcycled)
+    has_candidates = load is not None and any(map(list_candidates, {base_folder(Path(load)), *sources}))
     if start is not None and not has_candidates:
         return _start(request, start)
     if load is None:
@@ -272,12 +272,20 @@ def save_folder_of(checkpoint: Path) -> str:
     return str(read_manifest(checkpoint).config.get("checkpoint", {}).get("save"))
 
 
+def of_another_run(folder: Path | str | None, save: str) -> str:
+    """Return the problem of a folder with checkpoints of the run in another --save folder."""
+    return (
+        f"{folder} has non-persistent checkpoints of the run in --save {save}, which this run does not continue and would"
+        " replace"
+    )
+
+
 def continues_run_of(request: Request, stored: str) -> bool:
     """Return whether this run continues the one with the --save folder `stored`."""
     if not _continues_save_folder(request):
         return False
     save = Path(str(request.known("checkpoint.save")))
-    was_started = (save / "config.yaml").exists() or bool(find_checkpoints(save))
+    was_started = (save / "config.yaml").exists() or bool(list_candidates(save))
     return was_started and Path(stored).resolve() == save.resolve()
 
 
@@ -292,8 +300,7 @@ def _non_persistent_problems(request: Request) -> Iterator[Problem]:
         return
     if other is not None:
         yield Problem(
-            f"{folder} has non-persistent checkpoints of the run in --save {other}, which this run does not continue and would"
-            " replace",
+            of_another_run(folder, other),
             "remove the folder, or name another with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
         )
         return
