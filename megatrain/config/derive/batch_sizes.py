@@ -151,6 +151,11 @@ class BatchSizes:
         return count, consumed
 
 
+def micro_batches(count: int) -> str:
+    """Return a number of micro-batches in words."""
+    return f"{count} micro-batch{'' if count == 1 else 'es'}"
+
+
 def batch_rule(config: Config, *, pass_size: int = 1) -> BatchRule:
     """Return the batch sizes that a configuration asks for. `pass_size` only serves the fix of an invalid ramp.
 

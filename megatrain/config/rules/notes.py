@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Final
 
 from megatrain.config.derive.attention_features import layers_with_softcap_or_dropout
+from megatrain.config.derive.batch_sizes import micro_batches
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
 from megatrain.config.derive.custom_layers import layer_function
@@ -110,8 +111,7 @@ def batch_is_decreased(draft: Draft) -> Iterator[str]:
     training, passes = draft.config.training, draft.derived.num_microbatches
     size = passes * training.micro_batch_size * draft.derived.data_parallel_size
     if training.decrease_batch_size_if_needed and size != training.global_batch_size:
-        batches = "1 micro-batch" if passes == 1 else f"{passes} micro-batches"
-        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {batches} per replica"
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {micro_batches(passes)} per replica"
 
 
 def schedules_restart(draft: Draft) -> Iterator[str]:

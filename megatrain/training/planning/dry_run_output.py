@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from megatrain.config import Request, render_plan
+from megatrain.config.derive.batch_sizes import micro_batches
 from megatrain.config.environment import read_environment
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
@@ -225,24 +226,20 @@ def _ranks_of(shown: Sequence[int], size: int) -> str:
 def _pipeline(found: DryRun) -> Iterator[str]:
     pipeline = found.pipeline
     if pipeline.num_stages == 1:
-        yield f"pipeline: one stage, {_micro_batches(pipeline.num_microbatches)}"
+        yield f"pipeline: one stage, {micro_batches(pipeline.num_microbatches)}"
         return
     chunks = f" of {pipeline.num_chunks} model chunks" if pipeline.num_chunks > 1 else ""
     yield (
-        f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages{chunks}, {_micro_batches(pipeline.num_microbatches)},"
+        f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages{chunks}, {micro_batches(pipeline.num_microbatches)},"
         f" bubble {pipeline.bubble_share:.1%} of the time"
     )
     if pipeline.first_num_microbatches != pipeline.num_microbatches:
         yield (
-            f"  first iteration: {_micro_batches(pipeline.first_num_microbatches)},"
+            f"  first iteration: {micro_batches(pipeline.first_num_microbatches)},"
             f" bubble {pipeline.first_bubble_share:.1%} of the time"
         )
     if len(set(pipeline.layers)) > 1:
         yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
-
-
-def _micro_batches(count: int) -> str:
-    return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
 def _data(found: DryRun) -> Iterator[str]:

@@ -12,6 +12,8 @@ from megatrain.config import Plan
 
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
 """Nominal memory in GB, ascending, and a GPU that has it."""
+WITHOUT_FP8: Final = ("A100",)
+"""GPUs among these that have no FP8 products."""
 
 
 def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
@@ -27,8 +29,8 @@ def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
         words = "fits into" if needed <= device_bytes else "exceeds"
         return f"the largest total {words} the {device_bytes / 1e9:.2f} GB of this host's GPU"
     is_fp8 = plan.config.precision.fp8_format is not None
-    for size, name in COMMON_GPUS[1:] if is_fp8 else COMMON_GPUS:  # the A100 has no FP8
-        if needed <= size * 1e9:
+    for size, name in COMMON_GPUS:
+        if needed <= size * 1e9 and not (is_fp8 and name in WITHOUT_FP8):
             return f"the largest total fits into the {size} GB of a GPU such as the {name}; this host has none to compare with"
     return f"the largest total exceeds the {COMMON_GPUS[-1][0]} GB of the largest GPU"
 
