@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.fp8 import gathers_codes
 from megatrain.config.parity_features.number_formats import FP8_MODULES
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
@@ -308,7 +309,7 @@ def weights_of(engine: Engine) -> list[Part]:
     """Return all weights that the model computes with, replicated ones included, and the routers' expert biases."""
     biases = engine.model.expert_biases.state()
     parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
-    if engine.plan.config.precision.fp8_param_gather:  # a rank has codes of what the others update
+    if gathers_codes(engine.plan):  # a rank has codes of what the others update
         return [*parts, *master_weights_of(engine)]
     for bucket, weights in engine.data_parallel.gathered_buckets():
         for param in bucket.params:
