@@ -313,7 +313,10 @@ def complete_node(
     errors = [send(path, one, grid.world, optimizer.device, grid.rank, Disk()) for one in transfers]
     agree(lambda: raise_first(errors), messages)
     new = [one.name for one in transfers if grid.rank in one.targets]
-    agree(lambda: _add_names(path, manifest, new) if new else None, messages)
+    agree(
+        lambda: _write_names(path, {*node_files(path, manifest), *new}) if new else None,
+        messages,
+    )
 
 
 def planned_transfers(path: Path, files: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[Transfer]:
@@ -362,14 +365,15 @@ def take_manifest(path: Path, manifest: bytes) -> None:
     disk = Disk()
     try:
         own = read_manifest(path)
-        listed, present = node_files(path, own), _present(path, own)
+        listed = set(node_files(path, own))
     except DamagedError:
         if path.exists():
             disk.rename(path, path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
     else:
         if (path / MANIFEST_NAME).read_bytes() != manifest:
             raise DamagedError(f"{path}: the manifest differs between nodes")
-        if present != set(listed):
+        present = _present(path, own)
+        if present != listed:
             _write_names(path, present)
         return
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
@@ -393,10 +397,6 @@ def _present(path: Path, manifest: Manifest) -> set[str]:
             check_size(path / name, (path / name).lstat().st_size, manifest.files[name])
             found.add(name)
     return found
-
-
-def _add_names(path: Path, manifest: Manifest, new: Collection[str]) -> None:
-    _write_names(path, {*node_files(path, manifest), *new})
 
 
 def _write_names(path: Path, names: Collection[str]) -> None:

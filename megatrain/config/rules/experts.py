@@ -253,6 +253,7 @@ def experts_overlap_one_way(draft: Draft) -> Problems:
 
 
 def overlapped_passes_are_combined(draft: Draft) -> Problems:
+    """Zero-bubble schedules, which combine none either, are pairs that the table of features refuses."""
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
     if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
