@@ -3,8 +3,8 @@
     requested box -> the chunks that overlap it -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
                                                                           └─> thread: read, verify the blocks, copy the overlap
 
-Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread, and on a GPU
-one more there.
+Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread. On a GPU there
+are two per thread, and two there: a thread reads the next part while the GPU checks the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -84,7 +84,8 @@ class CheckpointReader:
         self.path = path
         self._files: dict[str, TensorFile] = {}
         self._buffers: dict[torch.device, queue.SimpleQueue[ReadBuffer]] = {}
-        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._num_threads)
         self._hold = hold(path)
         try:
             self._manifest = manifest or read_manifest(path)
@@ -143,6 +144,9 @@ class CheckpointReader:
             wait(copies)  # also after an error: they write to `out`
             for each in copies:
                 each.result()
+        for _ in range(free.qsize()):
+            free.put(buffer := free.get())
+            buffer.finish_check()
         self._close_files(keep=_MAX_OPEN_FILES)
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
@@ -170,15 +174,16 @@ class CheckpointReader:
         ).view(box_shape(part))
 
     def _buffer(self, free: queue.SimpleQueue[ReadBuffer], device: torch.device) -> ReadBuffer:
-        """Return a free buffer for a part and the rest of its blocks, or a new one."""
-        try:
-            return free.get_nowait()
-        except queue.Empty:
-            num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
-            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            if not checks_on_gpu(device, self.manifest.blocks):
-                return ReadBuffer(host)
-            return ReadBuffer(host, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        """Return a buffer for a part and the rest of its blocks: a free one if enough are free, else a new one."""
+        is_checked_there = checks_on_gpu(device, self.manifest.blocks)
+        if free.qsize() >= (self._num_threads if is_checked_there else 1):
+            with suppress(queue.Empty):
+                return free.get_nowait()
+        num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if not is_checked_there:
+            return ReadBuffer(host)
+        return ReadBuffer(host, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     @property
     def _part_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Files of chunks as tensors: `shard_file.py` writes them, and here ranges of chunks are read and checked.
 
     to the host:  each block is read and checked while it is in the processor's cache
-    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy
+    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy; the result of
+                  the check is read when the next part is read into the same buffer
 
 The safetensors library reads with mmap, where truncation of the file kills the process. Here memory is bounded by one
 chunk, and every failure is an exception.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +26,7 @@ from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
 from megatrain.checkpoint.untrusted_json import parse_json
+from megatrain.kernels.host_copy import HostCopy
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -39,7 +42,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadBuffer:
     """Memory for the blocks of one read, uint8."""
 
@@ -47,6 +50,14 @@ class ReadBuffer:
     """Pinned, if a copy to a GPU follows."""
     gpu: Tensor | None = None
     """Whole blocks on the GPU, where the checksums of `BLOCKS` are computed; None: on the host."""
+    check: Callable[[], None] | None = None
+    """Ends the check of the last read into `gpu`; None: it has ended."""
+
+    def finish_check(self) -> None:
+        """Wait until the last read is copied and checked. Raises DamagedError."""
+        check, self.check = self.check, None
+        if check is not None:
+            check()
 
 
 class TensorFile:
@@ -92,7 +103,7 @@ class TensorFile:
             buffer: memory for the blocks and of the result; None or too small: it is allocated on the host.
 
         Raises:
-            DamagedError: the chunk differs from its entry in the manifest.
+            DamagedError: the chunk differs from its entry in the manifest. With a buffer on a GPU, its `finish_check` raises this.
         """
         start, size = self._find(key, dtype, shape)
         itemsize = DTYPES[dtype].itemsize
@@ -104,16 +115,20 @@ class TensorFile:
             buffer = ReadBuffer(torch.empty(high - low, dtype=torch.uint8))
         tensor, at = buffer.host[: high - low], self._data_start + start + low
         if buffer.gpu is None:
-            is_intact = self._read_and_check(bytes_of(tensor), at, blocks, first, checksums)
+            self._check(key, self._read_and_check(bytes_of(tensor), at, blocks, first, checksums))
         else:
             assert blocks == BLOCKS
+            buffer.finish_check()  # its memory is free from here on
             read_into(self._file, bytes_of(tensor), at, self.path)
             tensor = buffer.gpu[: high - low].copy_(tensor, non_blocking=True)
-            is_intact = matches_on_gpu(buffer.gpu, high - low, checksums[8 * first :])
-        if not is_intact:
-            raise DamagedError(f"{self.path}: {key} does not match its checksum")
+            matches = begin_check_on_gpu(buffer.gpu, high - low, checksums[8 * first :])
+            buffer.check = lambda: self._check(key, matches())
         offset = part.start * itemsize - low
         return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
+
+    def _check(self, key: str, is_intact: bool) -> None:
+        if not is_intact:
+            raise DamagedError(f"{self.path}: {key} does not match its checksum")
 
     def _read_and_check(
         self, data: memoryview, at: int, blocks: BlockFormat, first: int, checksums: str
@@ -162,11 +177,11 @@ class TensorFile:
         return header, 8 + num_bytes
 
 
-def matches_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> bool:
-    """Return whether the blocks in the first bytes of `data` have the first of these checksums.
+def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable[[], bool]:
+    """Begin to compare the blocks in the first bytes of `data` with the first of these checksums; return the rest, which waits.
 
     This is `block_checksums.checksum_of_sums` with the sums on the device of `data`. The bytes after `num_bytes` become zeros,
-    to the end of the last block: zeros change no sum. On return, copies to `data` that were enqueued before are done.
+    to the end of the last block: zeros change no sum. When the result returns, copies to `data` that were enqueued before are done.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
     blocks = data[: num_blocks * BLOCKS.num_bytes]
@@ -175,8 +190,13 @@ def matches_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> bool:
     in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
     sums = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)  # modulo 2^64
     sums[:, : words.shape[1] - in_rows] += words[:, in_rows:]
-    found = "".join(f"{zlib.crc32(each):08x}" for each in sums.cpu().numpy())
-    return found == checksums[: len(found)]
+    on_host = HostCopy(sums)
+
+    def matches() -> bool:
+        found = "".join(f"{zlib.crc32(each):08x}" for each in on_host.wait().numpy())
+        return found == checksums[: len(found)]
+
+    return matches
 
 
 def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:

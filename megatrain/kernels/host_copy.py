@@ -21,11 +21,15 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> list[Any]:
-        """Wait for the copy and return the numbers as (nested) lists."""
+    def wait(self) -> Tensor:
+        """Wait for the copy and return the numbers, on the host."""
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[Any] = self._numbers.tolist()
+        return self._numbers
+
+    def read(self) -> list[Any]:
+        """Wait for the copy and return the numbers as (nested) lists."""
+        numbers: list[Any] = self.wait().tolist()
         return numbers
 
 

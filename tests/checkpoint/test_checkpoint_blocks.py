@@ -20,7 +20,7 @@ from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
 from megatrain.checkpoint.reader import CheckpointReader, checks_on_gpu, verify
-from megatrain.checkpoint.tensor_file import TensorFile, matches_on_gpu
+from megatrain.checkpoint.tensor_file import TensorFile, begin_check_on_gpu
 
 torch.set_num_threads(1)
 
@@ -154,7 +154,7 @@ def test_damage_of_a_block_changes_its_checksum() -> None:
 
 
 def on_gpu(data: bytes) -> torch.Tensor:
-    """The memory that `matches_on_gpu` gets: whole blocks, with the remains of an earlier read after the data."""
+    """The memory that `begin_check_on_gpu` gets: whole blocks, with the remains of an earlier read after the data."""
     return torch.frombuffer(bytearray(data) + b"\xff" * (-len(data) % BLOCK_BYTES), dtype=torch.uint8)
 
 
@@ -162,20 +162,20 @@ def on_gpu(data: bytes) -> torch.Tensor:
 def test_sums_on_a_gpu_equal_those_of_the_host(size: int) -> None:
     for data in (random.Random(size).randbytes(size), b"\xff" * size):
         checksums = BLOCKS.checksums(memoryview(data))
-        assert matches_on_gpu(on_gpu(data), size, checksums + "00000000")
+        assert begin_check_on_gpu(on_gpu(data), size, checksums + "00000000")()
         for number in range(len(checksums) // 8):
             wrong = f"{int(checksums[8 * number : 8 * number + 8], 16) ^ 1:08x}"
             others = checksums[: 8 * number], checksums[8 * number + 8 :]
-            assert not matches_on_gpu(on_gpu(data), size, wrong.join(others))
+            assert not begin_check_on_gpu(on_gpu(data), size, wrong.join(others))()
 
 
 def test_sums_on_a_gpu_find_the_damage_of_a_block() -> None:
     chance = random.Random(1)
     block = torch.randn(NUM_IN_BLOCK, generator=torch.Generator().manual_seed(4)).numpy().tobytes()
     checksums = BLOCKS.checksums(memoryview(block * 2))
-    assert matches_on_gpu(on_gpu(block * 2), 2 * BLOCK_BYTES, checksums)
+    assert begin_check_on_gpu(on_gpu(block * 2), 2 * BLOCK_BYTES, checksums)()
     for data in list(damaged_blocks(block, chance))[::4]:
-        assert not matches_on_gpu(on_gpu(block + data), 2 * BLOCK_BYTES, checksums)
+        assert not begin_check_on_gpu(on_gpu(block + data), 2 * BLOCK_BYTES, checksums)()
 
 
 def test_only_what_a_gpu_gets_in_the_format_that_is_written_is_checked_there() -> None:
@@ -195,7 +195,7 @@ def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> s
     if as_on_gpu:
         monkeypatch.setattr(reader, "checks_on_gpu", lambda _, blocks: blocks == BLOCKS)
     elif name == "cpu":
-        monkeypatch.delattr(tensor_file, "matches_on_gpu")
+        monkeypatch.delattr(tensor_file, "begin_check_on_gpu")
     if as_on_gpu or name == "cuda":
         monkeypatch.delattr(BlockFormat, "matches")
     return name
