@@ -43,6 +43,8 @@ RUNS = {
     "fp8 delayed pp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
                             " --pipeline-model-parallel-size 2")),
     "fp8 delayed gather dp2": (2, "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather"),
+    "fp8 delayed gather zero3 dp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather"
+                                         " --data-parallel-sharding-strategy optim_grads_params")),
     "fp8 tensorwise tp2 dp2": (4, ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --tensor-model-parallel-size 2"
                                    " --first-last-layers-bf16")),
     "cp2 dp2": (4, "--context-parallel-size 2"),
