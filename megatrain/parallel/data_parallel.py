@@ -20,6 +20,7 @@ Source: ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -202,16 +203,19 @@ class DataParallel:
         Ranks of such a group hold the same boxes at the same positions of their shards, so only shards are sent.
         """
         self.gradients.finish()
-        ranges: dict[str, list[Tensor]] = {}
+        for name, partial in sorted(self._partial_sums.items()):
+            total = all_reduce(torch.cat(partial), self.grid.group(name))
+            torch._foreach_copy_(partial, list(total.split([part.numel() for part in partial])))
+
+    @functools.cached_property
+    def _partial_sums(self) -> dict[str, list[Tensor]]:
+        """Gradients that are partial sums, by the name of their group. A model has thousands of pieces: they are searched once."""
+        found: dict[str, list[Tensor]] = {}
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradients.shards, strict=True):
             for piece, part in shard.pieces():
                 if piece.grad_sum_group is not None:
-                    ranges.setdefault(piece.grad_sum_group, []).append(gradients[part])
-        for name in sorted(ranges):
-            total = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
-            sums = total.split([part.numel() for part in ranges[name]])
-            for flat, part in zip(ranges[name], sums, strict=True):
-                flat.copy_(part)
+                    found.setdefault(piece.grad_sum_group, []).append(gradients[part])
+        return found
 
     def all_gather_weights(self, number: int) -> None:
         """Begin to send a bucket to every replica, after the optimizers have written its shards."""
@@ -271,9 +275,7 @@ class WeightAllGather:
         """Make the full bucket valid for the work that follows."""
         if not self.memory.is_allocated[number]:
             self._in_flight[number] = self.begin(number)
-        transfer = self._in_flight.pop(number, None)
-        if transfer is not None:
-            transfer.wait()
+        self._in_flight.pop(number, Transfer()).wait()
 
     def wait(self) -> None:
         """Wait for all buckets in flight."""
@@ -339,14 +341,11 @@ class GradientReduction:
         self._finish_in_flight()
 
     def _begin(self, number: int, *, is_last: bool) -> None:
-        if not self._is_one_transfer_in_place(number):
+        is_one = self.families[number].shard.size == 1 or self.families[number].copies.size == 1
+        if not (is_one and self.dtype == self.memory.dtype and self.memory.is_kept_full[number]):
             self._advance_all()  # at most two buckets have scratch memory, and the halves of reductions alternate
         self._in_flight[number] = self._reduce(number, is_last=is_last)
         self._advance(number)
-
-    def _is_one_transfer_in_place(self, number: int) -> bool:
-        is_one = self.families[number].shard.size == 1 or self.families[number].copies.size == 1
-        return is_one and self.dtype == self.memory.dtype and self.memory.is_kept_full[number]
 
     def _finish_in_flight(self) -> None:
         while self._in_flight:

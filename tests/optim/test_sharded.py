@@ -19,10 +19,12 @@ HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.
 
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
-    """Return an optimizer of a matrix, a vector that does not decay, and an embedding."""
+    """Return an optimizer of a matrix of two pieces, a vector that does not decay, and an embedding."""
     module = LaidOutModule()
     for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
         pieces = (Piece(name, shape, tuple((0, size) for size in shape)),)
+        if name == "a":
+            pieces = (Piece("a0", (2, 3), ((0, 2), (0, 3))), Piece("a1", (3, 3), ((0, 3), (0, 3)), row=2))
         layout = ParamLayout(
             shape=shape,
             pieces=pieces,
@@ -106,3 +108,16 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
                 for param, _, elements in shard.owned():
                     (group,) = {g for g, part in ranges if part.start <= elements.start < part.stop}
                     assert group == param.entry.layout.group
+
+
+def test_the_norm_counts_each_element_once_and_no_padding() -> None:
+    optimizer = _optimizer(torch.float32)
+    (bucket,) = optimizer.buffers.buckets
+    (gradients,) = optimizer.buffers.gradients.shards
+    gradients.fill_(torch.nan)
+    values = torch.randn(bucket.size, generator=torch.Generator().manual_seed(1))
+    for param in bucket.params:
+        gradients[param.start : param.stop] = values[param.start : param.stop]
+    counted = torch.cat([values[param.start : param.stop] for param in bucket.params])
+    assert optimizer.gradient_norm().item() == pytest.approx(counted.norm().item(), rel=1e-6)
+    assert len(optimizer._gradients_counted_here()) == len(bucket.params)  # adjacent pieces are one view
