@@ -3,8 +3,8 @@
     requested box -> the chunks that overlap it -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
                                                                           └─> thread: read, verify the blocks, copy the overlap
 
-Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread. On a GPU there
-are two per thread, and two there: a thread reads the next part while the GPU checks the last one.
+Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread; for a GPU, by two
+on the host and two on the GPU: a thread reads the next part while the GPU checks the last one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files of chunks as tensors: `shard_file.py` writes them, and here ranges of chunks are read and checked.
 
     to the host:  each block is read and checked while it is in the processor's cache
-    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy; the result of
-                  the check is read when the next part is read into the same buffer
+    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy; the result is
+                  read when the buffer is used again, or by `finish_check`
 
 The safetensors library reads with mmap, where truncation of the file kills the process. Here memory is bounded by one
 chunk, and every failure is an exception.

@@ -6,8 +6,6 @@ counts it. Padding rows of the vocabulary do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -17,23 +15,13 @@ from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
     """Return the L2 norm of all master weights, [] on the device; called by all ranks."""
-    parts = [master[part] for master, part in _counted_parts(optimizer, optimizer.state(WEIGHT))]
-    squares = sum_of_squares(parts, optimizer.device)
+    squares = sum_of_squares(optimizer.counted(optimizer.state(WEIGHT)), optimizer.device)
     return optimizer.parallel.sum_over_ranks(squares).sqrt()
 
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
     """Return the number of zeros in the reduced gradient, int64 [] on the device; called by all ranks before gradients are cleared."""
     count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    for flat, part in _counted_parts(optimizer, optimizer.buffers.gradients.shards):
-        count += flat[part].numel() - flat[part].count_nonzero()
+    for part in optimizer.counted(optimizer.buffers.gradients.shards):
+        count += part.numel() - part.count_nonzero()
     return optimizer.parallel.sum_over_ranks(count)
-
-
-def _counted_parts(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
-    """Yield the pieces that this rank counts, as slices of one flat tensor per shard."""
-    grid = optimizer.parallel.grid
-    for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
-        for piece, part in shard.pieces():
-            if grid.owns(piece.copies, shard.bucket.family):
-                yield flat, part

@@ -11,7 +11,7 @@ last buckets may be in host memory, where the CPU updates it (offload.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -100,7 +100,7 @@ class ShardedOptimizer:
             for kind in self.kinds[1:]
         }
         self._group_ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
-        self._counted_gradients = self._gradients_counted_here()
+        self._counted_ranges = [list(self._counted_here(shard)) for shard in self.buffers.shards]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -138,8 +138,13 @@ class ShardedOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """Return the L2 norm over every element of the model, each counted once: fp64 [], equal on all ranks."""
-        squares = sum_of_squares(self._counted_gradients, self.device)
+        squares = sum_of_squares(self.counted(self.buffers.gradients.shards), self.device)
         return self.parallel.sum_over_ranks(squares).sqrt()
+
+    def counted(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts that this rank counts of one flat tensor per shard: of several ranks that hold an element, the first one."""
+        pairs = zip(flats, self._counted_ranges, strict=True)
+        return [flat[part] for flat, ranges in pairs for part in ranges if part.start < part.stop]
 
     def step(
         self,
@@ -226,23 +231,17 @@ class ShardedOptimizer:
             return slice(0, size)
         return slice(muon_size, size) if kind in self.rule.kinds else slice(0, muon_size)
 
-    def _gradients_counted_here(self) -> list[Tensor]:
-        """Return views of the gradients that this rank counts in the norm: the first rank counts replicated pieces.
-
-        Adjacent pieces are one view: a model of experts has thousands of pieces, which would cost the host a millisecond per hundred.
-        """
-        counted: list[Tensor] = []
-        for shard, gradients in zip(self.buffers.shards, self.buffers.gradients.shards, strict=True):
-            start, stop = 0, 0
-            for piece, part in shard.pieces():
-                if not self.parallel.grid.owns(piece.copies, shard.bucket.family):
-                    continue
-                if part.start != stop:
-                    counted.append(gradients[start:stop])
-                    start = part.start
-                stop = part.stop
-            counted.append(gradients[start:stop])
-        return [part for part in counted if part.numel()]
+    def _counted_here(self, shard: Shard) -> Iterator[slice]:
+        """Yield the ranges of a shard that this rank counts; adjacent pieces, thousands in a model of experts, are one range."""
+        start, stop = 0, 0
+        for piece, part in shard.pieces():
+            if not self.parallel.grid.owns(piece.copies, shard.bucket.family):
+                continue
+            if part.start != stop:
+                yield slice(start, stop)
+                start = part.start
+            stop = part.stop
+        yield slice(start, stop)
 
 
 def _fill(boxes: Iterable[tuple[BucketParam, BoxRange, Tensor]], source: TensorSource) -> None:

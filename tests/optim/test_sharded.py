@@ -120,4 +120,4 @@ def test_the_norm_counts_each_element_once_and_no_padding() -> None:
         gradients[param.start : param.stop] = values[param.start : param.stop]
     counted = torch.cat([values[param.start : param.stop] for param in bucket.params])
     assert optimizer.gradient_norm().item() == pytest.approx(counted.norm().item(), rel=1e-6)
-    assert len(optimizer._gradients_counted_here()) == len(bucket.params)  # adjacent pieces are one view
+    assert len(optimizer.counted([gradients])) == len(bucket.params)  # adjacent pieces are one view

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -135,13 +135,8 @@ def _weights_not_gathered() -> AbstractContextManager[Any]:
     return mock.patch.object(WeightAllGather, "begin", empty)
 
 
-@contextmanager
-def _double_counted_norm() -> Iterator[None]:
-    def all_of_them(self: ShardedOptimizer) -> list[Any]:
-        return self.buffers.gradients.shards
-
-    with mock.patch.object(ShardedOptimizer, "_gradients_counted_here", all_of_them):
-        yield
+def _double_counted_norm() -> AbstractContextManager[Any]:
+    return mock.patch.object(ShardedOptimizer, "counted", lambda _, flats: flats)
 
 
 def _partial_sums_skipped_over(name: str) -> Callable[[], AbstractContextManager[Any]]:
