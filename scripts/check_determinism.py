@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from benchmark import launcher
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--second", default="", metavar="FLAGS", help="more flags of pretrain.py for the second run"
     )
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use")
     arguments = parser.parse_args()
     flags = arguments.flags or SMALL.split()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +48,7 @@ def main() -> int:
         for name, save in runs.items():
             mode = [] if name == "nondeterministic" else ["--deterministic-mode"]
             more = arguments.second.split() if name == "second" else []
-            command = [sys.executable, "pretrain.py", *flags, *mode, *more, "--save", str(save)]
+            command = [*launcher(arguments.gpus), "pretrain.py", *flags, *mode, *more, "--save", str(save)]
             result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if result.returncode:
                 sys.exit(f"$ {' '.join(command)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")

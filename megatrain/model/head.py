@@ -126,8 +126,9 @@ class Head(LaidOutModule):
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         kind = accumulation_dtype(x.dtype)
-        token_scale = mask.to(kind) * (
-            factor * info.loss_scale / batch.loss_denominator.clamp(min=1).to(kind)
+        # not scale / denominator: torch rounds a quotient of number and tensor unlike one of two tensors
+        token_scale = (
+            mask.to(kind) * (factor * info.loss_scale) / batch.loss_denominator.clamp(min=1).to(kind)
         )
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,

@@ -150,8 +150,7 @@ class Router(LaidOutModule):
             return select_by_sinkhorn(logits, logits, self.spec.top_k)
         order = self.split.flat_positions(rows, samples, logits.device)
         plan = sinkhorn_plan(self.split.gather(logits.detach(), order))
-        local_plan = plan if self.split.num_ranks == 1 else plan[order]
-        return select_by_sinkhorn(logits, local_plan, self.spec.top_k)
+        return select_by_sinkhorn(logits, plan if self.split.num_ranks == 1 else plan[order], self.spec.top_k)
 
     def _selection_bias(self) -> Tensor:
         assert self.bias is not None, "the model attaches it"
@@ -272,8 +271,8 @@ class _Logits(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         dy, weight_grad = grads[0], ctx.weight_grad
-        dx = router_linear.linear_backward(dy, x, weight)
-        ctx.info.compute_weight_gradient(lambda: router_linear.accumulate_weight_gradient(weight_grad, dy, x))
+        dx, accumulate = router_linear.linear_backward(dy, x, weight)
+        ctx.info.compute_weight_gradient(lambda: accumulate(weight_grad))
         if ctx.bias is not None:
             ctx.bias.grad.add_(dy.sum(0))
         return dx, None, None, None, None, None

@@ -119,8 +119,8 @@ class PassInfo:
 
     microbatch: int = 0
     """Index of the micro-batch in this step."""
-    first_sample: int = 0
-    """Index of its first sample in the run, the same under every layout; dropout is keyed by it."""
+    first_sample: int | Tensor = 0
+    """Index of its first sample in the run, the same under every layout; dropout is keyed by it. A CUDA graph reads it from the device."""
     documents: Documents | None = None
     """Documents of the batch."""
     is_training: bool = True

@@ -7,7 +7,6 @@ Nothing here knows autograd; `tensor_parallel.py` has differentiable forms.
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor
 from megatrain.parallel.grid import RankGroup
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed by torch 2.13
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Transfer:
@@ -77,9 +78,7 @@ def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
         x = x.clone()  # gloo does not guarantee to work in place
     if not _is_sent(x, group):
         return Transfer(None, out, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames it; torch 2.11 lacks the new name
-        return Transfer(dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True), out, x)
+    return Transfer(_ALL_GATHER(out, x, group=group.handle, async_op=True), out, x)
 
 
 def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
@@ -103,9 +102,7 @@ def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Trans
     assert group.size > 1, "there is nothing to sum"
     if not _is_sent(x, group):
         return Transfer(None, out, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return Transfer(dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True), out, x)
+    return Transfer(_REDUCE_SCATTER(out, x, group=group.handle, async_op=True), out, x)
 
 
 def begin_all_to_all_into(

@@ -131,7 +131,9 @@ class TokenSplit:
         first = self.tp.first_row(rows)
         return self.cp.positions(self.tp.full_length(rows), device)[first : first + rows]
 
-    def token_indices(self, rows: int, samples: int, *, first_sample: int, device: torch.device) -> Tensor:
+    def token_indices(
+        self, rows: int, samples: int, first_sample: int | Tensor, device: torch.device
+    ) -> Tensor:
         """Return an index for each token, unique in the run and the same under every layout: int64 [rows, samples].
 
         Args:

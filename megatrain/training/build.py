@@ -35,7 +35,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.executor import Executor, LateGradients
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
@@ -208,6 +208,11 @@ def build_executor(
 ) -> Executor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
+    has_late_gradients = grid.ep.size > 1 and config.parallel.data_parallel_sharding_strategy in (
+        "no_shard",
+        "optim",
+    )
+    late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
     mtp_stage, num_states = plan.derived.mtp_stage, 1 + model.spec.num_mtp_layers
@@ -221,8 +226,7 @@ def build_executor(
         chunks=model.chunks,
         placement=model.placement,
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
-        has_late_gradients=grid.ep.size > 1
-        and config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim"),
+        late_gradients=late if has_late_gradients else "none",
         turns=model.turns,
     )
 

@@ -31,6 +31,7 @@ GPT2 = SMALL.replace(
     "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0",
     ("--max-position-embeddings 24 --hidden-dropout 0.1"),
 )
+SOME_EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 64"
 EXPERTS = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2"
 
 
@@ -94,10 +95,33 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
         "--bf16 --calculate-per-token-loss --recompute-activations --eval-interval 5",
         "--fp16 --initial-loss-scale 1e12",  # the first steps are skipped, each with another scale
         "--params-dtype float32 --cuda-graph-warmup-steps 1",
+        f"--bf16 {SOME_EXPERTS} --moe-input-jitter-eps 0.1 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
+        f"--bf16 {SOME_EXPERTS} --moe-router-force-load-balancing --mtp-num-layers 1 --global-batch-size 12",
     ],
 )
 def test_cuda_graphs_change_no_bit(flags: str) -> None:
-    command = [sys.executable, "scripts/check_determinism.py", "--second=--cuda-graph-impl local", "--"]
+    compare_with_graphs(flags, num_gpus=1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{SOME_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
+        f"{SOME_EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2",
+    ],
+    ids=["ep", "ep tp", "tp", "cp"],
+)
+def test_cuda_graphs_with_communication_change_no_bit(flags: str) -> None:
+    compare_with_graphs(f"--bf16 {flags}", num_gpus=2)
+
+
+def compare_with_graphs(flags: str, num_gpus: int) -> None:
+    """Compare 20 iterations with and without graphs. Fails if a bit differs."""
+    command = [sys.executable, "scripts/check_determinism.py", "--gpus", str(num_gpus)]
+    command += ["--second=--cuda-graph-impl local", "--"]
     command += f"{SMALL} {flags} --deterministic-mode --eval-iters 1 --train-iters 20".split()
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -32,7 +32,18 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "words", ["llama", "llama tied zloss", "llama tokens", "llama uniform", "llama muon"]
+    "words",
+    [
+        "llama",
+        "llama tied zloss",
+        "llama tokens",
+        "llama uniform",
+        "llama muon",
+        "mixtral auxloss",
+        "qwenmoe",
+        "deepseek seqauxloss mtp1",
+        "mixtral auxloss batch12",
+    ],
 )
 def test_replays_compute_the_bits_of_the_executor(words: str) -> None:
     layout = Layout.of(words)

@@ -1,7 +1,7 @@
 """The order in which the executor runs segments, and which passes compute gradients."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.autograd import Function
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.pipeline.actions import Action, ActionKind, combined
-from megatrain.parallel.pipeline.executor import Executor, segment_passes
+from megatrain.parallel.pipeline.executor import Executor, LateGradients, segment_passes
 from megatrain.parallel.pipeline.segments import SegmentPass
 
 FORWARD, BACKWARD, WEIGHT = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
@@ -54,8 +54,8 @@ class Segment(Function):
         return grads[0].expand(1, 1, 1), None, None, None
 
 
-@pytest.mark.parametrize("has_late_gradients", [False, True])
-def test_late_gradients_are_complete_before_the_hooks_read_them(has_late_gradients: bool) -> None:
+@pytest.mark.parametrize("late_gradients", get_args(LateGradients))
+def test_late_gradients_are_complete_before_the_hooks_read_them(late_gradients: LateGradients) -> None:
     events: list[str] = []
 
     class Hooks:
@@ -77,12 +77,14 @@ def test_late_gradients_are_complete_before_the_hooks_read_them(has_late_gradien
         dtype=torch.float32,
         device=torch.device("cpu"),
         hooks=Hooks(),
-        has_late_gradients=has_late_gradients,
+        late_gradients=late_gradients,
     )
     actions = [Action(kind, number, 0) for number in range(2) for kind in (FORWARD, BACKWARD)]
     executor.run(actions, [None, None], [PassInfo(microbatch=number) for number in range(2)])
     first = ["head dx", "head dW", "layer dx", "layer dW"]
-    if has_late_gradients:
+    if late_gradients != "none":
         first = ["head dx", "layer dx", "head dW", "layer dW"]
     last = ["head dx", "head dW", "head ready", "layer dx", "layer dW", "layer ready"]
+    if late_gradients == "all":  # the hooks read none
+        last = ["head dx", "head ready", "layer dx", "head dW", "layer ready", "layer dW"]
     assert events == first + last

@@ -10,6 +10,8 @@ from megatrain.config.plan import DerivedValue, Draft
 
 WHOLE: Final = ("local", "full_iteration")
 """Kinds of graphs that are one of a whole micro-batch."""
+_DIVISOR: Final = 8
+"""Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 
 
 def cuda_graphs(draft: Draft) -> DerivedValue:
@@ -35,24 +37,51 @@ def cuda_graphs_have_no_effect(draft: Draft) -> Iterator[str]:
 def _obstacles(draft: Draft) -> Iterator[str]:
     """Yield why a graph cannot be captured, or would repeat what must differ between micro-batches."""
     config, derived = draft.config, draft.derived
-    model, parallel = config.model, config.parallel
+    model = config.model
     if config.training.device != "cuda":
         yield "a CPU has none"
     if derived.transformer_impl == TRANSFORMER_ENGINE:
         yield "modules of Transformer Engine are not captured"
-    if derived.model_parallel_size * parallel.context_parallel_size > 1:
-        yield "communication of tensor, context and pipeline ranks is not captured"
-    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
-        yield "ZeRO-2 and ZeRO-3 communicate within the passes"
     if config.precision.fp8_format is not None:
         yield "casts of FP8 differ between micro-batches"
-    if config.experts.num_experts is not None:
-        yield "the sizes of experts' products change"
-    if model.mtp_num_layers:
-        yield "multi-token prediction is not captured"
     if model.hidden_dropout or model.attention_dropout:
         yield "dropout differs between micro-batches"
     if has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(model.spec) is not None:
         yield "custom layers may wait for the GPU"
+    yield from _obstacles_of_ranks(draft)
+    if config.experts.num_experts is not None:
+        yield from _obstacles_of_experts(draft)
+
+
+def _obstacles_of_ranks(draft: Draft) -> Iterator[str]:
+    parallel = draft.config.parallel
+    if parallel.pipeline_model_parallel_size > 1:
+        yield "pipeline ranks communicate between passes"
+    if parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap is not captured"
+    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        yield "ZeRO-2 and ZeRO-3 communicate within the passes"
+
+
+def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
+    experts, parallel = draft.config.experts, draft.config.parallel
+    if not draft.config.precision.bf16 or any(width % _DIVISOR for width in _widths_of_experts(draft)):
+        yield f"the host reads the sizes of experts; with --bf16 and widths that are multiples of {_DIVISOR} it does not"
+    is_alltoall = experts.moe_token_dispatcher_type != "allgather"  # noqa: S105 (no password)
+    if parallel.expert_model_parallel_size > 1 and is_alltoall and not experts.moe_alltoall_as_allgather:
+        yield "the host reads the counts of an all-to-all; --moe-alltoall-as-allgather has none"
+    if experts.overlap_moe_expert_parallel_comm:
+        yield "--overlap-moe-expert-parallel-comm runs passes of two micro-batches in turn"
+    if experts.moe_shared_expert_overlap:
+        yield "the memory of --moe-shared-expert-overlap is shared by two streams"
+    if "global_aux_loss" in experts.moe_router_load_balancing_type:
+        yield "global_aux_loss sums the loads of earlier micro-batches"
+
+
+def _widths_of_experts(draft: Draft) -> Iterator[float]:
+    for layer in draft.derived.layer_table.layers:
+        if layer.experts is not None:
+            yield layer.experts.latent_size or draft.config.model.hidden_size
+            yield layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size

@@ -66,7 +66,7 @@ class TrainingConfig(CheckedSection):
     require_parity: bool = False
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     cuda_graph_impl: Literal["none", "local", "full_iteration", "transformer_engine"] = "none"
-    """CUDA graphs of a micro-batch's passes, launched at once: for small models, whose kernels end before the host has launched the next ones. local, full_iteration: one graph of the whole micro-batch, for dense models on data-parallel ranks. transformer_engine has no effect."""
+    """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, without pipeline ranks, FP8, dropout and counts of experts that the host reads. transformer_engine has no effect."""
     cuda_graph_warmup_steps: int = field(default=3, metadata=in_range(at_least=0))
     """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1."""
     compile: bool = True

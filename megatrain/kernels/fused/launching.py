@@ -51,11 +51,11 @@ def jit(function: Callable[..., None], any_value: Sequence[str] = ()) -> Any:
     return function if triton is None else triton.jit(function, do_not_specialize=list(any_value))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; do nothing for an empty grid or tensors without memory."""
-    if 0 in grid or any(isinstance(a, Tensor) and is_fake(a) for a in arguments):
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *others: Any, **constants: Any) -> None:
+    """Launch a kernel; do nothing for an empty grid or tensors without memory, `x` and others."""
+    if 0 in grid or is_fake(x):
         return
-    kernel[grid](*arguments, **constants)
+    kernel[grid](x, *others, **constants)
 
 
 def is_fake(x: Tensor) -> bool:

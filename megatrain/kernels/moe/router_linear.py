@@ -10,6 +10,9 @@ A product with K = 384 replaces one with K = 128 in fp32, which tensor cores do 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,19 +29,24 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) @ weight.to(dtype).t()
 
 
-def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of x, computed in the dtype of `dy`: [t, E] -> [t, h] in the dtype of x."""
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Return the gradient of x, computed in the dtype of `dy`: [t, E] -> [t, h] in the dtype of x, and that of W.
+
+    Returns:
+        dx, and a function that adds dy^T x to its argument [E, h], in the dtype of `dy` or, if x has that too, of the argument.
+    """
     if _uses_tensor_cores(x, weight, dy.dtype):
-        return split_in_bf16(dy) @ weight.repeat(_PARTS, 1)
-    return (dy @ weight.to(dy.dtype)).to(x.dtype)
+        parts = split_in_bf16(dy)
+        return parts @ weight.repeat(_PARTS, 1), partial(_accumulate_parts, parts=parts, x=x, dtype=dy.dtype)
+    return (dy @ weight.to(dy.dtype)).to(x.dtype), partial(_accumulate, dy=dy, x=x)
 
 
-def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Compute grad += dy^T x, in the dtype of `dy` or, if x has that too, of the buffer."""
-    if _uses_tensor_cores(x, x, dy.dtype):
-        parts = torch.mm(split_in_bf16(dy).t(), x, out_dtype=dy.dtype)
-        grad.add_(parts.view(_PARTS, *grad.shape).sum(0))
-        return
+def _accumulate_parts(grad: Tensor, *, parts: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+    products = torch.mm(parts.t(), x, out_dtype=dtype)
+    grad.add_(products.view(_PARTS, *grad.shape).sum(0))
+
+
+def _accumulate(grad: Tensor, *, dy: Tensor, x: Tensor) -> None:
     factors = dy.dtype if x.dtype == dy.dtype else grad.dtype
     wgrad.accumulate_weight_gradient(grad, dy.to(factors), x.to(factors))
 
@@ -46,10 +54,10 @@ def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
 def split_in_bf16(x: Tensor) -> Tensor:
     """Return three bf16 numbers for each fp32 number, whose sum it is: [t, n] -> [t, 3 n], the largest ones first."""
     parts = torch.empty(len(x), _PARTS, x.shape[1], dtype=torch.bfloat16, device=x.device)
-    parts[:, 0] = x
-    rest = x - parts[:, 0]
-    parts[:, 1] = rest
-    parts[:, 2] = rest.sub_(parts[:, 1])
+    high, middle, low = parts.unbind(1)
+    rest = x - high.copy_(x)
+    middle.copy_(rest)
+    low.copy_(rest.sub_(middle))
     return parts.flatten(1)
 
 

@@ -123,5 +123,7 @@ class _AddLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        one = torch.ones((), dtype=ctx.dtype, device=ctx.device)
-        return grads[0], (one * ctx.scale).to(ctx.dtype), None
+        scale = ctx.scale
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=ctx.dtype, device=ctx.device)
+        return grads[0], scale.to(ctx.dtype), None

@@ -123,6 +123,7 @@ class LocalContextAttention(LaidOutModule):
         """Return the dropout rule of the local heads; None: no dropout."""
         if not self.spec.dropout or not info.is_training:
             return None
+        assert isinstance(info.first_sample, int), "CUDA graphs have no dropout"
         heads = self.context.heads
         return Dropout(
             p=self.spec.dropout,

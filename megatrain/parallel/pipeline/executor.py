@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
+
+LateGradients = Literal["none", "before_last", "all"]
 
 
 @dataclass
@@ -73,8 +75,8 @@ class Executor:
         chunks: numbers of the segments of each chunk; None: all segments are one chunk.
         placement: virtual stages of the chunks; None: one chunk per rank.
         num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
-        has_late_gradients: weight gradients may overlap with transfers of the next segment's backward pass, except in the last
-            micro-batch; `hooks` must not read gradients before that.
+        late_gradients: weight gradients that overlap with transfers of the next segment's backward pass: none; of all
+            micro-batches but the last, if `hooks` read gradients of no other; or all, if they read none.
         turns: of the two segments that a combined action runs; None: one runs after the other.
     """
 
@@ -90,19 +92,17 @@ class Executor:
         chunks: Sequence[range] | None = None,
         placement: Placement | None = None,
         num_received: Mapping[int, int] | None = None,
-        has_late_gradients: bool = False,
+        late_gradients: LateGradients = "none",
         turns: Turns | None = None,
     ) -> None:
-        self.segments = segments
-        self.grid = grid
+        self.segments, self.grid = segments, grid
         self.chunks = chunks or [range(len(segments))]
         self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
         self.num_received = num_received or {}
-        self.has_late_gradients = has_late_gradients
+        self.late_gradients = late_gradients
         self.turns = turns
-        self.dtype = dtype
-        self.device = device
+        self.dtype, self.device = dtype, device
         self.hooks = hooks
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
@@ -216,7 +216,8 @@ class Executor:
         info, graph = state.info, state.graphs.pop()
         info.splits_backward, info.deferred = state.defers_weights, [] if state.defers_weights else None
         is_last = run.num_done[number] == len(run.batches) - 1
-        info.late = (info.late or []) if self.has_late_gradients and not is_last else None
+        may_be_late = self.late_gradients == "all" or (self.late_gradients == "before_last" and not is_last)
+        info.late = (info.late or []) if may_be_late else None
         if state.gradient is not None:
             graph.gradient.append(state.gradient)
             state.gradient = None

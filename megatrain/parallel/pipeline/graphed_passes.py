@@ -4,13 +4,14 @@
     capture     the passes of one micro-batch are recorded, with fixed memory for its batch, activations and sums
     replay      batch -> fixed memory -> graph -> sums -> info, for each micro-batch
 
-Weights and gradients have fixed memory anyway. Their communication is not part of the graph: weights are complete before
-the first replay of a step, and gradients are reduced after the last one.
+Communication of tokens, channels and rows within a layer is part of the graph. Weights and gradients have fixed memory
+anyway, and their communication is not part of it: weights are complete before the first replay of a step, and gradients
+are reduced after the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class GraphedPasses:
         self._data_parallel.wait_for_weights()
         for batch, info in zip(batches, infos, strict=True):
             if self._graph is None:
-                self._graph = _Graph(self._bare, batch, info, self._record)
+                self._graph = _Graph(self._bare, batch, self._record)
             self._graph.run(batch, info)
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
@@ -92,31 +93,38 @@ class GraphedPasses:
 class _Graph:
     """The graph of a micro-batch's passes. Capturing it computes nothing."""
 
-    def __init__(
-        self, executor: Executor, batch: Batch, info: PassInfo, record: Callable[[Work], Work]
-    ) -> None:
-        self._batch = Batch(
-            tokens=batch.tokens.clone(),
-            labels=batch.labels.clone(),
-            loss_mask=batch.loss_mask.clone(),
-            position_ids=batch.position_ids.clone(),
-            denominator=batch.loss_denominator.clone(),
-        )
-        scale = info.loss_scale
-        dtype = scale.dtype if isinstance(scale, Tensor) else torch.float32
-        self._scale = torch.zeros((), dtype=dtype, device=batch.tokens.device)
-        self._info = PassInfo(loss_scale=self._scale)
+    def __init__(self, executor: Executor, batch: Batch, record: Callable[[Work], Work]) -> None:
+        self._batch = _copy(batch)
+        device = batch.tokens.device
+        self._scale = torch.zeros((), dtype=torch.float64, device=device)
+        self._first_sample = torch.zeros((), dtype=torch.int64, device=device)
+        self._info = PassInfo(loss_scale=self._scale, first_sample=self._first_sample)
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
         self._replay = record(lambda: executor.run(passes, [self._batch], [self._info]))
 
     def run(self, batch: Batch, info: PassInfo) -> None:
-        """Run the passes of a micro-batch; sums for the log remain in `info`."""
+        """Run the passes of a micro-batch; sums for the log and metrics of routers remain in `info`."""
         for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
             mine.copy_(given)
         self._scale.fill_(info.loss_scale)
+        self._first_sample.fill_(info.first_sample)
         self._replay()
         info.sums |= {name: value.clone() for name, value in self._info.sums.items()}
+        info.router_metrics |= {layer: value.clone() for layer, value in self._info.router_metrics.items()}
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.loss_denominator]
+def _copy(batch: Batch) -> Batch:
+    return Batch(
+        tokens=batch.tokens.clone(),
+        labels=batch.labels.clone(),
+        loss_mask=batch.loss_mask.clone(),
+        position_ids=batch.position_ids.clone(),
+        ahead=tuple(map(_copy, batch.ahead)),
+        denominator=batch.loss_denominator.clone(),
+    )
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    yield from (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.loss_denominator)
+    for one in batch.ahead:
+        yield from _tensors(one)

@@ -209,8 +209,8 @@ def _dropout_keyed_by_local_row() -> AbstractContextManager[Any]:
 def _dropout_keyed_by_rank_rows() -> AbstractContextManager[Any]:
     numbers = TokenSplit.token_indices
 
-    def of_later_rows(self: TokenSplit, *sizes: int, **known: Any) -> torch.Tensor:
-        return numbers(self, *sizes, **known) + self.tp.rank
+    def of_later_rows(self: TokenSplit, *given: Any, **known: Any) -> torch.Tensor:
+        return numbers(self, *given, **known) + self.tp.rank
 
     return mock.patch.object(TokenSplit, "token_indices", of_later_rows)
 
