@@ -206,6 +206,7 @@ def load_shards(
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
         source = CheckpointSource(reader, kind)
         optimizer.fill(kind, source if upcycling is None else UpcycledSource(source, upcycling))
+    reader.finish()
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
 

@@ -1,7 +1,7 @@
 """Read any box of any tensor of a checkpoint, independent of the layout that wrote it.
 
-    requested box -> the chunks that overlap it -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
-                                                                          └─> thread: read, verify the blocks, copy the overlap
+    requested boxes -> the chunks that overlap them -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
+                                                                              └─> thread: read, verify the blocks, copy the overlap
 
 Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread; for a GPU, by two
 on the host and two on the GPU: a thread reads the next part while the GPU checks the last one.
@@ -14,7 +14,7 @@ import math
 import os
 import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,19 @@ class TensorReader(Protocol):
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
 
+    def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Begin `read_box`, which `finish` ends; here it ends at once."""
+        self.read_box(out, kind=kind, name=name, shape=shape, box=box)
+
+    def finish(self) -> None:
+        """End the boxes that were begun. Raises what `read_box` raises."""
+        return
+
     def close(self) -> None:
         """Release files and threads."""
 
 
-class CheckpointReader:
+class CheckpointReader(TensorReader):
     """The tensors of the checkpoint in one folder, as a context manager: retention keeps the checkpoint while it is open.
 
     Raises:
@@ -84,6 +92,8 @@ class CheckpointReader:
         self.path = path
         self._files: dict[str, TensorFile] = {}
         self._buffers: dict[torch.device, queue.SimpleQueue[ReadBuffer]] = {}
+        self._copies: list[Future[None]] = []
+        """Copies of parts that `finish` waits for."""
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._num_threads)
         self._hold = hold(path)
@@ -116,15 +126,12 @@ class CheckpointReader:
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype; on a GPU, in the caller's stream."""
+        self.begin_box(out, kind=kind, name=name, shape=shape, box=box)
+        self.finish()
+
+    def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Begin `read_box`, which `finish` ends: threads read the parts of all boxes that were begun."""
         stored = self.kind(name, shape, kind)
-        parts = [
-            (self._open(chunk.file), chunk, part, common)
-            for chunk in stored.chunks
-            if intersect(chunk.box, box)
-            for part, common in _parts_to_read(
-                chunk.box, box, self._part_bytes // DTYPES[stored.dtype].itemsize
-            )
-        ]
         free = self._buffers.setdefault(out.device, queue.SimpleQueue())
         stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
 
@@ -137,16 +144,25 @@ class CheckpointReader:
             finally:
                 free.put(buffer)
 
-        if len(parts) == 1:
-            copy(*parts[0])
-        else:
-            copies = [self._pool.submit(copy, *part) for part in parts]
-            wait(copies)  # also after an error: they write to `out`
-            for each in copies:
-                each.result()
-        for _ in range(free.qsize()):
-            free.put(buffer := free.get())
-            buffer.finish_check()
+        for chunk in stored.chunks:
+            if intersect(chunk.box, box):
+                file = self._open(chunk.file)
+                max_elements = self._part_bytes // DTYPES[stored.dtype].itemsize
+                for part, common in _parts_to_read(chunk.box, box, max_elements):
+                    self._copies.append(self._pool.submit(copy, file, chunk, part, common))
+        if len(self._files) > _MAX_OPEN_FILES:
+            self.finish()
+
+    def finish(self) -> None:
+        """End the boxes that were begun. Raises DamagedError if one does not match its checksums."""
+        copies, self._copies = self._copies, []
+        wait(copies)  # also after an error: they write to memory of the caller
+        for each in copies:
+            each.result()
+        for free in self._buffers.values():
+            for _ in range(free.qsize()):
+                free.put(buffer := free.get())
+                buffer.finish_check()
         self._close_files(keep=_MAX_OPEN_FILES)
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
@@ -209,9 +225,9 @@ class CheckpointSource:
     kind: str
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (the piece has a name)
-        """Read the box into `out`, which has its shape."""
+        """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
         piece = box.piece
-        self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+        self.reader.begin_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
 
 
 def checks_on_gpu(device: torch.device, blocks: BlockFormat) -> bool:

@@ -185,7 +185,8 @@ def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
     blocks = data[: num_blocks * BLOCKS.num_bytes]
-    blocks[num_bytes:].zero_()
+    if num_bytes < len(blocks):
+        blocks[num_bytes:].zero_()
     words = blocks.view(torch.int64).view(num_blocks, -1)
     in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
     sums = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)  # modulo 2^64

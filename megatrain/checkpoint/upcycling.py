@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.config.schema.experts import ExpertsConfig
-from megatrain.optim.sharded import TensorSource
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, Piece
 
@@ -70,13 +70,14 @@ class Upcycling:
 class UpcycledSource:
     """A TensorSource: the weights of a model with experts."""
 
-    dense: TensorSource
+    dense: CheckpointSource
     upcycling: Upcycling
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
         origin, initial = self.upcycling.origin(box.piece, box.box), InitialWeights(self.upcycling.seed)
         if origin is not None:
             self.dense.fill(out, layout, origin)
+            self.dense.reader.finish()
             out.mul_(self.upcycling.factor(box.piece.name))
         elif ".mlp.router." in box.piece.name:
             first, stop = box.box[0]

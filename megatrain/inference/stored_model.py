@@ -160,6 +160,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         has_gradients=False,
     )
     fill_weights(buffers, CheckpointSource(reader, WEIGHT))
+    reader.finish()
     restore_expert_biases(model, manifest.state, path)
     return model
 

@@ -23,6 +23,7 @@ from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.data.files import describe_write_error, replace_file
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.checkpoints import require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
@@ -374,6 +375,8 @@ class Trainer:
             raise LogError(failure + f"; iteration {self.progress.iteration} is saved" * is_saved)
 
     def _close(self) -> None:
+        if isinstance(self.engine.training_passes, GraphedPasses):
+            self.engine.training_passes.close()
         self.batches.close()
         if self.log is not None:
             self.log.close()

@@ -280,3 +280,32 @@ def test_damage_in_a_part_is_an_error_of_the_box(stored: tuple[Path, torch.Tenso
         pytest.raises(DamagedError, match="does not match its checksum"),
     ):
         checkpoint.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
+
+
+def test_boxes_that_were_begun_end_together(stored: tuple[Path, torch.Tensor], device: str) -> None:
+    path, values = stored
+    boxes = [((row, row + 50), (0, 2), (0, 1100)) for row in range(0, 700, 50)]
+    shape = tuple(values.shape)
+    out = torch.empty(shape, device=device)
+    with CheckpointReader(path) as checkpoint:
+        for box in boxes:
+            checkpoint.begin_box(out[slice(*box[0])], kind="weight", name="t", shape=shape, box=box)
+        checkpoint.finish()
+    assert torch.equal(out.cpu(), values)
+
+
+def test_damage_in_a_box_that_was_begun_is_an_error_at_the_end(
+    stored: tuple[Path, torch.Tensor], device: str
+) -> None:
+    path, values = stored
+    file, shape = path / "a.safetensors", tuple(values.shape)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    last, first = (((row, row + 1), (0, 2), (0, 1100)) for row in (699, 0))
+    with CheckpointReader(path) as checkpoint:
+        for box in (last, first):
+            out = torch.empty(1, 2, 1100, device=device)
+            checkpoint.begin_box(out, kind="weight", name="t", shape=shape, box=box)
+        with pytest.raises(DamagedError, match="does not match its checksum"):
+            checkpoint.finish()

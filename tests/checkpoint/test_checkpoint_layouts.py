@@ -187,6 +187,7 @@ def test_weights_load_for_inference(tmp_path: Path) -> None:
     )
     with CheckpointReader(path) as reader:
         fill_weights(buffers, CheckpointSource(reader, "weight"))
+        reader.finish()
     assert torch.equal(
         torch.cat(buffers.weights.full), torch.cat(saved.optimizer.master_weights).to(torch.bfloat16)
     )

@@ -1,5 +1,7 @@
 """Passes with fixed memory, as CUDA graphs need it, compute the bits of the executor. Here a graph repeats its Python calls."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -16,19 +18,24 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """A stand-in for `capture`: it runs nothing at first, and the same work at each replay."""
+    """A stand-in for `capture` and its result: it runs nothing at first, and the same work at each replay."""
 
     def __init__(self) -> None:
         self.num_captures = self.num_replays = 0
+        self.work: Work | None = None
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Work) -> Recorder:
         self.num_captures += 1
+        self.work = work
+        return self
 
-        def replay() -> None:
-            self.num_replays += 1
-            work()
+    def replay(self) -> None:
+        assert self.work is not None
+        self.num_replays += 1
+        self.work()
 
-        return replay
+    def reset(self) -> None:
+        self.work = None
 
 
 @pytest.mark.parametrize(
@@ -69,4 +76,6 @@ def trained(layout: Layout, *, with_graphs: bool) -> tuple[list[tuple[float, ...
     if with_graphs:
         assert recorder.num_captures == 1
         assert recorder.num_replays == 2 * len(batches)
+        engine.training_passes.close()
+        assert recorder.work is None
     return found, [part.values.tobytes() for part in weights_of(engine)]

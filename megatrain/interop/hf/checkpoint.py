@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
-from megatrain.checkpoint.reader import stored_kind
+from megatrain.checkpoint.reader import TensorReader, stored_kind
 from megatrain.checkpoint.untrusted_json import integer
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -33,7 +33,7 @@ _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
 
 
-class HfCheckpoint:
+class HfCheckpoint(TensorReader):
     """Reads boxes of canonical tensors; has the manifest of a checkpoint at iteration 0 with weights alone.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
-from megatrain.checkpoint.reader import stored_kind
+from megatrain.checkpoint.reader import TensorReader, stored_kind
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
@@ -55,7 +55,7 @@ def padding_notes(padded_vocab_size: int, vocab_size: int) -> Iterator[str]:
         )
 
 
-class MegatronCheckpoint:
+class MegatronCheckpoint(TensorReader):
     """Reads boxes of canonical tensors; has the manifest that a checkpoint of ours would have.
 
     Args:

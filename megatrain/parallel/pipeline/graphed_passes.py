@@ -12,6 +12,7 @@ are reduced after the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +42,24 @@ class NoHooks:
         """See `SegmentHooks`."""
 
 
-def capture(work: Work) -> Work:
-    """Record the kernels that `work` launches; return a function that launches them again."""
+class RecordedWork(Protocol):
+    """Work that can be repeated, as `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Launch the recorded kernels again."""
+
+    def reset(self) -> None:
+        """Forget them: communicators whose kernels are recorded cannot be destroyed."""
+
+
+def capture(work: Work) -> RecordedWork:
+    """Record the kernels that `work` launches."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(
         graph, capture_error_mode="thread_local"
     ):  # the loader's thread may allocate meanwhile
         work()
-    return graph.replay
+    return graph
 
 
 class GraphedPasses:
@@ -68,7 +79,7 @@ class GraphedPasses:
         bare: Executor,
         data_parallel: DataParallel,
         num_warmup_steps: int,
-        record: Callable[[Work], Work] = capture,
+        record: Callable[[Work], RecordedWork] = capture,
     ) -> None:
         self._executor, self._bare, self._data_parallel = executor, bare, data_parallel
         self._steps_left = num_warmup_steps
@@ -89,18 +100,23 @@ class GraphedPasses:
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
 
+    def close(self) -> None:
+        """Release the graph; process groups can then be destroyed."""
+        if self._graph is not None:
+            self._graph.recorded.reset()
+
 
 class _Graph:
     """The graph of a micro-batch's passes. Capturing it computes nothing."""
 
-    def __init__(self, executor: Executor, batch: Batch, record: Callable[[Work], Work]) -> None:
+    def __init__(self, executor: Executor, batch: Batch, record: Callable[[Work], RecordedWork]) -> None:
         self._batch = _copy(batch)
         device = batch.tokens.device
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
         self._first_sample = torch.zeros((), dtype=torch.int64, device=device)
         self._info = PassInfo(loss_scale=self._scale, first_sample=self._first_sample)
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
-        self._replay = record(lambda: executor.run(passes, [self._batch], [self._info]))
+        self.recorded = record(lambda: executor.run(passes, [self._batch], [self._info]))
 
     def run(self, batch: Batch, info: PassInfo) -> None:
         """Run the passes of a micro-batch; sums for the log and metrics of routers remain in `info`."""
@@ -108,7 +124,7 @@ class _Graph:
             mine.copy_(given)
         self._scale.fill_(info.loss_scale)
         self._first_sample.fill_(info.first_sample)
-        self._replay()
+        self.recorded.replay()
         info.sums |= {name: value.clone() for name, value in self._info.sums.items()}
         info.router_metrics |= {layer: value.clone() for layer, value in self._info.router_metrics.items()}
 
