@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 NUM_SUMS: Final = 1023
 _WORD: Final = np.dtype("<u8")
+CRC32_OF_ZEROS: Final = zlib.crc32(bytes(NUM_SUMS * _WORD.itemsize))
+"""Checksum of a block of zeros."""
 
 
 def checksum_of_sums(block: memoryview) -> int:
@@ -36,6 +39,21 @@ def checksum_of_sums(block: memoryview) -> int:
         last = bytes(block[-num_bytes_left:]).ljust(_WORD.itemsize, b"\0")
         sums[num_words_left : num_words_left + 1] += np.frombuffer(last, _WORD)
     return zlib.crc32(sums)
+
+
+def crc32_of_bits() -> NDArray[np.uint32]:
+    """Return what each bit of the sums adds to the crc32, uint32 [64, 1023]: bit b of sum i is in row b.
+
+    The crc32 of the sums is that of zeros, exclusive or the constants of all bits that are set.
+    """
+    no_bits, of_ones = zlib.crc32(bytes(1)), (zlib.crc32(bytes([byte])) for byte in range(256))
+    table = np.array([crc ^ no_bits for crc in of_ones], np.uint32)  # of a byte that no other follows
+    num_bytes = NUM_SUMS * _WORD.itemsize
+    found = np.empty((num_bytes, 8), np.uint32)
+    found[-1] = table[1 << np.arange(8)]
+    for byte in range(num_bytes - 2, -1, -1):  # one more byte follows
+        found[byte] = table[found[byte + 1] & 0xFF] ^ (found[byte + 1] >> 8)
+    return np.ascontiguousarray(found.reshape(NUM_SUMS, 64).T)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ chunk, and every failure is an exception.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import zlib
@@ -21,11 +22,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.block_checksums import BLOCKS, NUM_SUMS, BlockFormat
+from megatrain.checkpoint.block_checksums import BLOCKS, CRC32_OF_ZEROS, NUM_SUMS, BlockFormat, crc32_of_bits
 from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
 from megatrain.checkpoint.untrusted_json import parse_json
+from megatrain.kernels.fused.block_checksums import block_checksums
+from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.host_copy import HostCopy
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -180,7 +183,7 @@ class TensorFile:
 def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable[[], bool]:
     """Begin to compare the blocks in the first bytes of `data` with the first of these checksums; return the rest, which waits.
 
-    This is `block_checksums.checksum_of_sums` with the sums on the device of `data`. The bytes after `num_bytes` become zeros,
+    This is `block_checksums.checksum_of_sums` on the device of `data`, without fused kernels for the sums alone. The bytes after `num_bytes` become zeros,
     to the end of the last block: zeros change no sum. When the result returns, copies to `data` that were enqueued before are done.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
@@ -188,16 +191,30 @@ def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable
     if num_bytes < len(blocks):
         blocks[num_bytes:].zero_()
     words = blocks.view(torch.int64).view(num_blocks, -1)
-    in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
-    sums = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)  # modulo 2^64
-    sums[:, : words.shape[1] - in_rows] += words[:, in_rows:]
-    on_host = HostCopy(sums)
+    on_host = HostCopy(block_checksums(words, _bits(data.device)) if is_fused(data) else _sums(words))
 
     def matches() -> bool:
-        found = "".join(f"{zlib.crc32(each):08x}" for each in on_host.wait().numpy())
+        numbers = on_host.wait().numpy()
+        if numbers.ndim == 1:
+            found = "".join(f"{each ^ CRC32_OF_ZEROS:08x}" for each in numbers.view("uint32").tolist())
+        else:
+            found = "".join(f"{zlib.crc32(each):08x}" for each in numbers)
         return found == checksums[: len(found)]
 
     return matches
+
+
+@functools.cache
+def _bits(device: torch.device) -> Tensor:
+    return torch.from_numpy(crc32_of_bits().view("int32")).to(device)
+
+
+def _sums(words: Tensor) -> Tensor:
+    """Return the sums of `block_checksums`, modulo 2^64: int64 [n, w] -> [n, 1023]."""
+    in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
+    sums: Tensor = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)
+    sums[:, : words.shape[1] - in_rows] += words[:, in_rows:]
+    return sums
 
 
 def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:

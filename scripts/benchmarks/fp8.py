@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain.kernels.cublaslt import multiply, num_algorithms, problem_of
 from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import current_scale, quantize, transposed
-from megatrain.kernels.fused import fp8 as fused
+from megatrain.kernels.fused.fp8_scales import tensors as fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 LAYERS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}

@@ -9,13 +9,21 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import assert_same, load, one_rank, save, training_state, write_tensors
 from safetensors import safe_open
 
 from megatrain.checkpoint import reader, tensor_file
-from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
+from megatrain.checkpoint.block_checksums import (
+    BLOCKS,
+    CRC32_OF_ZEROS,
+    NUM_SUMS,
+    BlockFormat,
+    checksum_of_sums,
+    crc32_of_bits,
+)
 from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
@@ -167,6 +175,12 @@ def test_sums_on_a_gpu_equal_those_of_the_host(size: int) -> None:
             wrong = f"{int(checksums[8 * number : 8 * number + 8], 16) ^ 1:08x}"
             others = checksums[: 8 * number], checksums[8 * number + 8 :]
             assert not begin_check_on_gpu(on_gpu(data), size, wrong.join(others))()
+
+
+def test_the_crc32_of_sums_is_that_of_their_bits() -> None:
+    sums = np.random.default_rng(0).integers(0, 2**63, NUM_SUMS, np.uint64) * np.uint64(2) + np.uint64(1)
+    is_set = np.bitwise_and(sums >> np.arange(64, dtype=np.uint64)[:, None], np.uint64(1)) == 1
+    assert CRC32_OF_ZEROS ^ np.bitwise_xor.reduce(crc32_of_bits()[is_set]) == zlib.crc32(sums)
 
 
 def test_sums_on_a_gpu_find_the_damage_of_a_block() -> None:

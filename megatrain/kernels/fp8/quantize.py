@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.fused import fp8 as fused
+from megatrain.kernels.fused.fp8_scales import tensors as fused
 from megatrain.kernels.fused.launching import is_fused
 
 

@@ -5,7 +5,7 @@ import torch
 from fused_helpers import DEVICE, DTYPES, drawn
 
 from megatrain.kernels.fp8 import quantize as references
-from megatrain.kernels.fused import fp8 as fused
+from megatrain.kernels.fused.fp8_scales import tensors as fused
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
