@@ -1,6 +1,7 @@
-"""`checkpoint.block_checksums` on a GPU: each program reads a block, sums its words, and computes the crc32 of the sums.
+"""`checkpoint.block_checksums` on a GPU: sums of the words of each block, and the crc32 of the sums.
 
-A crc32 is linear over bits: each bit of the sums that is set adds (exclusive or) a constant to the crc32 of zeros.
+A crc32 is linear over bits: each bit of the sums that is set adds (exclusive or) a constant to the crc32 of zeros. Each
+program has a few of a block's sums, and adds the constants of their bits.
 """
 
 from __future__ import annotations
@@ -10,39 +11,44 @@ import threading
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.launching import jit, launch, power_of_two, tl
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
+_COLUMNS, _ROWS = 64, 32
+"""Sums of a program, and words that it adds to each at once: it reads 512 contiguous bytes of each row."""
 _COMPILING = threading.Lock()
 """Held during a launch: several threads read a checkpoint, and the first launch compiles the kernel."""
 
 
 def block_checksums(words: Tensor, bits: Tensor) -> Tensor:
-    """Return the checksum of each block, exclusive or that of zeros: words int64 [n, w] -> int32 [n].
+    """Return what each program adds to the checksums of zeros: words int64 [n, w] -> int32 [n, programs].
 
     Args:
         bits: `crc32_of_bits`, int32 [64, sums].
     """
-    num_sums = bits.shape[1]
-    checksums = torch.empty(len(words), dtype=torch.int32, device=words.device)
+    num_words, num_sums = words.shape[1], bits.shape[1]
+    found = torch.empty(len(words), cdiv(num_sums, _COLUMNS), dtype=torch.int32, device=words.device)
     with _COMPILING:
         launch(
-            _checksum, (len(words),), words, bits, checksums,
-            WORDS=words.shape[1], SUMS=num_sums, WIDTH=power_of_two(num_sums), num_warps=8,
+            _add_bits, tuple(found.shape), words, bits, found, found.shape[1],
+            WORDS=num_words, SUMS=num_sums, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
         )  # fmt: skip
-    return checksums
+    return found
 
 
 @jit
-def _checksum(X, BITS, CHECKSUMS, WORDS: tl.constexpr, SUMS: tl.constexpr, WIDTH: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
+def _add_bits(
+    X, BITS, FOUND, programs, WORDS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    block, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = program * COLUMNS + tl.arange(0, COLUMNS)
     is_sum = column < SUMS
-    sums = tl.zeros((WIDTH,), dtype=tl.int64)
-    for start in range(0, WORDS, SUMS):
-        word = start + column
-        sums += tl.load(X + block * WORDS + word, mask=is_sum & (word < WORDS), other=0)
-    found = tl.zeros((WIDTH,), dtype=tl.int32)
+    partial = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
+    for row in range(0, tl.cdiv(WORDS, SUMS), ROWS):
+        word = (row + tl.arange(0, ROWS))[:, None] * SUMS + column[None, :]
+        partial += tl.load(X + block * WORDS + word, mask=is_sum[None, :] & (word < WORDS), other=0)
+    sums = tl.sum(partial, axis=0)
+    found = tl.zeros((COLUMNS,), dtype=tl.int32)
     for bit in range(64):
         crc = tl.load(BITS + bit * SUMS + column, mask=is_sum, other=0)
         found ^= tl.where(((sums >> bit) & 1) == 1, crc, 0)
-    tl.store(CHECKSUMS + block, tl.xor_sum(found, axis=0))
+    tl.store(FOUND + block * programs + program, tl.xor_sum(found, axis=0))
