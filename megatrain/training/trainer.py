@@ -375,11 +375,11 @@ class Trainer:
             raise LogError(failure + f"; iteration {self.progress.iteration} is saved" * is_saved)
 
     def _close(self) -> None:
-        if isinstance(self.engine.training_passes, GraphedPasses):
-            self.engine.training_passes.close()
         self.batches.close()
         if self.log is not None:
             self.log.close()
+        if isinstance(self.engine.training_passes, GraphedPasses):
+            self.engine.training_passes.close()
 
     def _print(self, text: str | None) -> None:
         """Print text on the main rank, if there is any."""

@@ -32,6 +32,10 @@ GPT2 = SMALL.replace(
     ("--max-position-embeddings 24 --hidden-dropout 0.1"),
 )
 SOME_EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 64"
+MANY_EXPERTS = (
+    "--num-experts 32 --moe-router-topk 8 --moe-ffn-hidden-size 512 --hidden-size 1024 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 2 --seq-length 2048"
+)
 EXPERTS = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2"
 
 
@@ -111,8 +115,9 @@ def test_cuda_graphs_change_no_bit(flags: str) -> None:
         f"{SOME_EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--context-parallel-size 2",
+        f"{MANY_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     ],
-    ids=["ep", "ep tp", "tp", "cp"],
+    ids=["ep", "ep tp", "tp", "cp", "large ep"],
 )
 def test_cuda_graphs_with_communication_change_no_bit(flags: str) -> None:
     compare_with_graphs(f"--bf16 {flags}", num_gpus=2)

@@ -13,6 +13,9 @@ WHOLE: Final = ("local", "full_iteration")
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 
+_ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
+"""Major compute capabilities on which `F.grouped_mm` is one kernel; on others the host reads the sizes (pytorch issue 169970)."""
+
 
 def cuda_graphs(draft: Draft) -> DerivedValue:
     """Decide whether the passes of training are CUDA graphs."""
@@ -69,6 +72,9 @@ def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
     experts, parallel = draft.config.experts, draft.config.parallel
     if not draft.config.precision.bf16 or any(width % _DIVISOR for width in _widths_of_experts(draft)):
         yield f"the host reads the sizes of experts; with --bf16 and widths that are multiples of {_DIVISOR} it does not"
+    capability = draft.facts.device_capability
+    if capability is not None and capability[0] not in _ONE_KERNEL_ARCHITECTURES:
+        yield "torch's grouped products wait for the host on this GPU"
     is_alltoall = experts.moe_token_dispatcher_type != "allgather"  # noqa: S105 (no password)
     if parallel.expert_model_parallel_size > 1 and is_alltoall and not experts.moe_alltoall_as_allgather:
         yield "the host reads the counts of an all-to-all; --moe-alltoall-as-allgather has none"

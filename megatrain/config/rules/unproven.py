@@ -56,7 +56,7 @@ def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
 
 def graphs_of_passes(draft: Draft) -> Iterator[str]:
     if draft.derived.cuda_graphs:
-        yield "--cuda-graph-impl launches the same kernels: the same computation, compared on GPUs only (tests/gpu)"
+        yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
 
 
 def means_of_context_ranks(draft: Draft) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
     rows of x, sorted by group     y[rows of g] = x[rows of g] W_g^T        ends: end of the rows of each group
 
-In bf16 one kernel computes all groups, and the host does not wait for `ends`; in other dtypes the groups are computed one
-by one. On GPUs a fused kernel adds weight gradients to their fp32 sums. Rows after the last end are not read, and results have undefined values there.
+In bf16 one kernel computes all groups, and the host does not wait for `ends` (on Hopper and Blackwell GPUs; on others torch
+reads them); in other dtypes the groups are computed one by one. On GPUs a fused kernel adds weight gradients to their fp32 sums. Rows after the last end are not read, and results have undefined values there.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Communication of tokens, channels and rows within a layer is part of the graph. Weights and gradients have fixed memory
 anyway, and their communication is not part of it: weights are complete before the first replay of a step, and gradients
-are reduced after the last one.
+are reduced after the last one. NCCL's watchdog does not see collectives of a graph: a hang there is found by the reduction.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class GraphedPasses:
         """Release the graph; process groups can then be destroyed."""
         if self._graph is not None:
             self._graph.recorded.reset()
+            self._graph = None
 
 
 class _Graph:

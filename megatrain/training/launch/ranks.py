@@ -261,6 +261,10 @@ def _init_process_group(
 ) -> None:
     # Pipeline messages between two ranks have groups of their own, in which their order is what they need.
     set_unless_given("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if plan.derived.cuda_graphs and "expandable_segments:True" in allocator:
+        # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
+        set_unless_given("NCCL_GRAPH_REGISTER", "0")
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,

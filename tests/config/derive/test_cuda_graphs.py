@@ -38,6 +38,7 @@ def test_communication_within_layers_is_captured(plan_of, flags):
         ("--pipeline-model-parallel-size 2", Facts(device="cuda", world_size=2), "pipeline ranks"),
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", Facts(device="cuda", world_size=2), "--tp-comm-overlap"),
         ("--data-parallel-sharding-strategy optim_grads", Facts(device="cuda", world_size=2), "ZeRO-2"),
+        ("--num-experts 4", Facts(device="cuda", device_capability=(8, 0)), "wait for the host on this GPU"),
         ("--num-experts 4 --moe-ffn-hidden-size 300", Facts(device="cuda"), "sizes of experts"),
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall",
          Facts(device="cuda", world_size=8), "--moe-alltoall-as-allgather"),
