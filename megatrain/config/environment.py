@@ -121,6 +121,12 @@ def set_unless_given(variable: str, value: str) -> str:
     return os.environ.setdefault(variable, value)
 
 
+def has_expandable_segments() -> bool:
+    """Return whether the user has set that torch's allocator extends memory in pieces."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+
+
 def user_cache() -> Path | None:
     """Return the cache folder of the user: XDG_CACHE_HOME, or .cache in HOME; None: neither is set."""
     folder, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")

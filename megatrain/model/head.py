@@ -126,10 +126,10 @@ class Head(LaidOutModule):
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         kind = accumulation_dtype(x.dtype)
-        # not scale / denominator: torch rounds a quotient of number and tensor unlike one of two tensors
-        token_scale = (
-            mask.to(kind) * (factor * info.loss_scale) / batch.loss_denominator.clamp(min=1).to(kind)
-        )
+        scale = factor * info.loss_scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(kind)  # as torch does with a number
+        token_scale = mask.to(kind) * (batch.loss_denominator.clamp(min=1).to(kind).reciprocal() * scale)
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from run_here import folder_flags, train_here
 from test_resume import metrics
 from torch import Tensor
 
+from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import BoxRange, Init, ParamLayout, Piece
+from megatrain.parallel.layout import Box, BoxRange, Init, ParamLayout, Piece
 from megatrain.tools.worker_pool import WorkerPool
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1]*2 --moe-use-upcycling".split()
@@ -54,12 +56,13 @@ def test_an_upcycled_model_starts_with_the_loss_of_the_dense_one(
 
 
 class Numbers:
-    """A source of tensors whose values count their elements."""
+    """A reader of tensors whose values count their elements."""
 
-    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        shape = box.piece.shape
+    def begin_box(self, out: Tensor, *, shape: tuple[int, ...], box: Box, **_: Any) -> None:
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
+        out.copy_(whole[tuple(slice(*edge) for edge in box)])
+
+    def finish(self) -> None: ...
 
 
 def filled(name: str, *shape: int, granularity: int = 2) -> Tensor:
@@ -67,7 +70,7 @@ def filled(name: str, *shape: int, granularity: int = 2) -> Tensor:
     box = tuple((0, size) for size in shape)
     layout = ParamLayout(shape=shape, pieces=(), init=Init(std=1.0))
     out = torch.empty(shape)
-    source = UpcycledSource(Numbers(), Upcycling(granularity, 10.0, seed=7))
+    source = UpcycledSource(CheckpointSource(Numbers(), "weight"), Upcycling(granularity, 10.0, seed=7))
     source.fill(out, layout, BoxRange(Piece(name, shape, box), box, 0))
     return out
 

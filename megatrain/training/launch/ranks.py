@@ -22,7 +22,12 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request
-from megatrain.config.environment import LaunchEnvironment, read_environment, set_unless_given
+from megatrain.config.environment import (
+    LaunchEnvironment,
+    has_expandable_segments,
+    read_environment,
+    set_unless_given,
+)
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
@@ -261,8 +266,7 @@ def _init_process_group(
 ) -> None:
     # Pipeline messages between two ranks have groups of their own, in which their order is what they need.
     set_unless_given("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if plan.derived.cuda_graphs and "expandable_segments:True" in allocator:
+    if plan.derived.cuda_graphs and has_expandable_segments():
         # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
         set_unless_given("NCCL_GRAPH_REGISTER", "0")
     dist.init_process_group(
