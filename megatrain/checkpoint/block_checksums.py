@@ -46,14 +46,23 @@ def crc32_of_bits() -> NDArray[np.uint32]:
 
     The crc32 of the sums is that of zeros, exclusive or the constants of all bits that are set.
     """
-    no_bits, of_ones = zlib.crc32(bytes(1)), (zlib.crc32(bytes([byte])) for byte in range(256))
-    table = np.array([crc ^ no_bits for crc in of_ones], np.uint32)  # of a byte that no other follows
-    num_bytes = NUM_SUMS * _WORD.itemsize
-    found = np.empty((num_bytes, 8), np.uint32)
-    found[-1] = table[1 << np.arange(8)]
-    for byte in range(num_bytes - 2, -1, -1):  # one more byte follows
-        found[byte] = table[found[byte + 1] & 0xFF] ^ (found[byte + 1] >> 8)
-    return np.ascontiguousarray(found.reshape(NUM_SUMS, 64).T)
+    of_zero = zlib.crc32(bytes(1))
+    table = np.array([zlib.crc32(bytes([byte])) ^ of_zero for byte in range(256)], np.uint32)
+    number = np.arange(256, dtype=np.uint32)
+    after = np.stack(
+        [table, number, number << 8, number << 16]
+    )  # the four bytes of a crc32, once one more byte follows
+
+    def later(crc: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        first, second, third, fourth = (crc >> shift & 0xFF for shift in (0, 8, 16, 24))
+        found: NDArray[np.uint32] = after[0][first] ^ after[1][second] ^ after[2][third] ^ after[3][fourth]
+        return found
+
+    found = table[1 << np.arange(8)][None]  # of the bits of the last byte
+    while len(found) < NUM_SUMS * _WORD.itemsize:
+        found = np.concatenate([later(found), found])
+        after = later(after)  # twice as many bytes follow
+    return np.ascontiguousarray(found[-NUM_SUMS * _WORD.itemsize :].reshape(NUM_SUMS, 64).T)
 
 
 @dataclass(frozen=True)

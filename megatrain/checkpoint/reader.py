@@ -14,7 +14,7 @@ import math
 import os
 import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +106,12 @@ class CheckpointReader(TensorReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
 
     @property
     def manifest(self) -> Manifest:
@@ -115,7 +119,7 @@ class CheckpointReader(TensorReader):
         return self._manifest
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
         self._close_files(keep=0)
         if self._hold is not None:
             self._hold.close()
@@ -136,39 +140,49 @@ class CheckpointReader(TensorReader):
         stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
-            buffer = self._buffer(free, out.device)
-            try:
-                with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                buffer = self._buffer(free, out.device)
+                try:
                     values = self._read(file, chunk, stored.dtype, part, buffer)
                     out[slices_within(common, box)].copy_(values[slices_within(common, part)])
-            finally:
-                free.put(buffer)
+                finally:
+                    free.put(buffer)
 
+        max_elements = self._part_bytes // DTYPES[stored.dtype].itemsize
         for chunk in stored.chunks:
-            if intersect(chunk.box, box):
-                file = self._open(chunk.file)
-                max_elements = self._part_bytes // DTYPES[stored.dtype].itemsize
-                for part, common in _parts_to_read(chunk.box, box, max_elements):
-                    self._copies.append(self._pool.submit(copy, file, chunk, part, common))
-        if len(self._files) > _MAX_OPEN_FILES:
-            self.finish()
+            if not intersect(chunk.box, box):
+                continue
+            if chunk.file not in self._files and len(self._files) == _MAX_OPEN_FILES:
+                self.finish()
+                self._close_files(keep=0)
+            file = self._open(chunk.file)
+            for part, common in _parts_to_read(chunk.box, box, max_elements):
+                self._copies.append(self._pool.submit(copy, file, chunk, part, common))
 
     def finish(self) -> None:
         """End the boxes that were begun. Raises DamagedError if one does not match its checksums."""
         copies, self._copies = self._copies, []
-        wait(copies)  # also after an error: they write to memory of the caller
-        for each in copies:
-            each.result()
+        try:
+            wait(copies, return_when=FIRST_EXCEPTION)
+        finally:
+            for each in copies:
+                each.cancel()
+            wait(copies)  # those that run write to memory of the caller
+        errors = [error for each in copies if not each.cancelled() and (error := each.exception())]
         for free in self._buffers.values():
             for _ in range(free.qsize()):
                 free.put(buffer := free.get())
-                buffer.finish_check()
-        self._close_files(keep=_MAX_OPEN_FILES)
+                try:
+                    buffer.finish_check()
+                except DamagedError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
         """Return the checked data of a chunk."""
         values = self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
-        self._close_files(keep=_MAX_OPEN_FILES)
+        self._close_files(keep=_MAX_OPEN_FILES - 1)
         return values
 
     def _read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import zlib
 from collections.abc import Iterator
 from io import FileIO
@@ -245,6 +246,12 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch
     return tmp_path, values
 
 
+def damage_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_any_box_equals_that_of_the_tensor(stored: tuple[Path, torch.Tensor], device: str) -> None:
     path, values = stored
     chance = random.Random(1)
@@ -283,10 +290,7 @@ def test_a_box_reads_only_its_blocks(
 
 def test_damage_in_a_part_is_an_error_of_the_box(stored: tuple[Path, torch.Tensor], device: str) -> None:
     path, values = stored
-    file = path / "a.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    damage_last_byte(path / "a.safetensors")
     box = tuple((0, size) for size in values.shape)
     out = torch.empty(values.shape, device=device)
     with (
@@ -312,10 +316,8 @@ def test_damage_in_a_box_that_was_begun_is_an_error_at_the_end(
     stored: tuple[Path, torch.Tensor], device: str
 ) -> None:
     path, values = stored
-    file, shape = path / "a.safetensors", tuple(values.shape)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    damage_last_byte(path / "a.safetensors")
+    shape = tuple(values.shape)
     last, first = (((row, row + 1), (0, 2), (0, 1100)) for row in (699, 0))
     with CheckpointReader(path) as checkpoint:
         for box in (last, first):
@@ -323,3 +325,73 @@ def test_damage_in_a_box_that_was_begun_is_an_error_at_the_end(
             checkpoint.begin_box(out, kind="weight", name="t", shape=shape, box=box)
         with pytest.raises(DamagedError, match="does not match its checksum"):
             checkpoint.finish()
+        checkpoint.finish()  # an error is raised once
+
+
+def test_leaving_the_reader_ends_the_boxes(stored: tuple[Path, torch.Tensor], device: str) -> None:
+    path, values = stored
+    damage_last_byte(path / "a.safetensors")
+    shape = tuple(values.shape)
+    out, box = torch.empty(shape, device=device), tuple((0, size) for size in shape)
+    checkpoint = CheckpointReader(path)
+    checkpoint.begin_box(out, kind="weight", name="t", shape=shape, box=box)
+    with pytest.raises(DamagedError, match="does not match its checksum"):
+        checkpoint.__exit__(None, None, None)
+
+
+def test_an_error_drops_the_parts_that_have_not_begun(
+    stored: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = stored
+    shape, begun = tuple(values.shape), []
+
+    def fail(file: FileIO, target: memoryview, offset: int, path: Path) -> None:
+        begun.append(offset)
+        time.sleep(0.05)
+        raise DamagedError("cannot be read")
+
+    monkeypatch.setattr(reader, "_MAX_THREADS", 1)
+    with CheckpointReader(path) as checkpoint:
+        first = torch.empty(1, 2, 1100)
+        checkpoint.read_box(first, kind="weight", name="t", shape=shape, box=((0, 1), (0, 2), (0, 1100)))
+        monkeypatch.setattr(tensor_file, "read_into", fail)
+        for row in range(100):
+            out = torch.empty(1, 2, 1100)
+            checkpoint.begin_box(
+                out, kind="weight", name="t", shape=shape, box=((row, row + 1), (0, 2), (0, 1100))
+            )
+        with pytest.raises(DamagedError, match="cannot be read"):
+            checkpoint.finish()
+    assert len(begun) <= 3
+
+
+def test_few_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 3)
+    values = torch.randn(10, 5)
+    chunks, files = [], {}
+    for row in range(10):
+        name = f"{row}.safetensors"
+        written = write_tensors(tmp_path / name, [("t", values[row : row + 1])])
+        files[name] = StoredFile(written.num_bytes, written.header_crc32)
+        chunks.append(Chunk(name, "t", ((row, row + 1), (0, 5)), written.checksums[0]))
+    manifest = Manifest(
+        iteration=10,
+        consumed_train_samples=80,
+        optimizer_step_count=10,
+        state=training_state(10),
+        config={},
+        files=files,
+        tensors={"t": StoredTensor((10, 5), {"weight": StoredKind("F32", tuple(chunks))})},
+    )
+    (tmp_path / "manifest.json").write_bytes(encode(manifest))
+    out, most = torch.empty(10, 5), 0
+    with CheckpointReader(tmp_path) as checkpoint:
+        for row in range(10):
+            checkpoint.begin_box(
+                out[row : row + 1], kind="weight", name="t", shape=(10, 5), box=((row, row + 1), (0, 5))
+            )
+            most = max(most, len(checkpoint._files))
+        checkpoint.begin_box(out, kind="weight", name="t", shape=(10, 5), box=((0, 10), (0, 5)))
+        most = max(most, len(checkpoint._files))
+    assert most == 3
+    assert torch.equal(out, values)
