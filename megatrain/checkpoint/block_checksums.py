@@ -51,7 +51,7 @@ def crc32_of_bits() -> NDArray[np.uint32]:
     number = np.arange(256, dtype=np.uint32)
     after = np.stack(
         [table, number, number << 8, number << 16]
-    )  # the four bytes of a crc32, once one more byte follows
+    )  # of a crc32's bytes, once one more byte follows
 
     def later(crc: NDArray[np.uint32]) -> NDArray[np.uint32]:
         first, second, third, fourth = (crc >> shift & 0xFF for shift in (0, 8, 16, 24))

@@ -120,7 +120,7 @@ class CheckpointReader(TensorReader):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._close_files(keep=0)
+        self._close_files()
         if self._hold is not None:
             self._hold.close()
 
@@ -152,9 +152,6 @@ class CheckpointReader(TensorReader):
         for chunk in stored.chunks:
             if not intersect(chunk.box, box):
                 continue
-            if chunk.file not in self._files and len(self._files) == _MAX_OPEN_FILES:
-                self.finish()
-                self._close_files(keep=0)
             file = self._open(chunk.file)
             for part, common in _parts_to_read(chunk.box, box, max_elements):
                 self._copies.append(self._pool.submit(copy, file, chunk, part, common))
@@ -181,9 +178,7 @@ class CheckpointReader(TensorReader):
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
         """Return the checked data of a chunk."""
-        values = self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
-        self._close_files(keep=_MAX_OPEN_FILES - 1)
-        return values
+        return self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
 
     def _read(
         self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: ReadBuffer | None
@@ -221,14 +216,17 @@ class CheckpointReader(TensorReader):
         return min(max(_PART_BYTES, self.manifest.blocks.num_bytes), _MAX_CHUNK_BYTES)
 
     def _open(self, name: str) -> TensorFile:
+        """Return an open file; if many are open, first end the boxes that were begun, and close them."""
         if name not in self._files:
+            if len(self._files) == _MAX_OPEN_FILES:
+                self.finish()
+                self._close_files()
             self._files[name] = TensorFile(self.path / name, self.manifest.files[name])
         return self._files[name]
 
-    def _close_files(self, *, keep: int) -> None:
-        """Close the files that were opened first, except for `keep` of them."""
-        while len(self._files) > keep:
-            self._files.pop(next(iter(self._files))).close()
+    def _close_files(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,9 @@ class TensorFile:
 def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable[[], bool]:
     """Begin to compare the blocks in the first bytes of `data` with the first of these checksums; return the rest, which waits.
 
-    This is `block_checksums.checksum_of_sums` on the device of `data`, without fused kernels for the sums alone. The bytes after `num_bytes` become zeros,
-    to the end of the last block: zeros change no sum. When the result returns, copies to `data` that were enqueued before are done.
+    This is `block_checksums.checksum_of_sums` on the device of `data`; without fused kernels the crc32 of the sums is computed
+    on the host. The bytes after `num_bytes` become zeros, to the end of the last block: zeros change no sum. When the result
+    returns, copies to `data` that were enqueued before are done.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
     blocks = data[: num_blocks * BLOCKS.num_bytes]

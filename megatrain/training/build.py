@@ -78,10 +78,9 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:
     experts = plan.config.experts
-    is_alltoall = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
     has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
     return ExpertCommunication(
-        dispatcher="alltoall" if is_alltoall and not experts.moe_alltoall_as_allgather else "allgather",
+        dispatcher="alltoall" if experts.sends_by_alltoall else "allgather",
         side=SideStream() if has_side else None,
         turns=Turns() if _overlaps_passes(plan) else None,
     )
@@ -208,10 +207,8 @@ def build_executor(
 ) -> Executor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
-    has_late_gradients = grid.ep.size > 1 and config.parallel.data_parallel_sharding_strategy in (
-        "no_shard",
-        "optim",
-    )
+    strategy = config.parallel.data_parallel_sharding_strategy
+    has_late_gradients = grid.ep.size > 1 and strategy in ("no_shard", "optim")
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)

@@ -233,17 +233,26 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch
     chunks = [
         Chunk("a.safetensors", str(box), box, crc) for box, crc in zip(boxes, written.checksums, strict=True)
     ]
+    write_manifest(
+        tmp_path, values, {"a.safetensors": StoredFile(written.num_bytes, written.header_crc32)}, chunks
+    )
+    return tmp_path, values
+
+
+def write_manifest(
+    folder: Path, values: torch.Tensor, files: dict[str, StoredFile], chunks: list[Chunk]
+) -> None:
+    """Write the manifest of a checkpoint of one tensor."""
     manifest = Manifest(
         iteration=10,
         consumed_train_samples=80,
         optimizer_step_count=10,
         state=training_state(10),
         config={},
-        files={"a.safetensors": StoredFile(written.num_bytes, written.header_crc32)},
+        files=files,
         tensors={"t": StoredTensor(tuple(values.shape), {"weight": StoredKind("F32", tuple(chunks))})},
     )
-    (tmp_path / "manifest.json").write_bytes(encode(manifest))
-    return tmp_path, values
+    (folder / "manifest.json").write_bytes(encode(manifest))
 
 
 def damage_last_byte(file: Path) -> None:
@@ -374,16 +383,7 @@ def test_few_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         written = write_tensors(tmp_path / name, [("t", values[row : row + 1])])
         files[name] = StoredFile(written.num_bytes, written.header_crc32)
         chunks.append(Chunk(name, "t", ((row, row + 1), (0, 5)), written.checksums[0]))
-    manifest = Manifest(
-        iteration=10,
-        consumed_train_samples=80,
-        optimizer_step_count=10,
-        state=training_state(10),
-        config={},
-        files=files,
-        tensors={"t": StoredTensor((10, 5), {"weight": StoredKind("F32", tuple(chunks))})},
-    )
-    (tmp_path / "manifest.json").write_bytes(encode(manifest))
+    write_manifest(tmp_path, values, files, chunks)
     out, most = torch.empty(10, 5), 0
     with CheckpointReader(tmp_path) as checkpoint:
         for row in range(10):

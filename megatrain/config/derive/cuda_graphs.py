@@ -12,7 +12,6 @@ WHOLE: Final = ("local", "full_iteration")
 """Kinds of graphs that are one of a whole micro-batch."""
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
-
 _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
 """Major compute capabilities on which `F.grouped_mm` is one kernel; on others the host reads the sizes (pytorch issue 169970)."""
 
@@ -75,8 +74,7 @@ def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
     capability = draft.facts.device_capability
     if capability is not None and capability[0] not in _ONE_KERNEL_ARCHITECTURES:
         yield "torch's grouped products wait for the host on this GPU"
-    is_alltoall = experts.moe_token_dispatcher_type != "allgather"  # noqa: S105 (no password)
-    if parallel.expert_model_parallel_size > 1 and is_alltoall and not experts.moe_alltoall_as_allgather:
+    if parallel.expert_model_parallel_size > 1 and experts.sends_by_alltoall:
         yield "the host reads the counts of an all-to-all; --moe-alltoall-as-allgather has none"
     if experts.overlap_moe_expert_parallel_comm:
         yield "--overlap-moe-expert-parallel-comm runs passes of two micro-batches in turn"
@@ -87,7 +85,8 @@ def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
 
 
 def _widths_of_experts(draft: Draft) -> Iterator[float]:
-    for layer in draft.derived.layer_table.layers:
+    table = draft.derived.layer_table
+    for layer in (*table.layers, *table.mtp_layers):
         if layer.experts is not None:
             yield layer.experts.latent_size or draft.config.model.hidden_size
             yield layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size

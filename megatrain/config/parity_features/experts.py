@@ -25,9 +25,7 @@ def _etp(plan: PlanOrDraft) -> int:
 
 
 def _is_alltoall(plan: PlanOrDraft) -> bool:
-    experts = plan.config.experts
-    is_given = experts.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
-    return is_given and not experts.moe_alltoall_as_allgather
+    return plan.config.experts.sends_by_alltoall
 
 
 def _balancing(plan: PlanOrDraft) -> set[str]:

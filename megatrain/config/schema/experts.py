@@ -72,3 +72,9 @@ class ExpertsConfig(CheckedSection):
     """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. With several pipeline ranks it requires --pipeline-schedule interleaved or dualpipe-v."""
     moe_alltoall_as_allgather: bool = AUTO
     """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts, and memory holds every possible assignment. auto: where nearly all tokens go to each rank anyway, and the activations of experts take at most twice the memory of an even load. Not in Megatron-LM."""
+
+    @property
+    def sends_by_alltoall(self) -> bool:
+        """Return whether an all-to-all sends tokens to expert ranks, of a resolved configuration."""
+        is_given = self.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+        return is_given and not self.moe_alltoall_as_allgather
