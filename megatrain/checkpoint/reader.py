@@ -30,7 +30,7 @@ from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchE
 from megatrain.checkpoint.find import node_files
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
-from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, check_size
+from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, check_size, finish_checks
 from megatrain.parallel.layout import (
     Box,
     BoxRange,
@@ -167,12 +167,12 @@ class CheckpointReader(TensorReader):
             wait(copies)  # those that run write to memory of the caller
         errors = [error for each in copies if not each.cancelled() and (error := each.exception())]
         for free in self._buffers.values():
+            checks = []
             for _ in range(free.qsize()):
                 free.put(buffer := free.get())
-                try:
-                    buffer.finish_check()
-                except DamagedError as error:
-                    errors.append(error)
+                checks += buffer.checks
+                buffer.checks = []
+            errors += finish_checks(checks)
         if errors:
             raise errors[0]
 

@@ -1,8 +1,8 @@
 """Files of chunks as tensors: `shard_file.py` writes them, and here ranges of chunks are read and checked.
 
     to the host:  each block is read and checked while it is in the processor's cache
-    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy; the result is
-                  read when the buffer is used again, or by `finish_check`
+    to a GPU:     all blocks are read, copied to the GPU, and checked there, which also finds faults of the copy; the host
+                  compares the checksums of all reads at once, in `finish_checks`
 
 The safetensors library reads with mmap, where truncation of the file kills the process. Here memory is bounded by one
 chunk, and every failure is an exception.
@@ -14,8 +14,8 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,14 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.block_checksums import BLOCKS, CRC32_OF_ZEROS, NUM_SUMS, BlockFormat, crc32_of_bits
+from megatrain.checkpoint.block_checksums import BLOCKS, CRC32_OF_ZEROS, BlockFormat, crc32_of_bits
 from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
 from megatrain.checkpoint.untrusted_json import parse_json
-from megatrain.kernels.fused.block_checksums import block_checksums
-from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.host_copy import HostCopy
+from megatrain.kernels.block_checksums import partial_checksums
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -46,22 +44,29 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True)
+class BlockCheck:
+    """Checksums of consecutive blocks of a chunk that a GPU computes; `finish_checks` compares them."""
+
+    name: str
+    partial: Tensor
+    """`partial_checksums`, int32 [blocks, some numbers]."""
+    checksums: str
+    """Checksums of the manifest."""
+
+
 @dataclass
 class ReadBuffer:
-    """Memory for the blocks of one read, uint8."""
+    """Memory for the blocks of one read after the other, uint8."""
 
     host: Tensor
-    """Pinned, if a copy to a GPU follows."""
+    """Pinned, if copies to a GPU follow."""
     gpu: Tensor | None = None
     """Whole blocks on the GPU, where the checksums of `BLOCKS` are computed; None: on the host."""
-    check: Callable[[], None] | None = None
-    """Ends the check of the last read into `gpu`; None: it has ended."""
-
-    def finish_check(self) -> None:
-        """Wait until the last read is copied and checked. Raises DamagedError."""
-        check, self.check = self.check, None
-        if check is not None:
-            check()
+    copied: torch.cuda.Event | None = None
+    """The last copy to the GPU; None: there is none."""
+    checks: list[BlockCheck] = field(default_factory=list)
+    """Checks of all reads; `finish_checks` ends them."""
 
 
 class TensorFile:
@@ -107,7 +112,7 @@ class TensorFile:
             buffer: memory for the blocks and of the result; None or too small: it is allocated on the host.
 
         Raises:
-            DamagedError: the chunk differs from its entry in the manifest. With a buffer on a GPU, its `finish_check` raises this.
+            DamagedError: the chunk differs from its entry in the manifest. With a buffer on a GPU, `finish_checks` finds this.
         """
         start, size = self._find(key, dtype, shape)
         itemsize = DTYPES[dtype].itemsize
@@ -117,22 +122,22 @@ class TensorFile:
         high = min(-(-part.stop * itemsize // blocks.num_bytes) * blocks.num_bytes, size)
         if buffer is None or len(buffer.host) < high - low:
             buffer = ReadBuffer(torch.empty(high - low, dtype=torch.uint8))
-        tensor, at = buffer.host[: high - low], self._data_start + start + low
+        tensor, at, name = buffer.host[: high - low], self._data_start + start + low, f"{self.path}: {key}"
         if buffer.gpu is None:
-            self._check(key, self._read_and_check(bytes_of(tensor), at, blocks, first, checksums))
+            if not self._read_and_check(bytes_of(tensor), at, blocks, first, checksums):
+                raise _damaged(name)
         else:
             assert blocks == BLOCKS
-            buffer.finish_check()  # its memory is free from here on
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
             read_into(self._file, bytes_of(tensor), at, self.path)
             tensor = buffer.gpu[: high - low].copy_(tensor, non_blocking=True)
-            matches = begin_check_on_gpu(buffer.gpu, high - low, checksums[8 * first :])
-            buffer.check = lambda: self._check(key, matches())
+            if tensor.is_cuda:
+                buffer.copied = torch.cuda.Event()
+                buffer.copied.record()
+            buffer.checks.append(begin_check_on_gpu(name, buffer.gpu, high - low, checksums[8 * first :]))
         offset = part.start * itemsize - low
         return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
-
-    def _check(self, key: str, is_intact: bool) -> None:
-        if not is_intact:
-            raise DamagedError(f"{self.path}: {key} does not match its checksum")
 
     def _read_and_check(
         self, data: memoryview, at: int, blocks: BlockFormat, first: int, checksums: str
@@ -181,44 +186,42 @@ class TensorFile:
         return header, 8 + num_bytes
 
 
-def begin_check_on_gpu(data: Tensor, num_bytes: int, checksums: str) -> Callable[[], bool]:
-    """Begin to compare the blocks in the first bytes of `data` with the first of these checksums; return the rest, which waits.
+def begin_check_on_gpu(name: str, data: Tensor, num_bytes: int, checksums: str) -> BlockCheck:
+    """Begin to compute the checksums of the blocks in the first bytes of `data`, on its device.
 
-    This is `block_checksums.checksum_of_sums` on the device of `data`; without fused kernels the crc32 of the sums is computed
-    on the host. The bytes after `num_bytes` become zeros, to the end of the last block: zeros change no sum. When the result
-    returns, copies to `data` that were enqueued before are done.
+    The bytes after `num_bytes` become zeros, to the end of the last block: zeros change no sum.
+
+    Args:
+        name: of the chunk, for errors.
+        checksums: of the blocks, and possibly of more that follow.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
     blocks = data[: num_blocks * BLOCKS.num_bytes]
     if num_bytes < len(blocks):
         blocks[num_bytes:].zero_()
     words = blocks.view(torch.int64).view(num_blocks, -1)
-    is_one_kernel = is_fused(data)
-    on_host = HostCopy(block_checksums(words, _bits(data.device)) if is_one_kernel else _sums(words))
+    return BlockCheck(name, partial_checksums(words, _bits(data.device)), checksums[: 8 * num_blocks])
 
-    def matches() -> bool:
-        numbers = on_host.wait().numpy()
-        if is_one_kernel:
-            crcs = (np.bitwise_xor.reduce(numbers, 1).view(np.uint32) ^ np.uint32(CRC32_OF_ZEROS)).tolist()
-        else:
-            crcs = [zlib.crc32(each) for each in numbers]
-        found = "".join(f"{crc:08x}" for crc in crcs)
-        return found == checksums[: len(found)]
 
-    return matches
+def finish_checks(checks: Sequence[BlockCheck]) -> list[DamagedError]:
+    """Wait for checks of one device; return an error for each that failed."""
+    if not checks:
+        return []
+    partial = torch.cat([check.partial for check in checks]).cpu().numpy()
+    found = np.bitwise_xor.reduce(partial, 1).view(np.uint32) ^ np.uint32(CRC32_OF_ZEROS)
+    expected = np.frombuffer(bytes.fromhex("".join(check.checksums for check in checks)), ">u4")
+    firsts = np.cumsum([0, *(len(check.partial) for check in checks[:-1])])
+    is_damaged = np.logical_or.reduceat(found != expected, firsts)
+    return [_damaged(check.name) for check, failed in zip(checks, is_damaged, strict=True) if failed]
+
+
+def _damaged(name: str) -> DamagedError:
+    return DamagedError(f"{name} does not match its checksum")
 
 
 @functools.cache
 def _bits(device: torch.device) -> Tensor:
     return torch.from_numpy(crc32_of_bits().view("int32")).to(device)
-
-
-def _sums(words: Tensor) -> Tensor:
-    """Return the sums of `block_checksums`, modulo 2^64: int64 [n, w] -> [n, 1023]."""
-    in_rows = words.shape[1] // NUM_SUMS * NUM_SUMS
-    sums: Tensor = words[:, :in_rows].unflatten(1, (-1, NUM_SUMS)).sum(1)
-    sums[:, : words.shape[1] - in_rows] += words[:, in_rows:]
-    return sums
 
 
 def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:

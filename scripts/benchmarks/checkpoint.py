@@ -98,7 +98,8 @@ class Benchmark:
                 self.time_load(f"megatrain load, {num_threads} threads", self._load)
                 with (
                     mock.patch.object(BlockFormat, "matches", return_value=True),
-                    mock.patch.object(tensor_file, "begin_check_on_gpu", _copied),
+                    mock.patch.object(tensor_file, "begin_check_on_gpu", _check_nothing),
+                    mock.patch.object(reader, "finish_checks", return_value=[]),
                 ):
                     self.time_load(f"the same, unchecked, {num_threads} threads", self._load)
         if "async-save" not in self.skipped:
@@ -245,16 +246,8 @@ class Benchmark:
             print(f"| {name} | {stall:.3f} | {duration:.3f} | {speed:.2f} |", flush=True)
 
 
-def _copied(data: Tensor, *_: object) -> Callable[[], bool]:
-    """Wait for the copy to the GPU, as `begin_check_on_gpu` does, and check nothing."""
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(data.device))
-
-    def wait() -> bool:
-        copied.synchronize()
-        return True
-
-    return wait
+def _check_nothing(*_: object) -> None:
+    """Stand in for `begin_check_on_gpu`, in less time than a mock."""
 
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> int:

@@ -29,7 +29,7 @@ from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
 from megatrain.checkpoint.reader import CheckpointReader, checks_on_gpu, verify
-from megatrain.checkpoint.tensor_file import TensorFile, begin_check_on_gpu
+from megatrain.checkpoint.tensor_file import BlockCheck, TensorFile, begin_check_on_gpu, finish_checks
 
 torch.set_num_threads(1)
 
@@ -162,20 +162,36 @@ def test_damage_of_a_block_changes_its_checksum() -> None:
     assert all(checksum_of_sums(memoryview(data)) != intact for data in damaged_blocks(block, chance))
 
 
-def on_gpu(data: bytes) -> torch.Tensor:
-    """The memory that `begin_check_on_gpu` gets: whole blocks, with the remains of an earlier read after the data."""
-    return torch.frombuffer(bytearray(data) + b"\xff" * (-len(data) % BLOCK_BYTES), dtype=torch.uint8)
+def begun(name: str, data: bytes, checksums: str) -> BlockCheck:
+    """Begin a check as on a GPU: in memory of whole blocks, with the remains of an earlier read after the data."""
+    blocks = torch.frombuffer(bytearray(data) + b"\xff" * (-len(data) % BLOCK_BYTES), dtype=torch.uint8)
+    return begin_check_on_gpu(name, blocks, len(data), checksums)
+
+
+def is_intact(data: bytes, checksums: str) -> bool:
+    return not finish_checks([begun("a", data, checksums)])
 
 
 @pytest.mark.parametrize("size", [1, 7, 8184, 8193, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 12345])
 def test_sums_on_a_gpu_equal_those_of_the_host(size: int) -> None:
     for data in (random.Random(size).randbytes(size), b"\xff" * size):
         checksums = BLOCKS.checksums(memoryview(data))
-        assert begin_check_on_gpu(on_gpu(data), size, checksums + "00000000")()
+        assert is_intact(data, checksums + "00000000")
         for number in range(len(checksums) // 8):
             wrong = f"{int(checksums[8 * number : 8 * number + 8], 16) ^ 1:08x}"
             others = checksums[: 8 * number], checksums[8 * number + 8 :]
-            assert not begin_check_on_gpu(on_gpu(data), size, wrong.join(others))()
+            assert not is_intact(data, wrong.join(others))
+
+
+def test_failed_checks_are_named() -> None:
+    checks = []
+    for number, size in enumerate((5, 3 * BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES)):
+        data = random.Random(size).randbytes(size)
+        read = data[:-1] + bytes([data[-1] ^ number % 2])
+        checks.append(begun(f"part {number}", read, BLOCKS.checksums(memoryview(data))))
+    failed = [error.problems[0].text for error in finish_checks(checks)]
+    assert failed == ["part 1 does not match its checksum", "part 3 does not match its checksum"]
+    assert finish_checks([]) == []
 
 
 def test_the_crc32_of_sums_is_that_of_their_bits() -> None:
@@ -188,9 +204,9 @@ def test_sums_on_a_gpu_find_the_damage_of_a_block() -> None:
     chance = random.Random(1)
     block = torch.randn(NUM_IN_BLOCK, generator=torch.Generator().manual_seed(4)).numpy().tobytes()
     checksums = BLOCKS.checksums(memoryview(block * 2))
-    assert begin_check_on_gpu(on_gpu(block * 2), 2 * BLOCK_BYTES, checksums)()
+    assert is_intact(block * 2, checksums)
     for data in list(damaged_blocks(block, chance))[::4]:
-        assert not begin_check_on_gpu(on_gpu(block + data), 2 * BLOCK_BYTES, checksums)()
+        assert not is_intact(block + data, checksums)
 
 
 def test_only_what_a_gpu_gets_in_the_format_that_is_written_is_checked_there() -> None:

@@ -1,8 +1,4 @@
-"""`checkpoint.block_checksums` on a GPU: sums of the words of each block, and the crc32 of the sums.
-
-A crc32 is linear over bits: each bit of the sums that is set adds (exclusive or) a constant to the crc32 of zeros. Each
-program has a few of a block's sums, and adds the constants of their bits.
-"""
+"""`kernels.block_checksums` in one kernel: each program has a few of a block's sums, and adds the constants of their bits."""
 
 from __future__ import annotations
 
@@ -19,12 +15,8 @@ _COMPILING = threading.Lock()
 """Held during a launch: several threads read a checkpoint, and the first launch compiles the kernel."""
 
 
-def block_checksums(words: Tensor, bits: Tensor) -> Tensor:
-    """Return what each program adds to the checksums of zeros: words int64 [n, w] -> int32 [n, programs].
-
-    Args:
-        bits: `crc32_of_bits`, int32 [64, sums].
-    """
+def partial_checksums(words: Tensor, bits: Tensor) -> Tensor:
+    """Implement `kernels.block_checksums.partial_checksums`: one number for each program."""
     num_words, num_sums = words.shape[1], bits.shape[1]
     found = torch.empty(len(words), cdiv(num_sums, _COLUMNS), dtype=torch.int32, device=words.device)
     with _COMPILING:
