@@ -54,6 +54,8 @@ _TILE, _SWIZZLING, _CUSTOM_OPTION, _STAGES, _CLUSTER = 1, 4, 5, 6, 8
 _NUM_CUSTOM_OPTIONS, _NUM_CLUSTERS, _NUM_TILES = 32, 64, 1024
 """Largest numbers of values that `variants_of` tries."""
 _MAX_ALIGNMENT: Final = 256
+_ANY_ADDRESS: Final = c_void_p(_MAX_ALIGNMENT)
+"""Address of a scale that is not read."""
 _MAX_ALGORITHMS: Final = 16
 
 
@@ -239,10 +241,10 @@ class _Product:
         algorithm: int,
     ) -> None:
         """Queue the product on the current stream."""
+        choice = self.choices[algorithm]  # before the scales: the first choice sets others
         if scales is not None:
             self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
             self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
-        choice = self.choices[algorithm]
         workspace = torch.empty(max(choice.workspace_bytes, 1), dtype=torch.uint8, device=out.device)
         layout_b, layout_a, layout_out = self.layouts
         self._call(
@@ -303,10 +305,9 @@ class _Product:
                 "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
                 c_size_t(ctypes.sizeof(value)),
             )  # fmt: skip
-        if self.has_scales:  # any address: a choice does not read it
-            scale = torch.ones(8, device=f"cuda:{problem.device}")
-            self._set(_SCALE_A, c_void_p(scale.data_ptr()))
-            self._set(_SCALE_B, c_void_p(scale.data_ptr()))
+        if self.has_scales:
+            self._set(_SCALE_A, _ANY_ADDRESS)
+            self._set(_SCALE_B, _ANY_ADDRESS)
         found = (_Choice * _MAX_ALGORITHMS)()
         count = c_int(0)
         layout_b, layout_a, layout_out = self.layouts

@@ -1,0 +1,39 @@
+"""How products are described to cuBLASLt."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.kernels import cublaslt
+
+
+def test_every_product_has_its_own_scales_also_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_addresses: dict[int, int] = {}
+    products = []
+
+    def call(_: object, name: str, *arguments: Any) -> None:
+        if name == "cublasLtMatmulDescSetAttribute" and arguments[1] in (
+            cublaslt._SCALE_A,
+            cublaslt._SCALE_B,
+        ):
+            scale_addresses[arguments[1]] = arguments[2]._obj.value
+        elif name == "cublasLtMatmulAlgoGetHeuristic":
+            arguments[-1]._obj.value = 1  # one algorithm
+        elif name == "cublasLtMatmul":
+            products.append((scale_addresses[cublaslt._SCALE_B], scale_addresses[cublaslt._SCALE_A]))
+
+    monkeypatch.setattr(cublaslt, "_checked", call)
+    monkeypatch.setattr(cublaslt, "_library", SimpleNamespace)
+    monkeypatch.setattr(cublaslt, "_handle", lambda _: ctypes.c_void_p())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    out, a, b = (torch.zeros(16, 16), *torch.zeros(2, 16, 16).to(torch.float8_e4m3fn))
+    problem = cublaslt.problem_of(out, a, b, transposes_a=False, transposes_b=True)
+    product = cublaslt._Product(problem, has_scales=True)
+    expected = []
+    for scales in torch.ones(2, 2):
+        product.run(out, a, b, 0.0, (scales[0], scales[1]), 0)
+        expected.append((scales[0].data_ptr(), scales[1].data_ptr()))
+    assert products == expected
