@@ -4,7 +4,7 @@
                                                                               └─> thread: read, verify the blocks, copy the overlap
 
 Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread; for a GPU, by two
-on the host and two on the GPU: a thread reads the next part while the GPU checks the last one.
+on the host and two on the GPU: a thread reads the next part while the GPU checks the last one, in a stream of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -41,8 +40,8 @@ from megatrain.parallel.layout import (
     whole_box,
 )
 
-_PART_BYTES = 16 << 20
-"""Largest part of a chunk that a thread reads at once."""
+_PART_BYTES = 30 << 20
+"""Largest part of a chunk that a thread reads at once; with the rest of its blocks, a power of two, as pinned memory is."""
 _MAX_CHUNK_BYTES = 64 << 20
 """Largest chunk of version 1."""
 _MAX_THREADS = 8
@@ -91,7 +90,7 @@ class CheckpointReader(TensorReader):
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
         self._files: dict[str, TensorFile] = {}
-        self._buffers: dict[torch.device, queue.SimpleQueue[ReadBuffer]] = {}
+        self._lanes: dict[torch.device, queue.SimpleQueue[_Lane]] = {}
         self._copies: list[Future[None]] = []
         """Copies of parts that `finish` waits for."""
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -120,6 +119,7 @@ class CheckpointReader(TensorReader):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._finish_lanes()
         self._close_files()
         if self._hold is not None:
             self._hold.close()
@@ -136,17 +136,23 @@ class CheckpointReader(TensorReader):
     def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Begin `read_box`, which `finish` ends: threads read the parts of all boxes that were begun."""
         stored = self.kind(name, shape, kind)
-        free = self._buffers.setdefault(out.device, queue.SimpleQueue())
-        stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
+        lanes = self._lanes.setdefault(out.device, queue.SimpleQueue())
+        caller = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
+        begun = None if caller is None else caller.record_event()
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                buffer = self._buffer(free, out.device)
-                try:
-                    values = self._read(file, chunk, stored.dtype, part, buffer)
+            try:
+                lane = lanes.get_nowait()
+            except queue.Empty:
+                lane = self._new_lane(out.device, caller)
+            try:
+                with torch.cuda.stream(lane.stream):
+                    if lane.stream is not None and begun is not None:
+                        lane.stream.wait_event(begun)
+                    values = self._read(file, chunk, stored.dtype, part, lane.next_buffer())
                     out[slices_within(common, box)].copy_(values[slices_within(common, part)])
-                finally:
-                    free.put(buffer)
+            finally:
+                lanes.put(lane)
 
         max_elements = self._part_bytes // DTYPES[stored.dtype].itemsize
         for chunk in stored.chunks:
@@ -166,13 +172,7 @@ class CheckpointReader(TensorReader):
                 each.cancel()
             wait(copies)  # those that run write to memory of the caller
         errors = [error for each in copies if not each.cancelled() and (error := each.exception())]
-        for free in self._buffers.values():
-            checks = []
-            for _ in range(free.qsize()):
-                free.put(buffer := free.get())
-                checks += buffer.checks
-                buffer.checks = []
-            errors += finish_checks(checks)
+        errors += self._finish_lanes()
         if errors:
             raise errors[0]
 
@@ -198,17 +198,35 @@ class CheckpointReader(TensorReader):
             buffer=buffer,
         ).view(box_shape(part))
 
-    def _buffer(self, free: queue.SimpleQueue[ReadBuffer], device: torch.device) -> ReadBuffer:
-        """Return a buffer for a part and the rest of its blocks: a free one if enough are free, else a new one."""
+    def _finish_lanes(self) -> list[DamagedError]:
+        """Let the caller's stream wait for copies to a GPU; return an error for each part that does not match its checksums."""
+        errors = []
+        for device, lanes in self._lanes.items():
+            buffers = []
+            for _ in range(lanes.qsize()):
+                lanes.put(lane := lanes.get())
+                buffers += lane.buffers
+                if lane.stream is not None:
+                    torch.cuda.current_stream(device).wait_stream(lane.stream)
+            errors += finish_checks([check for buffer in buffers for check in buffer.checks])
+            for buffer in buffers:
+                buffer.checks.clear()
+        return errors
+
+    def _new_lane(self, device: torch.device, caller: torch.cuda.Stream | None) -> _Lane:
         is_checked_there = checks_on_gpu(device, self.manifest.blocks)
-        if free.qsize() >= (self._num_threads if is_checked_there else 1):
-            with suppress(queue.Empty):
-                return free.get_nowait()
         num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        if not is_checked_there:
-            return ReadBuffer(host)
-        return ReadBuffer(host, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        buffers = []
+        with torch.cuda.stream(caller):  # whose memory is free again after the load
+            for _ in range(2 if is_checked_there else 1):
+                host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=caller is not None)
+                gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device) if is_checked_there else None
+                buffers.append(ReadBuffer(host, gpu))
+        if caller is None:
+            return _Lane(buffers, None)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(caller)
+        return _Lane(buffers, stream)
 
     @property
     def _part_bytes(self) -> int:
@@ -227,6 +245,20 @@ class CheckpointReader(TensorReader):
     def _close_files(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
+
+
+@dataclass
+class _Lane:
+    """What a thread reads one part with: the buffers are used in turn."""
+
+    buffers: list[ReadBuffer]
+    """One of whole parts and the rest of their blocks; two if a GPU checks them."""
+    stream: torch.cuda.Stream | None
+    """For a GPU: that of copies and checks, next to those of other lanes."""
+
+    def next_buffer(self) -> ReadBuffer:
+        self.buffers.append(self.buffers.pop(0))
+        return self.buffers[-1]
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ def _add_bits(
     block, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = program * COLUMNS + tl.arange(0, COLUMNS)
     is_sum = column < SUMS
+    bit = tl.arange(0, 64)[:, None] * SUMS + column[None, :]
+    crcs = tl.load(BITS + bit, mask=is_sum[None, :], other=0)
     partial = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
     for row in range(0, tl.cdiv(WORDS, SUMS), ROWS):
         word = (row + tl.arange(0, ROWS))[:, None] * SUMS + column[None, :]
         partial += tl.load(X + block * WORDS + word, mask=is_sum[None, :] & (word < WORDS), other=0)
     sums = tl.sum(partial, axis=0)
-    found = tl.zeros((COLUMNS,), dtype=tl.int32)
-    for bit in range(64):
-        crc = tl.load(BITS + bit * SUMS + column, mask=is_sum, other=0)
-        found ^= tl.where(((sums >> bit) & 1) == 1, crc, 0)
+    is_set = (sums[None, :] >> tl.arange(0, 64)[:, None]) & 1
+    found = tl.xor_sum(tl.where(is_set == 1, crcs, 0), axis=0)
     tl.store(FOUND + block * programs + program, tl.xor_sum(found, axis=0))
