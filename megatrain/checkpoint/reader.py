@@ -254,7 +254,7 @@ class _Lane:
     buffers: list[ReadBuffer]
     """One of whole parts and the rest of their blocks; two if a GPU checks them."""
     stream: torch.cuda.Stream | None
-    """For a GPU: that of copies and checks, next to those of other lanes."""
+    """Stream of copies to a GPU and of checks there."""
 
     def next_buffer(self) -> ReadBuffer:
         self.buffers.append(self.buffers.pop(0))
