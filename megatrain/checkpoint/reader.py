@@ -43,7 +43,7 @@ from megatrain.parallel.layout import (
 _PART_BYTES = 30 << 20
 """Largest part of a chunk that a thread reads at once; with the rest of its blocks, a power of two, as pinned memory is."""
 _MAX_CHUNK_BYTES = 64 << 20
-"""Largest chunk of version 1."""
+"""Largest chunk that is written."""
 _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
 
@@ -215,7 +215,7 @@ class CheckpointReader(TensorReader):
 
     def _new_lane(self, device: torch.device, caller: torch.cuda.Stream | None) -> _Lane:
         is_checked_there = checks_on_gpu(device, self.manifest.blocks)
-        num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
+        num_bytes = min(self._part_bytes + 2 * self.manifest.blocks.num_bytes, _MAX_CHUNK_BYTES)
         buffers = []
         with torch.cuda.stream(caller):  # whose memory is free again after the load
             for _ in range(2 if is_checked_there else 1):
@@ -249,7 +249,7 @@ class CheckpointReader(TensorReader):
 
 @dataclass
 class _Lane:
-    """What a thread reads one part with: the buffers are used in turn."""
+    """Memory and stream of one thread at a time; the buffers are used in turn."""
 
     buffers: list[ReadBuffer]
     """One of whole parts and the rest of their blocks; two if a GPU checks them."""

