@@ -40,10 +40,10 @@ from megatrain.parallel.layout import (
     whole_box,
 )
 
-_PART_BYTES = 30 << 20
-"""Largest part of a chunk that a thread reads at once; with the rest of its blocks, a power of two, as pinned memory is."""
 _MAX_CHUNK_BYTES = 64 << 20
 """Largest chunk that is written."""
+_PART_BYTES = _MAX_CHUNK_BYTES
+"""Largest part of a chunk that a thread reads at once: the host's work for a part takes as long as reading a few MiB."""
 _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -13,20 +12,18 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 _COLUMNS, _ROWS = 64, 32
 """Sums of a program, and words that it adds to each at once: it reads 512 contiguous bytes of each row."""
 _COMPILING = threading.Lock()
-"""Held by the first launches on a device, which compile the kernel: several threads read a checkpoint."""
-_compiled: set[torch.device] = set()
+"""Held during a launch: several threads read a checkpoint, and the first launch compiles the kernel."""
 
 
 def partial_checksums(words: Tensor, bits: Tensor) -> Tensor:
     """Implement `kernels.block_checksums.partial_checksums`: one number for each program."""
     num_words, num_sums = words.shape[1], bits.shape[1]
     found = torch.empty(len(words), cdiv(num_sums, _COLUMNS), dtype=torch.int32, device=words.device)
-    with nullcontext() if words.device in _compiled else _COMPILING:
+    with _COMPILING:
         launch(
             _add_bits, tuple(found.shape), words, bits, found, found.shape[1],
             WORDS=num_words, SUMS=num_sums, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
         )  # fmt: skip
-    _compiled.add(words.device)
     return found
 
 
