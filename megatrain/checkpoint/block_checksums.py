@@ -4,7 +4,7 @@
 
 A crc32 of the block itself takes about as long as reading it from the page cache; the sums take a fifth of that. Every change of
 a single word is found, and so are zeroed, repeated and exchanged pages: 1023 and the words of a page have no common divisor, so
-that two pages of a block are never summed alike. This module does not import torch; `tensor_file.py` computes the same
+that two pages of a block are never summed alike. This module does not import torch; `kernels/block_checksums.py` computes the same
 checksums on a GPU.
 """
 

@@ -25,7 +25,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box, BoxRange, box_shape
 from megatrain.parallel.rank_lists import Family
 
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Largest chunk."""
 FILE_BYTES = 4 << 30
 """A file gets no more chunks once it has this size."""
@@ -66,7 +66,7 @@ def plan_chunks(
     grid: RankGrid,
     kinds: Sequence[str] | None = None,
     *,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> list[PlannedChunk]:
     """Return the chunks that this rank writes."""
     held: dict[Family, list[PlannedChunk]] = {}

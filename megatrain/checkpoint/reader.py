@@ -3,18 +3,20 @@
     requested boxes -> the chunks that overlap them -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
                                                                               └─> thread: read, verify the blocks, copy the overlap
 
-Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread; for a GPU, by two
-on the host and two on the GPU: a thread reads the next part while the GPU checks the last one, in a stream of its own.
+Only blocks with requested elements are read, rows of a chunk as a whole. A thread has a buffer of the largest chunk's size, at most
+about 64 MiB; for a GPU, two on the host and two there: a thread reads the next part while the GPU checks the last one, in a stream of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
-from megatrain.checkpoint.chunks import split_box
+from megatrain.checkpoint.chunks import CHUNK_BYTES, split_box
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.find import node_files
@@ -40,10 +42,6 @@ from megatrain.parallel.layout import (
     whole_box,
 )
 
-_MAX_CHUNK_BYTES = 64 << 20
-"""Largest chunk that is written."""
-_PART_BYTES = _MAX_CHUNK_BYTES
-"""Largest part of a chunk that a thread reads at once: the host's work for a part takes as long as reading a few MiB."""
 _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
 
@@ -93,8 +91,7 @@ class CheckpointReader(TensorReader):
         self._lanes: dict[torch.device, queue.SimpleQueue[_Lane]] = {}
         self._copies: list[Future[None]] = []
         """Copies of parts that `finish` waits for."""
-        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._num_threads)
+        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         self._hold = hold(path)
         try:
             self._manifest = manifest or read_manifest(path)
@@ -119,34 +116,39 @@ class CheckpointReader(TensorReader):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._finish_lanes()
-        self._close_files()
-        if self._hold is not None:
-            self._hold.close()
+        try:
+            self._wait_for_lanes()
+        finally:
+            self._lanes.clear()
+            self._close_files()
+            if self._hold is not None:
+                self._hold.close()
 
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the chunks of one kind of state of a tensor."""
         return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy a box into `out`, which has the shape of the box and any float dtype; on a GPU, in the caller's stream."""
+        """Copy a box into `out`, which has the shape of the box and any float dtype; the caller's stream sees it from here on."""
         self.begin_box(out, kind=kind, name=name, shape=shape, box=box)
         self.finish()
 
     def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Begin `read_box`, which `finish` ends: threads read the parts of all boxes that were begun."""
+        """Begin `read_box`, which `finish` ends: threads read the parts of all boxes that were begun. `out` lives until then."""
         stored = self.kind(name, shape, kind)
         lanes = self._lanes.setdefault(out.device, queue.SimpleQueue())
         caller = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
         begun = None if caller is None else caller.record_event()
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
+            if caller is not None:
+                torch.cuda.set_device(caller.device)  # a new thread has the first one
             try:
                 lane = lanes.get_nowait()
             except queue.Empty:
                 lane = self._new_lane(out.device, caller)
             try:
-                with torch.cuda.stream(lane.stream):
+                with _in_stream(lane.stream):
                     if lane.stream is not None and begun is not None:
                         lane.stream.wait_event(begun)
                     values = self._read(file, chunk, stored.dtype, part, lane.next_buffer())
@@ -154,7 +156,7 @@ class CheckpointReader(TensorReader):
             finally:
                 lanes.put(lane)
 
-        max_elements = self._part_bytes // DTYPES[stored.dtype].itemsize
+        max_elements = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
         for chunk in stored.chunks:
             if not intersect(chunk.box, box):
                 continue
@@ -172,7 +174,11 @@ class CheckpointReader(TensorReader):
                 each.cancel()
             wait(copies)  # those that run write to memory of the caller
         errors = [error for each in copies if not each.cancelled() and (error := each.exception())]
-        errors += self._finish_lanes()
+        for buffers in self._wait_for_lanes():
+            checks = [check for buffer in buffers for check in buffer.checks]
+            for buffer in buffers:
+                buffer.checks.clear()
+            errors += finish_checks(checks)
         if errors:
             raise errors[0]
 
@@ -198,40 +204,41 @@ class CheckpointReader(TensorReader):
             buffer=buffer,
         ).view(box_shape(part))
 
-    def _finish_lanes(self) -> list[DamagedError]:
-        """Let the caller's stream wait for copies to a GPU; return an error for each part that does not match its checksums."""
-        errors = []
+    def _wait_for_lanes(self) -> list[list[ReadBuffer]]:
+        """Let the caller's stream wait for those of the lanes; return the buffers of each device."""
+        found = []
         for device, lanes in self._lanes.items():
-            buffers = []
+            found.append(buffers := list[ReadBuffer]())
             for _ in range(lanes.qsize()):
                 lanes.put(lane := lanes.get())
                 buffers += lane.buffers
                 if lane.stream is not None:
                     torch.cuda.current_stream(device).wait_stream(lane.stream)
-            errors += finish_checks([check for buffer in buffers for check in buffer.checks])
-            for buffer in buffers:
-                buffer.checks.clear()
-        return errors
+        return found
 
     def _new_lane(self, device: torch.device, caller: torch.cuda.Stream | None) -> _Lane:
         is_checked_there = checks_on_gpu(device, self.manifest.blocks)
-        num_bytes = min(self._part_bytes + 2 * self.manifest.blocks.num_bytes, _MAX_CHUNK_BYTES)
         buffers = []
-        with torch.cuda.stream(caller):  # whose memory is free again after the load
+        with _in_stream(caller):  # the caller can use this memory after the load
             for _ in range(2 if is_checked_there else 1):
-                host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=caller is not None)
-                gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device) if is_checked_there else None
+                host = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=caller is not None)
+                gpu = torch.empty_like(host, device=device) if is_checked_there else None
                 buffers.append(ReadBuffer(host, gpu))
         if caller is None:
             return _Lane(buffers, None)
         stream = torch.cuda.Stream(device)
-        stream.wait_stream(caller)
+        stream.wait_stream(caller)  # which may still use the memory that the buffers got
         return _Lane(buffers, stream)
 
-    @property
-    def _part_bytes(self) -> int:
-        """Size of the parts that are read at once: at least a block, which in version 1 is a whole chunk."""
-        return min(max(_PART_BYTES, self.manifest.blocks.num_bytes), _MAX_CHUNK_BYTES)
+    @functools.cached_property
+    def _buffer_bytes(self) -> int:
+        """Size of whole blocks that hold any part: a chunk, or a part of a larger one and the rest of its first and last block."""
+        block, largest = BLOCKS.num_bytes, 0
+        for tensor in self.manifest.tensors.values():
+            for stored in tensor.kinds.values():
+                elements = max((math.prod(box_shape(chunk.box)) for chunk in stored.chunks), default=0)
+                largest = max(largest, elements * DTYPES[stored.dtype].itemsize)
+        return -(-min(largest, CHUNK_BYTES + 2 * block) // block) * block
 
     def _open(self, name: str) -> TensorFile:
         """Return an open file; if many are open, first end the boxes that were begun, and close them."""
@@ -252,7 +259,7 @@ class _Lane:
     """Memory and stream of one thread at a time; the buffers are used in turn."""
 
     buffers: list[ReadBuffer]
-    """One of whole parts and the rest of their blocks; two if a GPU checks them."""
+    """Two if a GPU checks what they hold, else one."""
     stream: torch.cuda.Stream | None
     """Stream of copies to a GPU and of checks there."""
 
@@ -272,6 +279,11 @@ class CheckpointSource:
         """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
         piece = box.piece
         self.reader.begin_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+
+
+def _in_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Make a stream current; without one CUDA is not touched, as `torch.cuda.stream(None)` does."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def checks_on_gpu(device: torch.device, blocks: BlockFormat) -> bool:

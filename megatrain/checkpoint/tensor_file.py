@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -203,6 +204,8 @@ def begin_check_on_gpu(name: str, words: Tensor, num_bytes: int, checksums: str)
         checksums: of the blocks, and possibly of more that follow.
     """
     num_blocks = -(-num_bytes // BLOCKS.num_bytes)
+    if len(checksums) < 8 * num_blocks:
+        raise _damaged(name)
     words = words[:num_blocks]
     if num_bytes % BLOCKS.num_bytes:
         words.view(-1).view(torch.uint8)[num_bytes:].zero_()
@@ -225,8 +228,17 @@ def _damaged(name: str) -> DamagedError:
     return DamagedError(f"{name} does not match its checksum")
 
 
-@functools.cache
+_BITS = threading.Lock()
+"""Held while `_bits` is computed: another thread's copy of it could be freed in use."""
+
+
 def _bits(device: torch.device) -> Tensor:
+    with _BITS:
+        return _bits_on(device)
+
+
+@functools.cache
+def _bits_on(device: torch.device) -> Tensor:
     return torch.from_numpy(crc32_of_bits().view("int32")).to(device)
 
 

@@ -241,7 +241,7 @@ class _Product:
         algorithm: int,
     ) -> None:
         """Queue the product on the current stream."""
-        choice = self.choices[algorithm]  # before the scales: the first choice sets others
+        choice = self.choices[algorithm]  # before the scales are set: a first search sets others
         if scales is not None:
             self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
             self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))

@@ -25,6 +25,7 @@ from megatrain.checkpoint.block_checksums import (
     checksum_of_sums,
     crc32_of_bits,
 )
+from megatrain.checkpoint.chunks import CHUNK_BYTES
 from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
@@ -86,7 +87,7 @@ def test_damage_is_found_in_the_block_that_is_read(tmp_path: Path, values: torch
 
 
 def in_old_version(path: Path, version: int) -> None:
-    """Rewrite the manifest of a checkpoint, whose chunks are single blocks, as an older version of the program wrote it."""
+    """Rewrite the manifest of a checkpoint as an older version of the program wrote it."""
     content = json.loads((path / "manifest.json").read_text())
     del content["checksum"]
     content["version"] = version
@@ -97,8 +98,9 @@ def in_old_version(path: Path, version: int) -> None:
             for chunk in stored["chunks"]:
                 del chunk["checksums"]
                 with safe_open(path / chunk["file"], "pt") as file:
-                    crc32 = zlib.crc32(file.get_tensor(chunk["key"]).numpy())
-                chunk |= {"crc32": crc32} if version == 1 else {"crc32s": f"{crc32:08x}"}
+                    data = memoryview(file.get_tensor(chunk["key"]).numpy().tobytes())
+                crc32s = BlockFormat(BLOCK_BYTES, zlib.crc32).checksums(data)
+                chunk |= {"crc32": zlib.crc32(data)} if version == 1 else {"crc32s": crc32s}
     content["checksum"] = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     (path / "manifest.json").write_text(json.dumps(content))
 
@@ -195,6 +197,12 @@ def test_failed_checks_are_named() -> None:
     assert finish_checks([]) == []
 
 
+def test_a_missing_checksum_is_damage() -> None:
+    data = bytes(BLOCK_BYTES) * 2
+    with pytest.raises(DamagedError, match="a does not match its checksum"):
+        begun("a", data, BLOCKS.checksums(memoryview(data))[:8])
+
+
 def test_the_crc32_of_sums_is_that_of_their_bits() -> None:
     sums = np.random.default_rng(0).integers(0, 2**63, NUM_SUMS, np.uint64) * np.uint64(2) + np.uint64(1)
     is_set = np.bitwise_and(sums >> np.arange(64, dtype=np.uint64)[:, None], np.uint64(1)) == 1
@@ -233,10 +241,12 @@ def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> s
     return name
 
 
-@pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of one tensor in three chunks of rows and columns, each read in several parts; and the tensor."""
-    monkeypatch.setattr("megatrain.checkpoint.reader._PART_BYTES", 1)
+@pytest.fixture(params=[CHUNK_BYTES, BLOCK_BYTES], ids=["whole chunks", "parts of chunks"])
+def stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of one tensor in three chunks of rows and columns, read as they are or in several parts; and the tensor."""
+    monkeypatch.setattr("megatrain.checkpoint.reader.CHUNK_BYTES", request.param)
     values = torch.randn(700, 2, 1100, generator=torch.Generator().manual_seed(2))
     boxes = [
         ((0, 400), (0, 2), (0, 1100)),
@@ -291,6 +301,48 @@ def test_any_box_equals_that_of_the_tensor(stored: tuple[Path, torch.Tensor], de
             out = torch.empty(wanted.shape, dtype=torch.float64, device=device)
             checkpoint.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
             assert torch.equal(out.cpu(), wanted.double()), box
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_boxes_of_older_versions(stored: tuple[Path, torch.Tensor], version: int) -> None:
+    path, values = stored
+    in_old_version(path, version)
+    shape, box = tuple(values.shape), ((390, 410), (0, 2), (400, 600))
+    wanted = values[tuple(slice(*pair) for pair in box)]
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        out = torch.empty(wanted.shape, device=device)
+        with CheckpointReader(path) as checkpoint:
+            checkpoint.read_box(out, kind="weight", name="t", shape=shape, box=box)
+        assert torch.equal(out.cpu(), wanted)
+
+
+def test_a_read_to_the_cpu_leaves_cuda_alone(
+    stored: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = stored
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA is initialized")  # which a forked process could not do
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_device", "_lazy_init", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    shape, out = tuple(values.shape), torch.empty_like(values)
+    with CheckpointReader(path) as checkpoint:
+        checkpoint.read_box(out, kind="weight", name="t", shape=shape, box=tuple((0, size) for size in shape))
+    assert torch.equal(out, values)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_read_follows_the_work_of_the_callers_stream(stored: tuple[Path, torch.Tensor]) -> None:
+    path, values = stored
+    shape, out = tuple(values.shape), torch.empty_like(values, device="cuda")
+    with CheckpointReader(path) as checkpoint, torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # a few tenths of a second
+        out.fill_(7)
+        checkpoint.read_box(out, kind="weight", name="t", shape=shape, box=tuple((0, size) for size in shape))
+        found = out.clone()
+    assert torch.equal(found.cpu(), values)
 
 
 def test_a_box_reads_only_its_blocks(

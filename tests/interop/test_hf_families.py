@@ -72,7 +72,7 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors are read and written in pieces of a few rows."""
-    monkeypatch.setattr(rewrite, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(rewrite, "CHUNK_BYTES", 1000)
     theirs = tiny_model(name)
     source = write(theirs, tmp_path / "theirs")
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -176,7 +176,7 @@ def test_prune_removes_or_says_what_it_would(folder: Path, capsys: pytest.Captur
 def test_reshard_keeps_every_bit(
     folder: Path, tmp_path: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewrite, "_CHUNK_BYTES", 4000)
+    monkeypatch.setattr(rewrite, "CHUNK_BYTES", 4000)
     target = tmp_path / "resharded"
     words = ["checkpoint", "reshard", str(folder), str(target), "--files", str(num_files)]
     assert main(words) == 0

@@ -11,7 +11,7 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _COLUMNS, _ROWS = 64, 32
 """Sums of a program, and words that it adds to each at once: it reads 512 contiguous bytes of each row."""
-_COMPILING = threading.Lock()
+_LAUNCHING = threading.Lock()
 """Held during a launch: several threads read a checkpoint, and the first launch compiles the kernel."""
 
 
@@ -19,7 +19,7 @@ def partial_checksums(words: Tensor, bits: Tensor) -> Tensor:
     """Implement `kernels.block_checksums.partial_checksums`: one number for each program."""
     num_words, num_sums = words.shape[1], bits.shape[1]
     found = torch.empty(len(words), cdiv(num_sums, _COLUMNS), dtype=torch.int32, device=words.device)
-    with _COMPILING:
+    with _LAUNCHING:
         launch(
             _add_bits, tuple(found.shape), words, bits, found, found.shape[1],
             WORDS=num_words, SUMS=num_sums, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.chunks import chunk_key, split_box
+from megatrain.checkpoint.chunks import CHUNK_BYTES, chunk_key, split_box
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
@@ -34,7 +34,6 @@ from megatrain.config.errors import ConfigError
 from megatrain.parallel.layout import box_shape, whole_box
 from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, opened, size_text
 
-_CHUNK_BYTES = 64 << 20
 _FILE_BYTES = 5 << 30
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 INDEX_NAME = "model.safetensors.index.json"
@@ -209,7 +208,7 @@ def _bytes(reader: BoxReader, part: TensorPart, buffer: Tensor) -> memoryview:
 def _pieces(part: TensorPart, is_read_whole: Callable[[str], bool]) -> Iterator[TensorPart]:
     """Yield rows of a whole tensor, of at most 64 MB as far as a row is not larger."""
     num_rows = part.shape[0] if part.shape else 1
-    step = max(1, _CHUNK_BYTES * num_rows // max(part.num_bytes, 1))
+    step = max(1, CHUNK_BYTES * num_rows // max(part.num_bytes, 1))
     if step >= num_rows or is_read_whole(part.name):
         yield part
         return
@@ -225,7 +224,7 @@ def _boxes(reader: BoxReader) -> Iterator[TensorPart]:
         for name, tensor in sorted(manifest.tensors.items()):
             if kind in tensor.kinds:
                 dtype = tensor.kinds[kind].dtype
-                for box in split_box(whole_box(tensor.shape), _CHUNK_BYTES // DTYPES[dtype].itemsize):
+                for box in split_box(whole_box(tensor.shape), CHUNK_BYTES // DTYPES[dtype].itemsize):
                     yield TensorPart(name, kind, tensor.shape, dtype, box)
 
 
