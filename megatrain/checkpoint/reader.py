@@ -139,6 +139,7 @@ class CheckpointReader(TensorReader):
         lanes = self._lanes.setdefault(out.device, queue.SimpleQueue())
         caller = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
         begun = None if caller is None else caller.record_event()
+        num_bytes = self._buffer_bytes  # computed once, not by each thread
 
         def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
             if caller is not None:
@@ -146,7 +147,7 @@ class CheckpointReader(TensorReader):
             try:
                 lane = lanes.get_nowait()
             except queue.Empty:
-                lane = self._new_lane(out.device, caller)
+                lane = self._new_lane(num_bytes, out.device, caller)
             try:
                 with _in_stream(lane.stream):
                     if lane.stream is not None and begun is not None:
@@ -216,13 +217,13 @@ class CheckpointReader(TensorReader):
                     torch.cuda.current_stream(device).wait_stream(lane.stream)
         return found
 
-    def _new_lane(self, device: torch.device, caller: torch.cuda.Stream | None) -> _Lane:
+    def _new_lane(self, num_bytes: int, device: torch.device, caller: torch.cuda.Stream | None) -> _Lane:
         is_checked_there = checks_on_gpu(device, self.manifest.blocks)
         buffers = []
         with _in_stream(caller):  # the caller can use this memory after the load
             for _ in range(2 if is_checked_there else 1):
-                host = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=caller is not None)
-                gpu = torch.empty_like(host, device=device) if is_checked_there else None
+                host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=caller is not None)
+                gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device) if is_checked_there else None
                 buffers.append(ReadBuffer(host, gpu))
         if caller is None:
             return _Lane(buffers, None)
