@@ -95,20 +95,17 @@ class Benchmark:
             self.time_save("megatrain save", DirectWriter(self.optimizer, self.grid, self.kinds))
         for num_threads in self.load_threads if "load" not in self.skipped else ():
             with mock.patch.object(reader, "_MAX_THREADS", num_threads):
-                self.time_load(f"megatrain load, {num_threads} threads", self._load)
-                with (
-                    mock.patch.object(BlockFormat, "matches", return_value=True),
-                    mock.patch.object(tensor_file, "begin_check_on_gpu", _check_nothing),
-                    mock.patch.object(reader, "finish_checks", return_value=[]),
-                ):
-                    self.time_load(f"the same, unchecked, {num_threads} threads", self._load)
+                checked, unchecked = (
+                    f"{name}, {num_threads} threads" for name in ("megatrain load", "the same, unchecked")
+                )
+                self.time_loads({checked: self._load, unchecked: self._load_unchecked})
         if "async-save" not in self.skipped:
             background = BackgroundWriter(self.optimizer, self.grid, self.kinds)
             self.time_save("megatrain --async-save", background)
             background.close()
         if "dcp" not in self.skipped:
             self.time_dcp("DCP save", self._dcp_save)
-            self.time_load("DCP load", lambda: dcp.load(self.tensors(), checkpoint_id=self.folder / "0"))
+            self.time_loads({"DCP load": lambda: dcp.load(self.tensors(), checkpoint_id=self.folder / "0")})
         if "dcp-async-save" not in self.skipped:
             self.time_dcp("DCP async_save", self._dcp_async_save)
 
@@ -167,15 +164,18 @@ class Benchmark:
                 times.stall.append(save())
                 times.duration.append(time.perf_counter() - start)
 
-    def time_load(self, name: str, load: Callable[[], Any]) -> None:
-        with self._measured(name) as times:
+    def time_loads(self, loads: dict[str, Callable[[], Any]]) -> None:
+        """Time each load once a round, so that a change of the machine changes all."""
+        with contextlib.ExitStack() as stack:
+            times = {name: stack.enter_context(self._measured(name)) for name in reversed(loads)}
             for _ in range(self.rounds):
-                self._synchronize()
-                start = time.perf_counter()
-                load()
-                self._synchronize_device()
-                times.stall.append(time.perf_counter() - start)
-                times.duration.append(times.stall[-1])
+                for name, load in loads.items():
+                    self._synchronize()
+                    start = time.perf_counter()
+                    load()
+                    self._synchronize_device()
+                    times[name].stall.append(time.perf_counter() - start)
+                    times[name].duration.append(times[name].stall[-1])
 
     def _new_save(self, number: int) -> Save:
         progress = self.trainer.progress
@@ -194,6 +194,14 @@ class Benchmark:
 
     def _load(self) -> None:
         load_checkpoint(self.folder, self.optimizer, self.grid)
+
+    def _load_unchecked(self) -> None:
+        with (
+            mock.patch.object(BlockFormat, "matches", return_value=True),
+            mock.patch.object(tensor_file, "begin_check_on_gpu", _check_nothing),
+            mock.patch.object(reader, "finish_checks", return_value=[]),
+        ):
+            self._load()
 
     def _dcp_save(self) -> float:
         start = time.perf_counter()

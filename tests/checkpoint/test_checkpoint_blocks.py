@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -331,6 +333,32 @@ def test_a_read_to_the_cpu_leaves_cuda_alone(
     with CheckpointReader(path) as checkpoint:
         checkpoint.read_box(out, kind="weight", name="t", shape=shape, box=tuple((0, size) for size in shape))
     assert torch.equal(out, values)
+
+
+READ_TO_THE_SECOND_GPU = """
+import sys
+import torch
+from pathlib import Path
+from megatrain.checkpoint.reader import CheckpointReader
+
+torch.cuda.set_device(1)
+path, shape = Path(sys.argv[1]), (700, 2, 1100)
+out = torch.empty(shape, device="cuda:1")
+with CheckpointReader(path) as checkpoint:
+    checkpoint.read_box(out, kind="weight", name="t", shape=shape, box=tuple((0, size) for size in shape))
+torch.save(out.cpu(), path / "read.pt")
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_read_to_the_second_gpu_leaves_the_first_alone(stored: tuple[Path, torch.Tensor]) -> None:
+    path, values = stored
+    subprocess.run(
+        [sys.executable, "-c", READ_TO_THE_SECOND_GPU, str(path)], check=True
+    )  # in a process without contexts
+    assert torch.equal(torch.load(path / "read.pt"), values)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
