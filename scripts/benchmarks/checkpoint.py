@@ -65,6 +65,7 @@ class Benchmark:
 
     def __init__(self, ranks: Ranks, arguments: argparse.Namespace) -> None:
         self.ranks, self.grid, self.rounds = ranks, ranks.grid, arguments.rounds
+        self.load_rounds = arguments.load_rounds or arguments.rounds
         self.load_threads, self.skipped = arguments.load_threads, arguments.skip
         with contextlib.redirect_stdout(io.StringIO()):
             self.trainer = Trainer(ranks)
@@ -168,7 +169,7 @@ class Benchmark:
         """Time each load once a round, so that a change of the machine changes all."""
         with contextlib.ExitStack() as stack:
             times = {name: stack.enter_context(self._measured(name)) for name in reversed(loads)}
-            for _ in range(self.rounds):
+            for _ in range(self.load_rounds):
                 for name, load in loads.items():
                     self._synchronize()
                     start = time.perf_counter()
@@ -283,6 +284,7 @@ def main() -> int:
         "--folder", type=Path, required=True, help="folder for the checkpoints, on the disk to measure"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load-rounds", type=int, help="rounds of loads [--rounds]")
     parser.add_argument(
         "--load-threads", type=int, nargs="+", default=[8], help="most threads of a rank that read"
     )
