@@ -55,7 +55,15 @@ def _largest_bits(x: Tensor) -> Tensor:
 def quantize(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, seen: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Implement `kernels.fp8.quantize.quantize`."""
+    """Implement `kernels.fp8.quantize.quantize`; fp32 values are read twice for both orders.
+
+    One kernel that casts fp32 values and stores both would be wrong: ptxas 12.8 packs four codes into a register and
+    leaves that of two undefined, which the transposed order is stored from. Values of 16 bits are cast for each order.
+    """
+    if rows and columns and x.dtype is torch.float32:
+        codes, _ = quantize(x, scale, dtype, True, False, seen)
+        _, transposed = quantize(x, scale, dtype, False, True, None)
+        return codes, transposed
     x = x.contiguous()
     r, c = x.shape
     codes = torch.empty(r, c, dtype=dtype, device=x.device) if rows else None
