@@ -2,6 +2,7 @@
 
 candidates, newest first -> manifest -> compare names and shapes with the model -> shards, every chunk is checked
       damaged on any rank -> all ranks try the next older one; skipped ones are reported
+                             files of a local checkpoint are first copied again from another node
       of another model    -> all ranks stop: an older one does not fit either
       none is intact      -> NoCheckpointError
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
-from megatrain.checkpoint.local import Node, complete_node, find_node
+from megatrain.checkpoint.local import Node, complete_node, find_node, forget_damaged_files
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
@@ -38,6 +40,8 @@ class Loaded:
     path: Path
     skipped: tuple[str, ...]
     """A sentence for each newer checkpoint that was skipped: iteration, reason, lost iterations."""
+    copied: tuple[str, ...] = ()
+    """Names of files that came from other nodes, since their node lacked them or they were damaged there."""
 
 
 def load_checkpoint(
@@ -68,20 +72,24 @@ def load_checkpoint(
     skipped: list[tuple[Candidate, str]] = []
     node: Node | None = None
     for candidate in _agreed_candidates((folder, *also), grid):
+        load = partial(
+            _load_candidate,
+            candidate,
+            optimizer,
+            grid,
+            with_optimizer=with_optimizer,
+            upcycling=upcycling,
+            open_foreign=open_foreign,
+        )
+        copied: list[str] = []
         try:
             if local is not None and candidate.path.parent == local and candidate.problem is None:
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
                 with _as_damaged():
                     node = node or find_node(local, grid)
-                    complete_node(candidate.path, node, optimizer, grid, kinds)
-            manifest = _load_candidate(
-                candidate,
-                optimizer,
-                grid,
-                with_optimizer=with_optimizer,
-                upcycling=upcycling,
-                open_foreign=open_foreign,
-            )
+                manifest, copied = _load_local(candidate.path, node, optimizer, grid, kinds, load)
+            else:
+                manifest = load()
         except DamagedError as error:
             skipped.append((candidate, error.problems[0].text))
             continue
@@ -97,13 +105,41 @@ def load_checkpoint(
                 f" {bad.iteration - manifest.iteration} iterations are lost"
                 for bad, reason in skipped
             ),
+            copied=tuple(copied),
         )
+    raise _nothing_intact(folder, local, skipped)
+
+
+def _nothing_intact(
+    folder: Path, local: Path | None, skipped: Sequence[tuple[Candidate, str]]
+) -> NoCheckpointError:
     reasons = "".join(f"\n  iteration {bad.iteration}: {reason}" for bad, reason in skipped)
-    raise NoCheckpointError(
+    return NoCheckpointError(
         f"{folder}: no valid checkpoint" + (reasons or " (the folder has no checkpoints)"),
         fix="set --load to the folder that --save named, or restore a checkpoint from a backup"
         + ("" if local is None else f"; to start anew, remove {local} on all nodes"),
     )
+
+
+def _load_local(
+    path: Path,
+    node: Node,
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    kinds: Sequence[str],
+    load: Callable[[], Manifest],
+) -> tuple[Manifest, list[str]]:
+    """Load a local checkpoint with files of other nodes: those that a node lacks, or that are damaged there. Return their names too."""
+    with _as_damaged():
+        copied = complete_node(path, node, optimizer, grid, kinds)
+    try:
+        return load(), copied
+    except DamagedError:
+        with _as_damaged():
+            if not forget_damaged_files(path, node, grid.messages):
+                raise
+            copied = sorted({*copied, *complete_node(path, node, optimizer, grid, kinds)})
+        return load(), copied
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     save   ranks write to their node's folder -> copies on other nodes (--replication) -> every node has its files and the
            manifest, together they have all files -> every node renames the folder
     load   a manifest that rank 0 has -> to nodes without it -> files that a rank reads and its node lacks -> from a node that has them
+           a file does not match its checksums -> it is copied again from a node on which it does -> once more
 
     iter_0000100/node_files.json   names of the files that the node has
 
@@ -28,6 +29,7 @@ from megatrain.checkpoint.disk import Disk, open_regular_file, read_into, write_
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME, node_files
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode, encode, read_manifest
+from megatrain.checkpoint.reader import CheckpointReader, find_damage
 from megatrain.checkpoint.save import (
     Save,
     begin_save,
@@ -41,6 +43,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import intersect
+from megatrain.parallel.messages import Messages
 
 _PIECE_BYTES = 64 << 20
 """Bytes of a file that are sent at once."""
@@ -279,9 +282,11 @@ def raise_first(errors: Sequence[Exception | None]) -> None:
 
 def complete_node(
     path: Path, node: Node, optimizer: ShardedOptimizer, grid: RankGrid, kinds: Sequence[str]
-) -> None:
+) -> list[str]:
     """Copy the files that the ranks of a node read from a checkpoint to its folder; all ranks call it. One node's files may be all.
 
+    Returns:
+        Names of the files that were copied to any node.
     Raises:
         DamagedError: on all ranks; no node has one of these files, or a node has another checkpoint of that name.
     """
@@ -295,7 +300,7 @@ def complete_node(
 
     text = agree(read, messages, then=lambda answers: answers[0])
     if text is None:
-        return
+        return []
     agree(lambda: take_manifest(path, text.encode()) if node.is_leader else None, messages)
     manifest = decode(text.encode())
 
@@ -317,6 +322,38 @@ def complete_node(
         lambda: _write_names(path, {*node_files(path, manifest), *new}) if new else None,
         messages,
     )
+    return [one.name for one in transfers]
+
+
+def forget_damaged_files(path: Path, node: Node, messages: Messages) -> bool:
+    """Take files that do not match their checksums off the list of their node, if they do on another: they can be copied again.
+
+    All ranks call it; those of a node share the reading of its files.
+
+    Returns:
+        Whether there is such a file.
+    """
+
+    def read() -> tuple[int, list[str], list[str]]:
+        with CheckpointReader(path) as reader:
+            names = sorted(node_files(path, reader.manifest))
+            own = names[node.ranks.index(node.rank) :: len(node.ranks)]
+            damaged = {name for name, _ in find_damage(reader, own)}
+        return node.leader, sorted(damaged), sorted(set(own) - damaged)
+
+    def replaceable(answers: list[tuple[int, list[str], list[str]]]) -> list[tuple[int, str]]:
+        intact = {name for _, _, names in answers for name in names}
+        return [(leader, name) for leader, damaged, _ in answers for name in damaged if name in intact]
+
+    found = agree(read, messages, then=replaceable)
+    here = {name for leader, name in found if leader == node.leader}
+
+    def forget() -> None:
+        if here and node.is_leader:
+            _write_names(path, set(node_files(path, read_manifest(path))) - here)
+
+    agree(forget, messages)
+    return bool(found)
 
 
 def planned_transfers(path: Path, files: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[Transfer]:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -319,31 +319,34 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list
         reader = CheckpointReader(path)
     except CheckpointError as error:
         return [error.problems[0].text]
-    problems: list[str] = []
     with reader:
-        manifest = reader.manifest
-        bad_files = set()
-        bad_files |= set(manifest.files) - set(here := node_files(path, manifest))
-        for name in here:
-            stored_file = manifest.files[name]
-            try:
-                with open_regular_file(path / name) as file:
-                    check_size(path / name, file.seek(0, 2), stored_file)
-                TensorFile(path / name, stored_file).close()
-            except DamagedError as error:
-                problems.append(error.problems[0].text)
-                bad_files.add(name)
-        for _, tensor in sorted(manifest.tensors.items()):
-            for stored in tensor.kinds.values():
-                for chunk in stored.chunks:
-                    if chunk.file not in bad_files:
-                        problems += _chunk_problem(reader, chunk, stored.dtype)
-                    progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)
+        files = reader.manifest.files
+        problems = [text for _, text in find_damage(reader, node_files(path, reader.manifest), progress)]
     found = {file.name for file in path.glob("*.safetensors")}
-    problems += [
-        f"{path / name}: not part of this checkpoint" for name in sorted(found - set(manifest.files))
-    ]
+    problems += [f"{path / name}: not part of this checkpoint" for name in sorted(found - set(files))]
     return problems
+
+
+def find_damage(
+    reader: CheckpointReader, names: Sequence[str], progress: Callable[[int], None] = lambda _: None
+) -> Iterator[tuple[str, str]]:
+    """Yield name and problem of damaged files among `names`; every byte of these is read. `progress` is as for `verify`."""
+    path, manifest, intact = reader.path, reader.manifest, set(names)
+    for name in names:
+        stored_file = manifest.files[name]
+        try:
+            with open_regular_file(path / name) as file:
+                check_size(path / name, file.seek(0, 2), stored_file)
+            TensorFile(path / name, stored_file).close()
+        except DamagedError as error:
+            intact.remove(name)
+            yield name, error.problems[0].text
+    for _, tensor in sorted(manifest.tensors.items()):
+        for stored in tensor.kinds.values():
+            for chunk in stored.chunks:
+                if chunk.file in intact:
+                    yield from ((chunk.file, text) for text in _chunk_problem(reader, chunk, stored.dtype))
+                progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)
 
 
 def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:

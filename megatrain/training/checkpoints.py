@@ -166,7 +166,10 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
 
 
 def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
-    """Yield what the user should know of a checkpoint of Megatron-LM."""
+    """Yield what the user should know of files that came from other nodes, and of a checkpoint of Megatron-LM."""
+    if loaded.copied:
+        names = f"{loaded.copied[0]}{f' and {len(loaded.copied) - 1} more' if len(loaded.copied) > 1 else ''}"
+        yield f"{loaded.path}: {names} copied from other nodes, since a node lacked them or had them damaged"
     if is_of_megatron(loaded.path):
         padded = loaded.config["model"]["padded_vocab_size"]
         for note in padding_notes(padded, plan.derived.vocab_size):

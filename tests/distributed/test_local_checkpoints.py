@@ -5,7 +5,6 @@ import errno
 import io
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,9 +165,17 @@ def test_a_disk_that_fails_costs_the_local_checkpoint(run: Run, tmp_path: Path) 
     assert "run/iter_0000010: iteration 10" in run("--skip-train")
 
 
+def damage(shard: Path, how: str) -> None:
+    """Truncate a file, or flip one bit of its tensors."""
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content if how == "flipped" else content[:-1])
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped"])
 @pytest.mark.parametrize("node", one_in(2, [0, 1]))
-def test_a_truncated_file_is_copied_again(run: Run, tmp_path: Path, node: int) -> None:
-    """Before the first checkpoint in --save; if every node lacks the file, the run does not start anew."""
+def test_a_damaged_file_is_copied_again(run: Run, tmp_path: Path, node: int, how: str) -> None:
+    """Before the first checkpoint in --save; if no node has the file intact, the run does not start anew."""
 
     def forget_last() -> None:
         shutil.rmtree(tmp_path / "run" / "iter_0000004")
@@ -176,14 +183,17 @@ def test_a_truncated_file_is_copied_again(run: Run, tmp_path: Path, node: int) -
 
     run(*COPIES, "--exit-interval", "4", code=75)
     forget_last()
-    name = "local/iter_0000003/shard_00000.safetensors"
-    shards = [tmp_path / f"node_{one}" / name for one in (0, 1)]
-    shards[node].write_bytes(shards[1 - node].read_bytes()[:-1])
-    assert "local/iter_0000003: iteration 3" in run(*COPIES, "--exit-interval", "4", code=75)
+    folder, name = "local/iter_0000003", f"shard_0000{2 * node}.safetensors"
+    shards = [tmp_path / f"node_{one}" / folder / name for one in (0, 1)]
+    damage(shards[node], how)
+    printed = run(*COPIES, "--exit-interval", "4", code=75)
+    assert f"{folder}: {name} copied from other nodes" in printed
+    assert f"{folder}: iteration 3" in printed
+    assert verify(shards[node].parent) == []
     forget_last()
     for shard in shards:
-        shard.unlink()
-    assert re.search(f"{name}: (No such file or directory|no node has the file)", run(*COPIES, code=3))
+        damage(shard, how)
+    assert f"{folder}/{name}: " in run(*COPIES, code=3)
 
 
 def fill_a_disk(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
