@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import resource
 import socket
 import stat
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,20 @@ def test_a_healthy_host_has_no_error_and_the_launch_line_is_printed(
     assert "a checkpoint has 96.4 GB" in out
     assert f"pretrain.py {MODEL}" in out
     assert "--nnodes 4" in out
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_gpus_need_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool
+) -> None:
+    """Its module counts: packages of several names have it."""
+    module = types.ModuleType("triton")
+    module.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", module if is_installed else None)
+    monkeypatch.setattr(host, "has_gpus", lambda: True)
+    _, findings = diagnosed(capsys)
+    errors = [one["text"] for one in findings if one["level"] == "error" and "Triton" in one["text"]]
+    assert bool(errors) != is_installed
 
 
 def test_a_slow_disk_is_a_warning(

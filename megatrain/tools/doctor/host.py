@@ -6,6 +6,7 @@ A check reads one property of the host with a function of its own (`read_...`), 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
 import resource
@@ -36,16 +37,21 @@ _PROBE_BYTES, _PROBE_SECONDS = 1 << 28, 10.0
 _CONNECT_SECONDS = 5.0
 
 
+def has_gpus() -> bool:
+    """Return whether torch can use GPUs of NVIDIA here."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
 def check_versions() -> Iterator[Finding]:
     """Report Python, PyTorch, CUDA, NCCL and optional libraries."""
-    libraries = library_versions()
-    cuda = torch.version.cuda
-    text = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda or 'none'}"
+    text = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    )
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         text += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    others = [f"{name} {version}" for name, version in libraries.items() if name != "torch"]
+    others = [f"{name} {version}" for name, version in library_versions().items() if name != "torch"]
     yield Finding("ok", "versions", ", ".join([text, *others]))
-    if cuda and "triton" not in libraries and torch.cuda.is_available():
+    if has_gpus() and importlib.util.find_spec("triton") is None:
         yield Finding(
             "error",
             "versions",

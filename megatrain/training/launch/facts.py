@@ -39,6 +39,7 @@ _LIBRARIES = (
     "numpy",
     "tokenizers",
     "safetensors",
+    "triton",
     "transformer_engine",
     "flash-attn",
     "flash-attn-4",
