@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,12 +26,11 @@ from torch import Tensor
 
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import CHUNK_BYTES, split_box
-from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.find import node_files
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
-from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, check_size, finish_checks
+from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, finish_checks
 from megatrain.parallel.layout import (
     Box,
     BoxRange,
@@ -328,24 +327,24 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list
 
 
 def find_damage(
-    reader: CheckpointReader, names: Sequence[str], progress: Callable[[int], None] = lambda _: None
+    reader: CheckpointReader, names: Collection[str], progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[str, str]]:
     """Yield name and problem of damaged files among `names`; every byte of these is read. `progress` is as for `verify`."""
-    path, manifest, intact = reader.path, reader.manifest, set(names)
-    for name in names:
-        stored_file = manifest.files[name]
+    manifest, intact = reader.manifest, set(names)
+    for name in sorted(intact):
         try:
-            with open_regular_file(path / name) as file:
-                check_size(path / name, file.seek(0, 2), stored_file)
-            TensorFile(path / name, stored_file).close()
+            TensorFile(reader.path / name, manifest.files[name]).close()
         except DamagedError as error:
             intact.remove(name)
             yield name, error.problems[0].text
     for _, tensor in sorted(manifest.tensors.items()):
         for stored in tensor.kinds.values():
             for chunk in stored.chunks:
-                if chunk.file in intact:
-                    yield from ((chunk.file, text) for text in _chunk_problem(reader, chunk, stored.dtype))
+                try:
+                    if chunk.file in intact:
+                        reader.read_chunk(chunk, stored.dtype)
+                except DamagedError as error:
+                    yield chunk.file, error.problems[0].text
                 progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)
 
 
@@ -364,14 +363,6 @@ def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
             reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
             hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
     return hashes
-
-
-def _chunk_problem(reader: CheckpointReader, chunk: Chunk, dtype: str) -> list[str]:
-    try:
-        reader.read_chunk(chunk, dtype)
-    except DamagedError as error:
-        return [error.problems[0].text]
-    return []
 
 
 def _parts_to_read(chunk: Box, box: Box, max_elements: int) -> Iterator[tuple[Box, Box]]:

@@ -30,6 +30,9 @@ from megatrain.training.launch.hf_folder import opener
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
 
+_MAX_NAMES = 10
+"""Names of files that a note has."""
+
 
 def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     """Compare the free space at `--save` with the size of a checkpoint; return a note if a second one does not fit.
@@ -168,8 +171,9 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
 def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
     """Yield what the user should know of files that came from other nodes, and of a checkpoint of Megatron-LM."""
     if loaded.copied:
-        names = f"{loaded.copied[0]}{f' and {len(loaded.copied) - 1} more' if len(loaded.copied) > 1 else ''}"
-        yield f"{loaded.path}: {names} copied from other nodes, since a node lacked them or had them damaged"
+        names, more = ", ".join(loaded.copied[:_MAX_NAMES]), len(loaded.copied) - _MAX_NAMES
+        names += f" and {more} more" if more > 0 else ""
+        yield f"{loaded.path}: copied from other nodes, since a node lacked them or had them damaged: {names}"
     if is_of_megatron(loaded.path):
         padded = loaded.config["model"]["padded_vocab_size"]
         for note in padding_notes(padded, plan.derived.vocab_size):

@@ -19,7 +19,8 @@ from typing import Any
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
-from megatrain.checkpoint.local import LocalSave, Node, copy_groups, find_node
+from megatrain.checkpoint.local.nodes import Node, copy_groups, find_node
+from megatrain.checkpoint.local.save import LocalSave
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import DirectWriter, Save
 from megatrain.config import Plan

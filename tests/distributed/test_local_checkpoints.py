@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import shutil
@@ -11,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from everyday import one_in
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.find import TRACKER_NAME, find_checkpoints
-from megatrain.checkpoint.local import copy_groups
+from megatrain.checkpoint.find import NODE_FILES_NAME, TRACKER_NAME, find_checkpoints
+from megatrain.checkpoint.local.nodes import copy_groups
+from megatrain.checkpoint.local.transfer import Transfer, send
+from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.config.errors import MegatrainError, describe
+from megatrain.parallel.grid import RankGroup
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.launch.local_checkpoints import _rank_of_a_newer_one
+from megatrain.training.launch import local_checkpoints
 
 LOCAL = (
     "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --non-persistent-save-interval 3 --non-persistent-ckpt-type local"
@@ -146,15 +151,19 @@ def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, t
     assert [path.name for path in node.glob("iter*")] == ["iter_0000018"]
 
 
-@pytest.mark.parametrize("damage", one_in(2, [None, b"{\xe4}"]))
-def test_a_damaged_manifest_is_copied_again(run: Run, tmp_path: Path, damage: bytes | None) -> None:
-    run(*COPIES, "--exit-interval", "16", code=75)
+@pytest.mark.parametrize(
+    ("node", "file"), one_in(3, itertools.product([0, 1], [MANIFEST_NAME, NODE_FILES_NAME]))
+)
+@pytest.mark.parametrize("content", one_in(3, [b"", b"{\xe4}", None]))
+def test_a_damaged_description_costs_nothing(
+    run: Run, tmp_path: Path, node: int, file: str, content: bytes | None
+) -> None:
+    """Another node has the manifest, and the files of the node are known by it; there are no copies."""
+    run("--exit-interval", "16", code=75)
     shutil.rmtree(tmp_path / "run" / "iter_0000016")
-    manifest = tmp_path / "node_0" / "local" / "iter_0000015" / "manifest.json"
-    manifest.unlink()
-    if damage is not None:
-        manifest.write_bytes(damage)
-    assert "local/iter_0000015: iteration 15" in run(*COPIES)
+    damaged = tmp_path / f"node_{node}" / "local" / "iter_0000015" / file
+    damaged.write_bytes(damaged.read_bytes()[:-3] if content is None else content)
+    assert "local/iter_0000015: iteration 15" in run()
 
 
 def test_a_disk_that_fails_costs_the_local_checkpoint(run: Run, tmp_path: Path) -> None:
@@ -172,6 +181,27 @@ def damage(shard: Path, how: str) -> None:
     shard.write_bytes(content if how == "flipped" else content[:-1])
 
 
+def assert_whole(checkpoint: Path) -> None:
+    """Assert that the node has all files, on its list too."""
+    assert verify(checkpoint) == []
+    assert json.loads((checkpoint / NODE_FILES_NAME).read_text()) == files(checkpoint)
+    assert len(files(checkpoint)) == 4
+
+
+def test_a_damaged_copy_that_no_rank_reads_is_replaced_with_one_that_is_read(
+    run: Run, tmp_path: Path
+) -> None:
+    run(*LAYOUT, *COPIES, "--exit-interval", "16", code=75)
+    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    checkpoint = tmp_path / "node_1" / "local" / "iter_0000015"
+    names = ["shard_00000.safetensors", "shard_00003.safetensors"]
+    for name in names:
+        damage(checkpoint / name, "flipped")
+    printed = run(*LAYOUT, *COPIES, "--exit-interval", "16", code=75)
+    assert f"damaged: {', '.join(names)}\n" in printed
+    assert_whole(checkpoint)
+
+
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
 @pytest.mark.parametrize("node", one_in(2, [0, 1]))
 def test_a_damaged_file_is_copied_again(run: Run, tmp_path: Path, node: int, how: str) -> None:
@@ -187,9 +217,10 @@ def test_a_damaged_file_is_copied_again(run: Run, tmp_path: Path, node: int, how
     shards = [tmp_path / f"node_{one}" / folder / name for one in (0, 1)]
     damage(shards[node], how)
     printed = run(*COPIES, "--exit-interval", "4", code=75)
-    assert f"{folder}: {name} copied from other nodes" in printed
+    assert f"{folder}: copied from other nodes" in printed
+    assert f": {name}\n" in printed
     assert f"{folder}: iteration 3" in printed
-    assert verify(shards[node].parent) == []
+    assert_whole(shards[node].parent)
     forget_last()
     for shard in shards:
         damage(shard, how)
@@ -245,6 +276,32 @@ def test_a_full_disk_costs_the_local_checkpoint(run: Run, pool: WorkerPool, tmp_
     assert "run/iter_0000010: iteration 10" in answers[0][1]
 
 
+def test_a_copy_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    class FullDisk(Disk):
+        def write(self, file: Any, data: bytes | memoryview) -> None:
+            file.write(data[:1])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    group = RankGroup("one", (0,), 0)
+    transfer = Transfer("a", 3, source=0, targets=(0,))
+    (tmp_path / "a").write_bytes(b"abc")
+    error = send(tmp_path, transfer, group, torch.device("cpu"), 0, FullDisk())
+    assert isinstance(error, OSError)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_cannot_be_listed_has_no_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank continues to where all agree; loading reports the error."""
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    monkeypatch.setattr(local_checkpoints, "newest_valid", fail)
+    assert local_checkpoints._newest(tmp_path) == (None, (-1, ""))
+
+
 def test_checkpoints_of_another_run_are_refused_on_every_node(
     run: Run, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -260,8 +317,8 @@ def test_checkpoints_of_another_run_are_refused_on_every_node(
 
 
 def test_the_newest_checkpoint_of_all_ranks_is_found_by_its_iteration() -> None:
-    assert _rank_of_a_newer_one([(-1, ""), (15, "run"), (18, "run")]) == 2
-    assert _rank_of_a_newer_one([(18, "run"), (15, "run"), (18, "run")]) is None
+    assert local_checkpoints._rank_of_a_newer_one([(-1, ""), (15, "run"), (18, "run")]) == 2
+    assert local_checkpoints._rank_of_a_newer_one([(18, "run"), (15, "run"), (18, "run")]) is None
 
 
 @pytest.mark.nightly

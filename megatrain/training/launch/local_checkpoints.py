@@ -2,19 +2,21 @@
 
     each rank: newest iteration in its node's folder ─> rank 0 ─> the manifest of a newer one ─> rank 0's folder, without files
 
-Loading then copies the files, if all are on some node (`checkpoint/local.py`). Checkpoints of another run are refused, as they
+Loading then copies the files, if all are on some node (`checkpoint/local/`). Checkpoints of another run are refused, as they
 are on rank 0's node (`stored_run.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.find import Candidate, newest_valid
-from megatrain.checkpoint.local import take_manifest
+from megatrain.checkpoint.local.load import take_manifest
 from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.config import Request
 from megatrain.config.environment import LaunchEnvironment
@@ -30,7 +32,8 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
     """Copy the manifest of the newest local checkpoint to rank 0's folder, if that lacks it. All ranks call it.
 
     Raises:
-        CheckpointError: on rank 0; its folder has another checkpoint of that name, or cannot be written.
+        CheckpointError: on rank 0; its folder has another checkpoint of that name, or cannot be written. On all ranks; the manifest
+            cannot be read.
         ConfigError: on rank 0; the folder of another rank has checkpoints of another run.
     """
     kind, folder = (
@@ -42,7 +45,7 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
     messages = Messages(
         environment.rank, environment.world_size, dist.PrefixStore("local checkpoints", store)
     )
-    own = _newest(Path(folder))
+    own, described = _newest(Path(folder))
     others: list[str] = []
 
     def choose(of_ranks: list[_Found]) -> int | None:
@@ -54,7 +57,7 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
         )
         return None if others else _rank_of_a_newer_one(of_ranks)
 
-    source = messages.gather_and_broadcast(_described(own), choose)
+    source = messages.gather_and_broadcast(described, choose)
     if others:
         raise ConfigError(
             others[0],
@@ -62,31 +65,38 @@ def share_newest_manifest(request: Request, environment: LaunchEnvironment, stor
         )
     if source is None:
         return
-    is_source = environment.rank == source
-    found = messages.gather(
-        (own.path.name, (own.path / MANIFEST_NAME).read_text("utf-8")) if is_source and own else None
-    )
-    if found:
-        name, manifest = found[source]
-        try:
+
+    def read() -> tuple[str, str] | None:
+        if environment.rank != source or own is None:
+            return None
+        with _as_error_of(folder):
+            return own.path.name, (own.path / MANIFEST_NAME).read_text("utf-8")
+
+    name, manifest = agree(read, messages, then=lambda of_ranks: of_ranks[source])
+    if environment.rank == 0:
+        with _as_error_of(folder):
             take_manifest(Path(folder) / name, manifest.encode())
-        except OSError as error:
-            raise CheckpointError(
-                f"--non-persistent-local-ckpt-dir {folder}: {error}",
-                fix="repair the disk of this node, or name another folder",
-            ) from error
 
 
-def _newest(folder: Path) -> Candidate | None:
+@contextmanager
+def _as_error_of(folder: str) -> Iterator[None]:
+    """Raise errors of the operating system as CheckpointError that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"--non-persistent-local-ckpt-dir {folder}: {error}",
+            fix="repair the disk of this node, or name another folder",
+        ) from error
+
+
+def _newest(folder: Path) -> tuple[Candidate | None, _Found]:
     """Return the newest valid checkpoint of a folder; None: there is none, or the folder cannot be read, which loading reports."""
     try:
-        return newest_valid(folder)
-    except CheckpointError:
-        return None
-
-
-def _described(found: Candidate | None) -> _Found:
-    return (-1, "") if found is None else (found.iteration, save_folder_of(found.path))
+        found = newest_valid(folder)
+        return found, (-1, "") if found is None else (found.iteration, save_folder_of(found.path))
+    except (CheckpointError, OSError):
+        return None, (-1, "")
 
 
 def _rank_of_a_newer_one(found: list[_Found]) -> int | None:
