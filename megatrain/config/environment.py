@@ -167,8 +167,10 @@ def _from_launcher(source: _Source, variables: _Variables) -> LaunchEnvironment:
         launcher=source.launcher,
         error_file=variables.values.get("TORCHELASTIC_ERROR_FILE"),
         restart=variables.count("TORCHELASTIC_RESTART_COUNT") if source.launcher == "torchrun" else 0,
-        binds_gpus=variables.has("SLURM_GPUS_PER_TASK")
-        or "gpu" in variables.values.get("SLURM_TRES_PER_TASK", ""),
+        binds_gpus=source.launcher == "srun"
+        and (
+            variables.has("SLURM_GPUS_PER_TASK") or "gpu" in variables.values.get("SLURM_TRES_PER_TASK", "")
+        ),
     )
     host, port, reason = _rendezvous(found, variables)
     description = (

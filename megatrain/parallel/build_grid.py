@@ -44,7 +44,6 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
         "tp_cp": shape.rank_lists("tp-cp"),
         "etp": shape.expert_lists("etp"),
         "ep": shape.expert_lists("ep"),
-        "ep_etp": shape.expert_lists("etp-ep"),
     }
     of_replicas = {
         "dp": shape.rank_lists("dp"),

@@ -93,8 +93,6 @@ class RankGrid:
     """Ranks that share each expert; `tp` without experts."""
     ep: RankGroup
     """Ranks with different experts."""
-    ep_etp: RankGroup
-    """Ranks that together hold all experts of a stage."""
     dp: RankGroup
     """Ranks that read different samples."""
     replicas: RankGroup

@@ -8,6 +8,7 @@ writes each signal to a socket, which a thread reads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -57,7 +57,7 @@ class StopRequest:
         self.signal_number = 0
         self._is_file_there, self._next_look = False, 0.0
 
-    @contextmanager
+    @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Catch stop signals inside the context."""
         receiver, sender = socket.socketpair()
@@ -102,7 +102,9 @@ class StopRequest:
         """Look for the file, at most once a second: it may be on a network file system."""
         now = time.monotonic()
         if self.exit_file is not None and now >= self._next_look:
-            self._is_file_there, self._next_look = self.exit_file.exists(), now + _SECONDS_BETWEEN_LOOKS
+            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+            with contextlib.suppress(OSError):  # a network file system may fail for a moment
+                self._is_file_there = self.exit_file.exists()
         return self._is_file_there
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:

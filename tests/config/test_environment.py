@@ -98,4 +98,5 @@ def test_the_first_host_of_slurms_short_form(nodes, host):
 def test_gpus_that_slurm_binds_are_known():
     assert not read_environment(SRUN).binds_gpus
     assert read_environment(SRUN | {"SLURM_GPUS_PER_TASK": "1"}).binds_gpus
+    assert not read_environment(SRUN | TORCHRUN | {"SLURM_GPUS_PER_TASK": "1"}).binds_gpus
     assert read_environment(SRUN | {"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}).binds_gpus

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatrain.tools.doctor import gpus, host
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.tools.doctor import cli, gpus, host
 from megatrain.tools.doctor.ranks import RankSpeed, check_ranks
 from megatrain.tools.main import main
 
@@ -34,6 +36,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "read_write_rate", lambda folder: 2e9)
     monkeypatch.setattr(host, "read_free_bytes", lambda folder: 10**13)
     monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(gpus, "torch_has_gpus", lambda: True)
     put_nvidia_smi(monkeypatch, tmp_path, [HEALTHY.format(index=index) for index in range(2)])
 
 
@@ -81,6 +84,10 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     put_nvidia_smi(monkeypatch, folder, lines)
 
 
+def hidden_gpus(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    monkeypatch.setattr(gpus, "torch_has_gpus", lambda: False)
+
+
 def few_files(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     monkeypatch.setattr(host, "read_limit", lambda kind: 1024 if kind == resource.RLIMIT_NOFILE else -1)
 
@@ -104,6 +111,7 @@ FAULTS = {
     "heat": (gpu_with("1980, 1980, 0x0", "900, 1980, 0x40"), "GPU 1", "heat: 900 MHz"),
     "another program": (gpu_with(" 4, 81559", " 60000, 81559"), "GPU 1", "in use by another program"),
     "dead driver": (dead_driver, "GPUs", "NVIDIA-SMI has failed"),
+    "hidden GPUs": (hidden_gpus, "GPUs", "torch can use none of them"),
     "old driver": (old_driver, "driver", "too old for torch's CUDA 13.0"),
     "small /dev/shm": (reading("read_shared_memory", 64 << 20), "shared memory", "64 MiB"),
     "open files": (few_files, "open files", "1,024"),
@@ -144,6 +152,27 @@ def test_a_port_in_use_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         exit_code, findings = diagnosed(capsys)
     assert exit_code == 1
     assert "in use by another program" in findings[-1]["text"]
+
+
+def test_rank_0_may_listen_when_another_rank_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        rank_0.listen()
+        port = rank_0.getsockname()[1]
+        found = host.check_rendezvous(LaunchEnvironment(rank=1, world_size=2, launcher="srun", port=port))
+        assert [one.level for one in found] == ["ok"]
+
+
+def test_a_rank_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    (found,) = cli._ranks(LaunchEnvironment(rank=2, local_rank=2, world_size=3, local_world_size=3))
+    assert (found.level, found.text) == ("error", "local rank 2 has no GPU: 2 are visible")
+
+
+def test_a_save_folder_that_cannot_be_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, findings = diagnosed(capsys, "--save", "x" * 300)
+    assert exit_code == 1
+    assert any(one["topic"] == "disk" and "File name too long" in one["text"] for one in findings)
 
 
 def test_a_healthy_host_has_no_error_and_the_launch_line_is_printed(

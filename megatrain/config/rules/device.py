@@ -40,7 +40,8 @@ def each_rank_has_a_gpu(draft: Draft) -> Problems:
     if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
         yield Problem(
             f"{ranks} ranks were started on a node with {gpus} visible GPUs",
-            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES); without torchrun, where each"
+            " rank sees a GPU of its own, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 next to RANK and WORLD_SIZE",
         )
 
 

@@ -80,6 +80,23 @@ def overlapped_products_have_one_stream(draft: Draft) -> Problems:
         )
 
 
+def overlapped_products_are_on_one_host(draft: Draft) -> Problems:
+    parallel, per_node = draft.config.parallel, draft.facts.ranks_per_node
+    size = parallel.tensor_model_parallel_size
+    if (
+        parallel.tp_comm_overlap
+        and draft.config.training.device == "cuda"
+        and per_node is not None
+        and draft.facts.world_size > per_node
+        and per_node % size
+    ):
+        yield Problem(
+            f"--tp-comm-overlap with --tensor-model-parallel-size {size} and {per_node} ranks per host: tensor ranks on several"
+            " hosts cannot read each other's memory",
+            f"remove --tp-comm-overlap, or use a --tensor-model-parallel-size that divides {per_node}",
+        )
+
+
 def gathered_codes_differ_from_own_weights(draft: Draft) -> Problems:
     interval = draft.config.training.check_weight_hash_across_dp_replicas_interval
     if gathers_codes(draft) and interval is not None:
@@ -96,5 +113,6 @@ PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     instances_divide_replicas_of_experts,
     bf16_reduction_requires_bf16_weights,
     overlapped_products_have_one_stream,
+    overlapped_products_are_on_one_host,
     gathered_codes_differ_from_own_weights,
 )

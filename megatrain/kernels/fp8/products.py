@@ -5,16 +5,13 @@ The emulation multiplies the same codes, so that results differ by the rounding 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels.cublaslt import multiply
 from megatrain.kernels.dtypes import accumulation_dtype
-
-MULTIPLE: Final = 16
-"""Torch's kernel multiplies matrices whose sizes are multiples of this number."""
 
 
 class Operand(NamedTuple):

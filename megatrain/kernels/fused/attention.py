@@ -48,7 +48,6 @@ TILES = {
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 """Tiles by the least power of two that is at least the head width."""
-MAX_CHANNELS = max(TILES)
 
 _LOG2_E = 1.4426950408889634
 

@@ -31,6 +31,7 @@ from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights
+from megatrain.training.launch.product_algorithms import local_gpu
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,6 +87,15 @@ def num_parameters(words: Sequence[str], request: Request) -> float | None:
 
 
 def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
+    seen = torch.cuda.device_count()
+    if seen and (local_gpu(environment).index or 0) >= seen:
+        yield Finding(
+            "error",
+            "ranks",
+            f"local rank {environment.local_rank} has no GPU: {seen} are visible",
+            f"start at most {seen} ranks on this host, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        )
+        return
     try:
         speeds = measure_ranks(environment, socket.gethostname())
     except RuntimeError as error:

@@ -73,6 +73,13 @@ def check_gpus() -> Iterator[Finding]:
             "use hosts with equal GPUs",
         )
     yield from _driver(gpus[0]["driver_version"])
+    if cuda_of_torch() is not None and not torch_has_gpus():
+        yield Finding(
+            "error",
+            "GPUs",
+            "torch can use none of them",
+            "look at CUDA_VISIBLE_DEVICES, and at what `python -c 'import torch; torch.cuda.init()'` prints",
+        )
     for gpu in gpus:
         yield from _one(gpu)
 
@@ -80,6 +87,10 @@ def check_gpus() -> Iterator[Finding]:
 def cuda_of_torch() -> str | None:
     """Return the CUDA version that torch was built for; None: without CUDA."""
     return torch.version.cuda
+
+
+def torch_has_gpus() -> bool:
+    return torch.cuda.is_available()
 
 
 def _driver(version: str) -> Iterator[Finding]:

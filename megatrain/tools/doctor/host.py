@@ -143,9 +143,9 @@ def check_disk(save: str | None, num_parameters: float | None) -> Iterator[Findi
         yield Finding("ok", "disk", "not checked: no --save")
         return
     folder = Path(save)
-    while not folder.exists():
-        folder = folder.parent
     try:
+        while not folder.exists():
+            folder = folder.parent
         free, rate = read_free_bytes(folder), read_write_rate(folder)
     except OSError as error:
         yield Finding("error", "disk", f"--save {save}: {error}", "name a folder that this user may write to")
@@ -225,7 +225,8 @@ def check_rendezvous(environment: LaunchEnvironment) -> Iterator[Finding]:
             "open the port in the firewall between the hosts, or set MASTER_ADDR to an address that all hosts reach",
         )
         return
-    if is_taken and is_local(address) and environment.launcher != "torchrun":
+    # Other ranks may find rank 0, which listens there once its own checks are done.
+    if is_taken and is_local(address) and environment.rank == 0 and environment.launcher != "torchrun":
         yield Finding(
             "error", "rendezvous", f"{where} is in use by another program", "set MASTER_PORT to a free port"
         )

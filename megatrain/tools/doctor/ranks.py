@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.tools.doctor.finding import Finding
+from megatrain.training.launch.product_algorithms import local_gpu
 
 SLOW_RANK: Final = {"cuda": 1.3, "cpu": 3.0}
 """Ratio to the median time from which a rank is slow. On CPUs, ranks share cores with other programs."""
@@ -42,9 +43,7 @@ class RankSpeed:
 
 def measure_ranks(environment: LaunchEnvironment, host: str) -> list[RankSpeed]:
     """Join all ranks and return the measurements of all; raise RuntimeError if they cannot be joined."""
-    device = (
-        torch.device("cuda", environment.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    device = local_gpu(environment) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

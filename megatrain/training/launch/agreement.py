@@ -8,6 +8,7 @@ rank. Only rank 0 reports problems that all ranks share.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -167,8 +168,8 @@ def _plan_of_rank_0(
     except MegatrainError as error:
         print_error(error)  # before another rank exits: the launcher then kills this one
         error.is_reported = True
-        _write_failure(request, error)
         answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
+        _write_failure(request, error)
         raise
     finally:
         if store is not None:
@@ -227,8 +228,9 @@ def _reported_elsewhere(exit_code: int) -> MegatrainError:
 def _write_failure(request: Request, error: MegatrainError) -> None:
     """Record in `status.json` that the run did not start, if the folder of --save exists and no other run uses it."""
     save = request.known("checkpoint.save")
-    if save is not None and Path(save).is_dir() and other_owner(Path(save)) is None:
-        write_refused_start(Path(save), exit_code=error.exit_code, reason=error.problems[0].text)
+    with contextlib.suppress(OSError):  # `error` is printed, and may be about this folder
+        if save is not None and Path(save).is_dir() and other_owner(Path(save)) is None:
+            write_refused_start(Path(save), exit_code=error.exit_code, reason=error.problems[0].text)
 
 
 def print_error(error: MegatrainError) -> None:

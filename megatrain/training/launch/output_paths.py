@@ -32,10 +32,13 @@ def path_problems(request: Request) -> Iterator[Problem]:
         except OSError as error:
             yield _unreadable(error, f"{flag} {given}")
     stop_file = request.known("resilience.exit_file")
-    if stop_file is not None and Path(stop_file).exists():
-        yield Problem(
-            f"--exit-file {stop_file} exists, so that the run would stop at once", "remove the file"
-        )
+    try:
+        if stop_file is not None and Path(stop_file).exists():
+            yield Problem(
+                f"--exit-file {stop_file} exists, so that the run would stop at once", "remove the file"
+            )
+    except OSError as error:
+        yield _unreadable(error, f"--exit-file {stop_file}")
     given, save = request.known("logging.metrics_file"), request.known("checkpoint.save")
     path = metrics_path(save, given)
     try:

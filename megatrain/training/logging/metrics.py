@@ -16,8 +16,12 @@ import torch
 
 from megatrain.training.routers import RouterReport
 
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Peak dense bf16 TFLOP/s of a GPU, from NVIDIA's data sheets (SXM)."""
+PEAK_TFLOPS = {
+    "GB200": 2500.0, "B200": 2250.0,
+    "GH200": 989.0, "H200 NVL": 835.5, "H200": 989.0, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.0, "H800": 989.0,
+    "A100": 312.0,
+}  # fmt: skip
+"""Peak dense bf16 TFLOP/s of a GPU, from NVIDIA's data sheets; SXM, unless the name says more. A name is before those that it contains."""
 
 
 def peak_tflops(device_name: str | None) -> float | None:

@@ -45,6 +45,12 @@ CASES = {
         (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
          ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),
     ],
+    "overlapped_products_are_on_one_host": [
+        ("--tp-comm-overlap --tensor-model-parallel-size 4 --sequence-parallel", "",
+         Facts(device="cuda", world_size=12, ranks_per_node=6, devices_per_node=6),
+         ("--tp-comm-overlap with --tensor-model-parallel-size 4 and 6 ranks per host",),
+         ("remove --tp-comm-overlap", "--tensor-model-parallel-size that divides 6")),
+    ],
 }  # fmt: skip
 
 

@@ -78,6 +78,16 @@ def test_a_folder_that_no_one_can_create(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.usefixtures("nothing_is_built")
+def test_names_that_the_file_system_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = tmp_path / ("x" * 300)
+    assert "File name too long" in refused(capsys, long)
+    assert pretrain.main(command_line({"--exit-file": str(long)})) == 2
+    error = capsys.readouterr().err
+    assert f"--exit-file {long}" in error
+    assert "File name too long" in error
+
+
+@pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 @pytest.mark.parametrize("mode", [0o000, 0o500])
 def test_a_forbidden_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int) -> None:

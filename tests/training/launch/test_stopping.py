@@ -88,6 +88,17 @@ def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
     assert stop.flags() == (0, 0, 0, 0)
 
 
+def test_a_file_system_that_fails_for_a_moment_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    too_long = tmp_path / ("x" * 300)  # the system call fails
+    stop = StopRequest(exit_interval=None, exit_duration_in_mins=None, exit_signal=15, exit_file=too_long)
+    assert stop.flags() == (0, 0, 0, 0)
+    stop.exit_file = tmp_path
+    assert any(stop.flags())
+
+
 def test_signals_of_another_handler_are_no_requests() -> None:
     seen = []
     former = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))

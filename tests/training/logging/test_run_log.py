@@ -11,7 +11,7 @@ from forked_job import ForkedJob
 from run_helpers import ROOT, command_line
 
 import pretrain
-from megatrain.training.logging.metrics import log_line
+from megatrain.training.logging.metrics import log_line, peak_tflops
 from megatrain.training.logging.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
@@ -155,3 +155,21 @@ def test_every_field_of_the_metrics_is_documented(tmp_path: Path) -> None:
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     fields = {name for row in rows for name in row}
     assert {name for name in fields if f"| `{name}` |" not in page} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L4", None),
+        (None, None),
+    ],
+)
+def test_the_peak_of_a_gpu(name: str | None, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
