@@ -17,6 +17,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.config import Plan
+from megatrain.config.errors import InputError
 from megatrain.training.debugging.trace_summary import ITERATIONS, read_trace
 
 _MAX_SYNCHRONIZE_SECONDS = 30.0
@@ -125,13 +126,19 @@ class Profiling:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self._file))
             self._profile = None
-            lines = [f"> {message}: {self._file}", read_trace(self._file).text()]
+            lines = [f"> {message}: {self._file}", self._table()]
         if self._others:
             label = "trace of rank" if len(self._others) == 1 else "traces of ranks"
             ranks = ", ".join(map(str, self._others))
             files = ", ".join(str(self._folder / f"rank{other}.json.gz") for other in self._others)
             lines.append(f"> {label} {ranks}: {files}; `megatrain trace FILE` prints a file's table")
         return "\n".join(lines)
+
+    def _table(self) -> str:
+        try:
+            return read_trace(self._file).text()
+        except InputError as error:  # another format of torch's does not end the run
+            return f"WARNING: the trace has no table: {error.problems[0].text}"
 
     def _stop(self) -> None:
         """Stop the profiler."""

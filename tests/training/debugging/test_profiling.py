@@ -15,6 +15,7 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.config.errors import InputError
 from megatrain.tools.main import main
 from megatrain.training.debugging import profiling as profiling_module
+from megatrain.training.debugging import trace_summary
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.trace_summary import read_trace, summarize
 from megatrain.training.engine import Engine
@@ -104,6 +105,17 @@ def test_a_run_profiles_the_iterations_that_were_asked_for(
     ("changed", "code", "reason"),
     [({"--exit-interval": "2"}, 75, "--exit-interval 2"), ({"--train-iters": "2"}, 0, "the run is done")],
 )
+def test_a_trace_of_another_format_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(events: object, *, num_steps: int) -> None:
+        raise KeyError("dur")
+
+    monkeypatch.setattr(trace_summary, "summarize", fail)
+    assert pretrain.main(command_line({**FLAGS, "--save": str(tmp_path)})) == 0
+    assert "WARNING: the trace has no table: " in capsys.readouterr().out
+
+
 def test_a_run_that_stops_while_it_profiles_writes_its_trace(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
