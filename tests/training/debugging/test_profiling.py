@@ -101,10 +101,6 @@ def test_a_run_profiles_the_iterations_that_were_asked_for(
     assert names.count("forward") == names.count("backward") > 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "code", "reason"),
-    [({"--exit-interval": "2"}, 75, "--exit-interval 2"), ({"--train-iters": "2"}, 0, "the run is done")],
-)
 def test_a_trace_of_another_format_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +112,10 @@ def test_a_trace_of_another_format_does_not_end_the_run(
     assert "WARNING: the trace has no table: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changed", "code", "reason"),
+    [({"--exit-interval": "2"}, 75, "--exit-interval 2"), ({"--train-iters": "2"}, 0, "the run is done")],
+)
 def test_a_run_that_stops_while_it_profiles_writes_its_trace(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
