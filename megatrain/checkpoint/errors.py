@@ -6,6 +6,7 @@ CheckpointError        the checkpoint could not be written or read
   DamagedError         the files differ from what was written: an older checkpoint may be intact
     DamagedImportError   the same, in a folder of another program
   MismatchError        an intact checkpoint of another model or program: older ones do not fit either
+  NoFolderError        a path that a command names is no folder
   NotFiniteStateError  weights or optimizer state must not become a checkpoint: the next save fails, too
 """
 
@@ -46,6 +47,12 @@ class DamagedImportError(DamagedError):
 
 class MismatchError(CheckpointError):
     """An intact checkpoint of another model or a newer program: the command and the checkpoint do not fit."""
+
+    exit_code = 2
+
+
+class NoFolderError(CheckpointError):
+    """A path that a command names is no folder."""
 
     exit_code = 2
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from megatrain.checkpoint.disk import read_small_file
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NoFolderError
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
 from megatrain.checkpoint.untrusted_json import list_of, parse_json, text
@@ -80,7 +80,7 @@ def list_candidates(folder: Path) -> list[Candidate]:
     except FileNotFoundError:
         return []
     except NotADirectoryError as error:
-        raise CheckpointError(
+        raise NoFolderError(
             f"{folder} is a file, not a folder", fix="name a folder of checkpoints"
         ) from error
     except OSError as error:

@@ -42,9 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
             fix=f"use --output {output.with_suffix('.html')}",
         )
     runs = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
-    output.parent.mkdir(parents=True, exist_ok=True)
     text = page(runs)
-    output.write_text(text, encoding="utf-8")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
+        ) from error
     for one in runs:
         loss = one.summary["loss"]
         suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""

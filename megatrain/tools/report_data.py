@@ -21,6 +21,7 @@ import yaml
 
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.find import list_candidates
 from megatrain.config.errors import InputError
 from megatrain.training.launch.save_lock import LOCK_NAME, dead_owner
 
@@ -272,7 +273,7 @@ def _summary(
         "mfu": _number(statistics.median(mfus)) if mfus else None,
         "max_memory_bytes": _number(last.get("max_memory_bytes")),
         "hours": _number(sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6),
-        **_saves(steps, status),
+        **_saves(steps, status, folder),
         "faults": len(_faults(steps)),
         "is_running": "exit_code" in status and status["exit_code"] is None and death is None,
         "status": (death or _end(status))[:MAX_SHOWN_CHARACTERS],
@@ -336,11 +337,15 @@ def _end(status: dict[str, Any]) -> str:
     return f"{end}; a later start was refused: {refused.get('reason')}" if refused else end
 
 
-def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of saves and the seconds in which training waited for them; no iteration follows the last one."""
+def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the number of saves and the seconds in which training waited for them, as far as they are known.
+
+    No iteration follows the last save of a job: the newest one is in the status, older ones are known by their folders.
+    """
     found = [_dictionary(values) for values in (*(row.get("save") for row in steps), status.get("last_save"))]
     stalls = {str(save.get("iteration")): _number(save.get("stall_ms")) or 0.0 for save in found if save}
-    return {"saves": len(stalls), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
+    present = {str(one.iteration) for one in list_candidates(folder) if one.problem is None}
+    return {"saves": len(stalls.keys() | present), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
 
 
 def _settings(file: Path) -> tuple[dict[str, Any], str | None]:

@@ -137,7 +137,7 @@ def _speed(run: RunData) -> str:
         value for value in run.curves.get("tokens_per_second_per_gpu", [])[-_RECENT:] if value is not None
     ]
     per_iteration, mfu = _iteration_seconds(run), run.summary["mfu"]
-    parts = [f"{statistics.median(found):,.0f} tokens/s per GPU"] if found else []
+    parts = [f"{statistics.median(found):,.0f} tokens/s per rank"] if found else []
     parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
     parts += [f"{per_iteration:.3g} s an iteration"] if per_iteration is not None else []
     return ", ".join(parts) or "not known yet"

@@ -94,10 +94,18 @@ def test_a_folder_without_checkpoints_is_named(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *flags = action.split()
-    assert main(["checkpoint", name, str(tmp_path / "empty"), *flags]) == 3
+    folder = tmp_path / "empty"
+    assert main(["checkpoint", name, str(folder), *flags]) == 2
+    assert f"{folder} does not exist" in capsys.readouterr().err
+    folder.mkdir()
+    assert main(["checkpoint", name, str(folder), *flags]) == 3
     printed = capsys.readouterr().err
-    assert f"{tmp_path}/empty has no valid checkpoint" in printed
+    assert f"{folder} has no valid checkpoint" in printed
     assert "fix: " in printed
+    folder.rmdir()
+    folder.write_text("")
+    assert main(["checkpoint", name, str(folder), *flags]) == 2
+    assert f"{folder} is a file, not a folder" in capsys.readouterr().err
 
 
 def test_inspect_prints_state_settings_and_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

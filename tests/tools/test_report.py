@@ -182,6 +182,9 @@ def test_saves_are_counted_with_the_time_that_they_cost(tmp_path: Path) -> None:
         summary = read_run(run, "run").summary
         is_new = last is not None and last["iteration"] == 9
         assert (summary["saves"], summary["save_stall_seconds"]) == ((3, 3.5) if is_new else (2, 3.0))
+    for iteration in (5, 7):  # 7: the last save of a job before
+        (run / f"iter_000000{iteration}").mkdir()
+    assert read_run(run, "run").summary["saves"] == 3
 
 
 def test_run_names_differ() -> None:
@@ -224,6 +227,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["nowhere"], "nowhere does not exist"),
         (["{run}", "--output", "page.pdf"], "fix: use --output page.html"),
+        (["{run}", "--output", "/proc/page.html"], "error: --output /proc/page.html: "),
         (
             ["{empty}"],
             "fix: name the --save folder",

@@ -26,7 +26,7 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixt
     for words in (
         "loss        2 ",
         "█▃▂▁  from 8",
-        "250 tokens/s per GPU",
+        "250 tokens/s per rank",
         "1.8 s an iteration",
         "valid 2.5 at iteration 4",
     ):

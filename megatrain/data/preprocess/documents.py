@@ -124,7 +124,9 @@ def parse_line(line: bytes) -> Row:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidDocumentError(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise InvalidDocumentError(
+            f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from None
     except RecursionError:
         raise InvalidDocumentError("not usable JSON: nested too deeply") from None
     except ValueError as error:  # a number of too many digits

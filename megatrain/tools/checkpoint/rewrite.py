@@ -65,7 +65,7 @@ def write_checkpoint(reader: BoxReader, target: Path, num_files: int | None) -> 
     disk = Disk()
     with temporary_folder(final, total, target, disk) as temporary:
         _write_files(reader, files, temporary, final, disk)
-    print(f"{final}: {len(files)} files, {size_text(total)}")
+    print(f"{final}: {len(files)} {'file' if len(files) == 1 else 'files'}, {size_text(total)}")
 
 
 def export_weights(arguments: argparse.Namespace) -> int:

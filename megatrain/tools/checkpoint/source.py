@@ -20,7 +20,7 @@ from megatrain.checkpoint.find import (
 )
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.config.errors import NoCheckpointError
+from megatrain.config.errors import InputError, MegatrainError, NoCheckpointError
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.training.logging.console import Console
 
@@ -53,8 +53,10 @@ def opened(path: Path) -> Iterator[CheckpointReader]:
         yield reader
 
 
-def no_checkpoint(path: Path) -> NoCheckpointError:
+def no_checkpoint(path: Path) -> MegatrainError:
     """Return the error for a path without a valid checkpoint."""
+    if not path.exists():
+        return InputError(f"{path} does not exist", fix="name the --save folder of a run")
     found = find_checkpoints(path)
     if newest_of_megatron(path) is not None and all(one.problem == OF_MEGATRON for one in found):
         return NoCheckpointError(

@@ -70,6 +70,8 @@ def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterat
         checks.append(lambda: _ranks(environment))
     for check in checks:
         yield from check()
+    if words:
+        yield Finding("ok", "flags", "not checked: pretrain.py with these and --dry-run checks them")
 
 
 def num_parameters(words: Sequence[str], request: Request) -> float | None:

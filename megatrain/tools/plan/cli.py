@@ -33,9 +33,10 @@ def _layouts(arguments: argparse.Namespace) -> int:
     found = best_layouts(one_run, workload, limit, arguments.top)
     if not found:
         raise ConfigError(
-            f"no layout of {cluster.num_gpus} x {cluster.gpu.name} fits into {limit / 1e9:.1f} GB a GPU",
-            fix="use more GPUs, a larger --memory-gb, or fewer layout flags; --global-batch-size must be a multiple of the"
-            " data-parallel size",
+            f"no layout of {cluster.num_gpus} x {cluster.gpu.name} fits into {limit / 1e9:.1f} GB a GPU and divides the model,"
+            f" {workload.global_batch:,} samples and {workload.seq_length:,} tokens",
+            fix="use another number of GPUs, a larger --memory-gb, or fewer layout flags; --global-batch-size must be a multiple of"
+            " the data-parallel size",
         )
     given = given_layout(one_run, workload)
     if arguments.json:
@@ -63,12 +64,20 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 def given_layout(one_run: Run, workload: Workload) -> Found | None:
     """Return the layout of the flags and the YAML file; None if the run would not start with it on these GPUs."""
-    try:
-        plan = one_run.plan()
-    except ConfigError:
+    if reason_against_given(one_run) is not None:
         return None
+    plan = one_run.plan()
     layout = Layout.of(plan)
     return evaluate(one_run, workload, layout, planned_bytes(workload, layout, plan))
+
+
+def reason_against_given(one_run: Run) -> str | None:
+    """Return why the run would not start with the layout of the flags; None: it would."""
+    try:
+        one_run.plan()
+    except ConfigError as error:
+        return error.problems[0].text
+    return None
 
 
 def _to_dict(found: Sequence[Found], given: Found | None, limit: float) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def _text(
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield f"  {'  '.join([*cells, row[-1]])}"
     if given is None:
-        yield "  the flags' own layout does not start on these GPUs"
+        yield f"  the flags' own layout does not start on these GPUs: {reason_against_given(one_run)}"
     yield from _fp8_text(one_run, workload)
     yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
 

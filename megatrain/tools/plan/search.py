@@ -60,13 +60,15 @@ class Run:
     request: Request
     facts: Facts
     cluster: Cluster
+    added: frozenset[str] = frozenset()
+    """Settings that the flags lack, and that got a value in `words`."""
 
     @classmethod
     def of(cls, words: Sequence[str], cluster: Cluster) -> Run:
         """Read the flags of a run and gather its facts, as a dry run does."""
         request = parse(words, program="megatrain plan")
-        missing = [text for path, text in _IF_MISSING.items() if request.config.raw(path) is REQUIRED]
-        words = [*words, *(word for text in missing for word in text.split())]
+        missing = [path for path in _IF_MISSING if request.config.raw(path) is REQUIRED]
+        words = [*words, *(word for path in missing for word in _IF_MISSING[path].split())]
         request = parse(words, program="megatrain plan")
         environment = dataclasses.replace(read_environment(), world_size=cluster.num_gpus, local_world_size=1)
         facts = dataclasses.replace(
@@ -75,9 +77,10 @@ class Run:
             device_name=f"NVIDIA {cluster.gpu.name}",
             device_capability=cluster.gpu.capability,
             devices_per_node=None,
+            ranks_per_node=None,
             has_triton=True,
         )
-        return cls(words, request, facts, cluster)
+        return cls(words, request, facts, cluster, frozenset(missing))
 
     def plan(self, layout: Layout | None = None) -> Plan:
         """Resolve the run, with the settings of a layout if one is given; raise ConfigError if it would not start."""
@@ -103,7 +106,7 @@ class Run:
         return {
             axis: self.request.known(path)
             for axis, path in AXES.items()
-            if self.request.origins[path].kind == "flag" and path not in _IF_MISSING
+            if self.request.origins[path].kind == "flag" and path not in self.added
         }
 
 

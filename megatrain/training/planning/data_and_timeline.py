@@ -143,7 +143,9 @@ def timeline_of(plan: Plan, facts: Facts) -> Timeline:
         train_samples=derived.train_samples,
         train_tokens=derived.train_samples * plan.config.data.seq_length,
         landmarks=tuple(_landmarks(plan, facts)),
-        evaluations=_evaluations(plan),
+        evaluations=_evaluations(
+            plan, has_data=any(use.split == "valid" for use in dataset_uses(plan, facts))
+        ),
         checkpoints=_checkpoints(plan),
     )
 
@@ -196,10 +198,10 @@ def _growth(sizes: BatchSizes, consumed: int, limit: int) -> Iterator[tuple[int,
             yield count, before
 
 
-def _evaluations(plan: Plan) -> Repeated:
+def _evaluations(plan: Plan, *, has_data: bool) -> Repeated:
     found, start = evaluations(plan), plan.derived.start_iteration
     is_whole = plan.config.data.full_validation
-    count = found.remaining(start) if found.eval_iters or is_whole else 0
+    count = found.remaining(start) if (found.eval_iters or is_whole) and has_data else 0
     count += bool(count and plan.config.training.eval_at_start and start == 0 and not found.skip_train)
     first = None
     if count:

@@ -120,6 +120,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     """
     world_size, reason = _world_size(request, environment)
     facts = gather_facts(request, dataclasses.replace(environment, world_size=world_size, local_world_size=1))
+    facts = dataclasses.replace(facts, ranks_per_node=None)  # this host need not be one of the run's
     plan = _plan(request, facts)
     shape = grid_shape(plan)
     pipeline = _pipeline(plan)

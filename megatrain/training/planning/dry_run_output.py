@@ -253,6 +253,21 @@ def _data(found: DryRun) -> Iterator[str]:
         yield f"  and {len(found.data) - _MAX_DATASETS} more, see --dry-run json"
     if not found.data:
         yield "  none"
+    missing = _missing_samples(found)
+    if missing:
+        yield (
+            f"  WARNING: about {missing:,} training samples are missing, since datasets without weights are read once: the run will not"
+            " start unless each dataset has a weight, or --train-iters is less"
+        )
+
+
+def _missing_samples(found: DryRun) -> int:
+    """Return the training samples that datasets without weights lack, as estimated."""
+    plan = found.plan
+    samples = [use.samples or 0 for use in found.data if use.split == "train"]
+    if not samples or plan.derived.later_phases or plan.config.data.dataloader_type != "single":
+        return 0
+    return max(0, plan.derived.requested_train_samples - sum(samples))
 
 
 def _timeline(found: DryRun) -> Iterator[str]:

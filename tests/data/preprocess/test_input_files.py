@@ -125,7 +125,7 @@ CASES = {
     ),
     "lone bytes": bad(b'{"text": "\xff"}', "not UTF-8: byte 0xff at position 10"),
     "lone surrogate": bad(b'{"text": "\\ud800"}', "key 'text' contains half of a surrogate pair"),
-    "NUL bytes": bad(b'{"text": "1\x002"}', "not JSON: Invalid control character at at column 12"),
+    "NUL bytes": bad(b'{"text": "1\x002"}', "not JSON: Invalid control character at column 12"),
     "NUL line": bad(bytes(100), "not JSON: Expecting value at column 1"),
     "CRLF": Case(containing(b'{"text": "1 2"}\r\n{"text": "3"}\r\n'), tokens=(2, 1)),
     "carriage returns only": Case(

@@ -65,6 +65,13 @@ def test_flags_of_the_command_line_are_kept(capsys: pytest.CaptureFixture[str]) 
     found = planned(f"{MODEL} --world-size 8 --tensor-model-parallel-size 4 --top 2", capsys)
     assert {one["layout"]["tp"] for one in found["layouts"]} == {4}
     assert found["given"]["layout"]["tp"] == 4
+    found = planned(f"{MODEL} --world-size 8 --micro-batch-size 2 --lr 1 --top 2", capsys)
+    assert {one["layout"]["micro_batch"] for one in found["layouts"]} == {2}
+
+
+def test_without_a_layout_the_reasons_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL.split(), *"--world-size 7 --top 1".split()]) == 2
+    assert "fits into 81.0 GB a GPU and divides the model, " in capsys.readouterr().err
 
 
 def test_the_table_names_gpus_and_the_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +103,7 @@ def test_a_plan_names_the_fp8_recipe(fp8: str, line: str | None, capsys: pytest.
 
 def test_a_model_that_fits_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL.split(), *"--world-size 1 --memory-gb 0.1".split()]) == 2
-    assert "use more GPUs" in capsys.readouterr().err
+    assert "use another number of GPUs, a larger --memory-gb" in capsys.readouterr().err
 
 
 def test_a_missing_batch_size_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

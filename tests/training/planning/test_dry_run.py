@@ -240,6 +240,23 @@ def test_epochs_follow_from_samples_and_weights(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("index_cache/*"))
 
 
+def test_data_that_does_not_suffice_is_a_warning(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with IndexedWriter(tmp_path / name, "uint16") as writer:
+            for _ in range(100):
+                writer.add_document([[1] * 32])
+    flags = {
+        "--mock-data": None, "--data-path": f"{tmp_path / 'a'} {tmp_path / 'b'}", "--split": "100,0,0", "--seq-length": "16",
+        "--global-batch-size": "8", "--eval-iters": "1",
+    }  # fmt: skip
+    found = examined({**flags, "--train-iters": "100"})
+    assert "  WARNING: about 400 training samples are missing" in as_text(found)
+    assert found.timeline.evaluations.count == 0
+    assert "WARNING: about" not in as_text(examined({**flags, "--train-iters": "50"}))
+    found = examined({**flags, "--split": "90,10,0", "--train-iters": "45"})
+    assert found.timeline.evaluations.count == 1
+
+
 def test_a_ramp_shows_the_bubble_of_its_first_iteration() -> None:
     assert "first iteration: 8 micro-batches, bubble 65.2% of the time" in as_text(large())
     steady = {"--pipeline-model-parallel-size": "2", "--global-batch-size": "8"}
