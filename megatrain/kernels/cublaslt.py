@@ -140,9 +140,12 @@ def num_algorithms(problem: Problem, *, has_scales: bool) -> int:
 
 
 def algorithms_of(problem: Problem) -> list[bytes]:
-    """Return the algorithms that the library offers, in its own order of preference, as `cublasLtMatmulAlgo_t`."""
+    """Return the algorithms that the library offers, in its own order of preference, as `cublasLtMatmulAlgo_t`; it may have none."""
     product = _product(problem, False)
-    found = [bytes(choice.algorithm) for choice in product.choices]
+    try:
+        found = [bytes(choice.algorithm) for choice in product.choices]
+    except ProductError:
+        return []
     return [one for one in dict.fromkeys(found) if product.check(one) is not None]
 
 
@@ -166,7 +169,7 @@ def variants_of(problem: Problem, algorithm: bytes) -> list[bytes]:
 
 
 class ProductError(RuntimeError):
-    """The library has not launched a product."""
+    """The library has not launched a product, or has no algorithm for it."""
 
 
 def library_version() -> int:
@@ -318,7 +321,7 @@ class _Product:
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         choices = [choice for choice in found[: count.value] if choice.status == 0]
         if not choices:
-            raise RuntimeError(f"cuBLASLt has no algorithm for {problem}")
+            raise ProductError(f"cuBLASLt has no algorithm for {problem}")
         return choices
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:

@@ -10,6 +10,17 @@ import torch
 from megatrain.kernels import cublaslt
 
 
+def test_a_problem_without_algorithms_has_none_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_checked", lambda *_: None)  # the library finds 0
+    monkeypatch.setattr(cublaslt, "_library", SimpleNamespace)
+    monkeypatch.setattr(cublaslt, "_handle", lambda _: ctypes.c_void_p())
+    out, a, b = torch.zeros(3, 16, 48, dtype=torch.bfloat16)
+    problem = cublaslt.problem_of(out, a, b, transposes_a=False, transposes_b=True)
+    assert cublaslt.algorithms_of(problem) == []
+    with pytest.raises(cublaslt.ProductError, match="has no algorithm"):
+        cublaslt.num_algorithms(problem, has_scales=False)
+
+
 def test_every_product_has_its_own_scales_also_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     scale_addresses: dict[int, int] = {}
     products = []
