@@ -167,7 +167,7 @@ def _from_launcher(source: _Source, variables: _Variables) -> LaunchEnvironment:
         launcher=source.launcher,
         error_file=variables.values.get("TORCHELASTIC_ERROR_FILE"),
         restart=variables.count("TORCHELASTIC_RESTART_COUNT") if source.launcher == "torchrun" else 0,
-        binds_gpus=source.launcher == "srun"
+        binds_gpus=source.launcher != "torchrun"
         and (
             variables.has("SLURM_GPUS_PER_TASK") or "gpu" in variables.values.get("SLURM_TRES_PER_TASK", "")
         ),

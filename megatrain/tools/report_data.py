@@ -22,6 +22,7 @@ import yaml
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import list_candidates
+from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.config.errors import InputError
 from megatrain.training.launch.save_lock import LOCK_NAME, dead_owner
 
@@ -344,7 +345,11 @@ def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path
     """
     found = [_dictionary(values) for values in (*(row.get("save") for row in steps), status.get("last_save"))]
     stalls = {str(save.get("iteration")): _number(save.get("stall_ms")) or 0.0 for save in found if save}
-    present = {str(one.iteration) for one in list_candidates(folder) if one.problem is None}
+    try:
+        found_here = [one for one in list_candidates(folder) if one.iteration and one.problem is None]
+    except CheckpointError:  # a metrics file may be in a folder that cannot be listed
+        found_here = []
+    present = {str(one.iteration) for one in found_here if (one.path / MANIFEST_NAME).is_file()}
     return {"saves": len(stalls.keys() | present), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
 
 

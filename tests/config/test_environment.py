@@ -98,5 +98,7 @@ def test_the_first_host_of_slurms_short_form(nodes, host):
 def test_gpus_that_slurm_binds_are_known():
     assert not read_environment(SRUN).binds_gpus
     assert read_environment(SRUN | {"SLURM_GPUS_PER_TASK": "1"}).binds_gpus
+    by_hand = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "SLURM_GPUS_PER_TASK": "1"}
+    assert read_environment(SRUN | by_hand).binds_gpus
     assert not read_environment(SRUN | TORCHRUN | {"SLURM_GPUS_PER_TASK": "1"}).binds_gpus
     assert read_environment(SRUN | {"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}).binds_gpus

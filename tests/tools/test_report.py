@@ -182,8 +182,9 @@ def test_saves_are_counted_with_the_time_that_they_cost(tmp_path: Path) -> None:
         summary = read_run(run, "run").summary
         is_new = last is not None and last["iteration"] == 9
         assert (summary["saves"], summary["save_stall_seconds"]) == ((3, 3.5) if is_new else (2, 3.0))
-    for iteration in (5, 7):  # 7: the last save of a job before
+    for iteration in (0, 5, 7):  # weights from which it starts, and 7: the last save of a job before
         (run / f"iter_000000{iteration}").mkdir()
+        (run / f"iter_000000{iteration}" / "manifest.json").touch()
     assert read_run(run, "run").summary["saves"] == 3
 
 

@@ -87,7 +87,7 @@ def overlapped_products_are_on_one_host(draft: Draft) -> Problems:
         parallel.tp_comm_overlap
         and draft.config.training.device == "cuda"
         and per_node is not None
-        and draft.facts.world_size > per_node
+        and draft.facts.world_size > per_node > 1  # 1: perhaps of ranks that see one GPU each
         and per_node % size
     ):
         yield Problem(

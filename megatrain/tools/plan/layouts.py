@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -207,7 +207,9 @@ def _words(setting: Setting, value: Any) -> list[str]:
     return [setting.flag, *("none" if one is None else str(one) for one in values)]
 
 
-def layouts(workload: Workload, num_gpus: int, gpus_per_node: int) -> Iterator[Layout]:
+def layouts(
+    workload: Workload, num_gpus: int, gpus_per_node: int, micro_batches: Sequence[int] = _MICRO_BATCHES
+) -> Iterator[Layout]:
     """Yield the layouts that use all GPUs, apart from those that the rules of this function call senseless.
 
     Tensor ranks share a node. Sequences are split only if each part keeps `_SHORTEST_PART` tokens. Gradients and weights
@@ -220,7 +222,7 @@ def layouts(workload: Workload, num_gpus: int, gpus_per_node: int) -> Iterator[L
             dp = num_gpus // (tp * cp * pp)
             base = Layout(tp=tp, cp=cp, pp=pp, dp=dp, sequence_parallel=tp > 1)
             for one in _with_experts(base, workload):
-                for two in _with_batch(one, workload):
+                for two in _with_batch(one, workload, micro_batches):
                     yield from _with_pipeline(two, workload)
 
 
@@ -255,9 +257,9 @@ def _with_experts(layout: Layout, workload: Workload) -> Iterator[Layout]:
             yield replace(layout, ep=ep)
 
 
-def _with_batch(layout: Layout, workload: Workload) -> Iterator[Layout]:
+def _with_batch(layout: Layout, workload: Workload, micro_batches: Sequence[int]) -> Iterator[Layout]:
     """Yield micro-batches, recomputation and sharding."""
-    for micro_batch in _MICRO_BATCHES:
+    for micro_batch in micro_batches:
         if workload.global_batch % (layout.dp * micro_batch):
             continue
         for recompute, modules in _recomputations(workload):

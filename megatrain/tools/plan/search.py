@@ -139,7 +139,9 @@ def _fastest_first(
 ) -> list[Layout]:
     """Return the layouts with the values of `kept` that may fit, the fastest first by formula."""
     times: dict[Layout, float] = {}
-    for layout in layouts(workload, cluster.num_gpus, cluster.gpus_per_node):
+    given = kept.get("micro_batch")
+    sizes = {"micro_batches": (given,)} if isinstance(given, int) else {}
+    for layout in layouts(workload, cluster.num_gpus, cluster.gpus_per_node, **sizes):
         is_kept = all(getattr(layout, axis) == value for axis, value in kept.items())
         if is_kept and estimated_bytes(workload, layout) <= limit_bytes:
             times[layout] = step_time(workload, layout, cluster, is_simulated=False).total

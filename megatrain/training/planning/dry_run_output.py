@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megatrain.config import Request, render_plan
 from megatrain.config.derive.batch_sizes import micro_batches
+from megatrain.config.derive.data_plans import train_end
 from megatrain.config.environment import read_environment
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
@@ -262,12 +263,14 @@ def _data(found: DryRun) -> Iterator[str]:
 
 
 def _missing_samples(found: DryRun) -> int:
-    """Return the training samples that datasets without weights lack, as estimated."""
+    """Return the training samples that datasets without weights lack, as estimated; conversations have no estimate."""
     plan = found.plan
     samples = [use.samples or 0 for use in found.data if use.split == "train"]
-    if not samples or plan.derived.later_phases or plan.config.data.dataloader_type != "single":
+    if not samples or plan.derived.later_phases or plan.config.data.sft:
         return 0
-    return max(0, plan.derived.requested_train_samples - sum(samples))
+    if plan.config.data.dataloader_type != "single":
+        return 0
+    return max(0, train_end(plan) - plan.derived.train_start - sum(samples))
 
 
 def _timeline(found: DryRun) -> Iterator[str]:

@@ -67,6 +67,10 @@ def test_flags_of_the_command_line_are_kept(capsys: pytest.CaptureFixture[str]) 
     assert found["given"]["layout"]["tp"] == 4
     found = planned(f"{MODEL} --world-size 8 --micro-batch-size 2 --lr 1 --top 2", capsys)
     assert {one["layout"]["micro_batch"] for one in found["layouts"]} == {2}
+    found = planned(
+        f"{MODEL} --world-size 8 --global-batch-size 48 --micro-batch-size 3 --lr 1 --top 1", capsys
+    )
+    assert found["layouts"][0]["layout"]["micro_batch"] == 3
 
 
 def test_without_a_layout_the_reasons_are_named(capsys: pytest.CaptureFixture[str]) -> None:

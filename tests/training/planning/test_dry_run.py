@@ -253,6 +253,8 @@ def test_data_that_does_not_suffice_is_a_warning(tmp_path: Path) -> None:
     assert "  WARNING: about 400 training samples are missing" in as_text(found)
     assert found.timeline.evaluations.count == 0
     assert "WARNING: about" not in as_text(examined({**flags, "--train-iters": "50"}))
+    stopped = {**flags, "--train-iters": "100", "--phase-transition-iterations": "40"}
+    assert "WARNING: about" not in as_text(examined(stopped))
     found = examined({**flags, "--split": "90,10,0", "--train-iters": "45"})
     assert found.timeline.evaluations.count == 1
 
