@@ -18,7 +18,7 @@ from typing import Any
 
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
-from megatrain.checkpoint.local.load import complete_node, forget_damaged_files
+from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
@@ -137,10 +137,10 @@ def _load_local(
         return load(), copied
     except DamagedError:
         with _as_damaged():
-            forgotten = forget_damaged_files(path, node, grid.messages) if node.num_nodes > 1 else []
-            if not forgotten:
+            damaged = find_replaceable_files(path, node, grid.messages) if node.num_nodes > 1 else []
+            if not damaged:
                 raise
-            copied += complete_node(path, node, optimizer, grid, kinds, forgotten)
+            copied += complete_node(path, node, optimizer, grid, kinds, damaged)
         return load(), copied
 
 

@@ -33,12 +33,12 @@ def complete_node(
     optimizer: ShardedOptimizer,
     grid: RankGrid,
     kinds: Sequence[str],
-    forgotten: Sequence[OfNode] = (),
+    damaged: Sequence[OfNode] = (),
 ) -> list[str]:
     """Copy the files that the ranks of a node read from a checkpoint to its folder; all ranks call it. One node's files may be all.
 
     Args:
-        forgotten: what `forget_damaged_files` returned: it is copied too.
+        damaged: files that are copied again to these nodes.
 
     Returns:
         Names of the files that were copied to any node.
@@ -61,10 +61,9 @@ def complete_node(
     manifest = decode(text.encode())
 
     def ask() -> tuple[int, list[str], list[str]]:
-        has = _whole(path, manifest, node_files(path, manifest))
-        wants = files_with(manifest, optimizer, kinds)
-        wants |= {name for leader, name in forgotten if leader == node.leader}
-        wants -= has
+        damaged_here = {name for leader, name in damaged if leader == node.leader}
+        has = _whole(path, manifest, node_files(path, manifest)) - damaged_here
+        wants = (files_with(manifest, optimizer, kinds) | damaged_here) - has
         return node.leader, sorted(wants), sorted(has) if node.is_leader else []
 
     def plan(answers: list[Any]) -> list[Any]:
@@ -83,13 +82,10 @@ def complete_node(
     return [one.name for one in transfers]
 
 
-def forget_damaged_files(path: Path, node: Node, messages: Messages) -> list[OfNode]:
-    """Take files that do not match their checksums off the list of their node, if they do on another: they can be copied again.
+def find_replaceable_files(path: Path, node: Node, messages: Messages) -> list[OfNode]:
+    """Return the files that do not match their checksums on one node and do on another; `complete_node` copies them again.
 
-    All ranks call it; those of a node share the reading of its files.
-
-    Returns:
-        The files, with the leaders of their nodes, on all ranks.
+    All ranks call it, and get the same; those of a node share the reading of its files.
     """
 
     def listed() -> list[str]:
@@ -112,15 +108,7 @@ def forget_damaged_files(path: Path, node: Node, messages: Messages) -> list[OfN
         intact = {name for _, _, names in answers for name in names}
         return [(leader, name) for leader, damaged, _ in answers for name in damaged if name in intact]
 
-    found: list[OfNode] = agree(read, messages, then=replaceable) if copies else []
-    here = {name for leader, name in found if leader == node.leader}
-
-    def forget() -> None:
-        if here and node.is_leader:
-            _write_names(path, set(node_files(path, read_manifest(path))) - here)
-
-    agree(forget, messages)
-    return found
+    return agree(read, messages, then=replaceable) if copies else []
 
 
 def planned_transfers(path: Path, files: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[Transfer]:
