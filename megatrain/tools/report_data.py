@@ -346,10 +346,10 @@ def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path
     found = [_dictionary(values) for values in (*(row.get("save") for row in steps), status.get("last_save"))]
     stalls = {str(save.get("iteration")): _number(save.get("stall_ms")) or 0.0 for save in found if save}
     try:
-        found_here = [one for one in list_candidates(folder) if one.iteration and one.problem is None]
-    except CheckpointError:  # a metrics file may be in a folder that cannot be listed
-        found_here = []
-    present = {str(one.iteration) for one in found_here if (one.path / MANIFEST_NAME).is_file()}
+        folders = [one for one in list_candidates(folder) if one.iteration and one.problem is None]
+        present = {str(one.iteration) for one in folders if (one.path / MANIFEST_NAME).is_file()}
+    except (CheckpointError, OSError):  # a metrics file may be in a folder that cannot be read
+        present = set()
     return {"saves": len(stalls.keys() | present), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
 
 

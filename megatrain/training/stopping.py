@@ -8,7 +8,6 @@ writes each signal to a socket, which a thread reads.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -57,7 +57,7 @@ class StopRequest:
         self.signal_number = 0
         self._is_file_there, self._next_look = False, 0.0
 
-    @contextlib.contextmanager
+    @contextmanager
     def listening(self) -> Iterator[None]:
         """Catch stop signals inside the context."""
         receiver, sender = socket.socketpair()
@@ -103,7 +103,7 @@ class StopRequest:
         now = time.monotonic()
         if self.exit_file is not None and now >= self._next_look:
             self._next_look = now + _SECONDS_BETWEEN_LOOKS
-            with contextlib.suppress(OSError):  # a network file system may fail for a moment
+            with suppress(OSError):  # a network file system may fail for a moment
                 self._is_file_there = self.exit_file.exists()
         return self._is_file_there
 

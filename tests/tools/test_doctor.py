@@ -37,6 +37,9 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "read_free_bytes", lambda folder: 10**13)
     monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
     monkeypatch.setattr(gpus, "torch_has_gpus", lambda: True)
+    triton = types.ModuleType("triton")
+    triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
     put_nvidia_smi(monkeypatch, tmp_path, [HEALTHY.format(index=index) for index in range(2)])
 
 
@@ -192,10 +195,8 @@ def test_gpus_need_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool
 ) -> None:
     """Its module counts: packages of several names have it."""
-    module = types.ModuleType("triton")
-    module.__spec__ = importlib.machinery.ModuleSpec("triton", None)
-    monkeypatch.setitem(sys.modules, "triton", module if is_installed else None)
-    monkeypatch.setattr(host, "has_gpus", lambda: True)
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "triton", None)
     _, findings = diagnosed(capsys)
     errors = [one["text"] for one in findings if one["level"] == "error" and "Triton" in one["text"]]
     assert bool(errors) != is_installed

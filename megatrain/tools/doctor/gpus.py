@@ -90,7 +90,8 @@ def cuda_of_torch() -> str | None:
 
 
 def torch_has_gpus() -> bool:
-    return torch.cuda.is_available()
+    """Return whether torch can use GPUs of NVIDIA here."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
 
 
 def _driver(version: str) -> Iterator[Finding]:

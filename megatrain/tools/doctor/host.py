@@ -21,6 +21,7 @@ from typing import Final
 import torch
 
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.tools.doctor import gpus
 from megatrain.tools.doctor.finding import Finding
 from megatrain.training.launch.facts import library_versions
 
@@ -37,11 +38,6 @@ _PROBE_BYTES, _PROBE_SECONDS = 1 << 28, 10.0
 _CONNECT_SECONDS = 5.0
 
 
-def has_gpus() -> bool:
-    """Return whether torch can use GPUs of NVIDIA here."""
-    return torch.version.cuda is not None and torch.cuda.is_available()
-
-
 def check_versions() -> Iterator[Finding]:
     """Report Python, PyTorch, CUDA, NCCL and optional libraries."""
     text = (
@@ -51,7 +47,7 @@ def check_versions() -> Iterator[Finding]:
         text += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     others = [f"{name} {version}" for name, version in library_versions().items() if name != "torch"]
     yield Finding("ok", "versions", ", ".join([text, *others]))
-    if has_gpus() and importlib.util.find_spec("triton") is None:
+    if gpus.torch_has_gpus() and importlib.util.find_spec("triton") is None:
         yield Finding(
             "error",
             "versions",

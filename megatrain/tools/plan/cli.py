@@ -62,25 +62,17 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     )
 
 
-def given_layout(one_run: Run, workload: Workload) -> Found | None:
-    """Return the layout of the flags and the YAML file; None if the run would not start with it on these GPUs."""
-    if reason_against_given(one_run) is not None:
-        return None
-    plan = one_run.plan()
+def given_layout(one_run: Run, workload: Workload) -> Found | str:
+    """Return the layout of the flags and the YAML file, or why the run would not start with it on these GPUs."""
+    try:
+        plan = one_run.plan()
+    except ConfigError as error:
+        return error.problems[0].text
     layout = Layout.of(plan)
     return evaluate(one_run, workload, layout, planned_bytes(workload, layout, plan))
 
 
-def reason_against_given(one_run: Run) -> str | None:
-    """Return why the run would not start with the layout of the flags; None: it would."""
-    try:
-        one_run.plan()
-    except ConfigError as error:
-        return error.problems[0].text
-    return None
-
-
-def _to_dict(found: Sequence[Found], given: Found | None, limit: float) -> dict[str, Any]:
+def _to_dict(found: Sequence[Found], given: Found | str, limit: float) -> dict[str, Any]:
     def one(entry: Found) -> dict[str, Any]:
         seconds = dataclasses.asdict(entry.time) | {"total": entry.time.total}
         return dataclasses.asdict(entry) | {"time": seconds}
@@ -88,7 +80,7 @@ def _to_dict(found: Sequence[Found], given: Found | None, limit: float) -> dict[
     return {
         "limit_bytes": limit,
         "layouts": [one(entry) for entry in found],
-        "given": None if given is None else one(given),
+        "given": one(given) if isinstance(given, Found) else None,
     }
 
 
@@ -96,7 +88,7 @@ _TITLES = ("step", "MFU", "memory", "layout", "bubble", "data par.", "flags")
 
 
 def _text(
-    one_run: Run, workload: Workload, found: Sequence[Found], given: Found | None, limit: float
+    one_run: Run, workload: Workload, found: Sequence[Found], given: Found | str, limit: float
 ) -> Iterator[str]:
     cluster = one_run.cluster
     yield (
@@ -105,7 +97,7 @@ def _text(
     )
     yield f"global batch {workload.global_batch:,} x {workload.seq_length:,} tokens"
     rows = [_TITLES, *(_row(one) for one in found)]
-    if given is not None:
+    if isinstance(given, Found):
         rows.append(
             (*_row(given)[:-1], "as given" + (" (does not fit)" if given.memory_bytes > limit else ""))
         )
@@ -113,8 +105,8 @@ def _text(
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield f"  {'  '.join([*cells, row[-1]])}"
-    if given is None:
-        yield f"  the flags' own layout does not start on these GPUs: {reason_against_given(one_run)}"
+    if isinstance(given, str):
+        yield f"  the flags' own layout does not start on these GPUs: {given}"
     yield from _fp8_text(one_run, workload)
     yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
 

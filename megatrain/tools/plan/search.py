@@ -70,7 +70,7 @@ class Run:
         missing = [path for path in _IF_MISSING if request.config.raw(path) is REQUIRED]
         words = [*words, *(word for path in missing for word in _IF_MISSING[path].split())]
         request = parse(words, program="megatrain plan")
-        environment = dataclasses.replace(read_environment(), world_size=cluster.num_gpus, local_world_size=1)
+        environment = dataclasses.replace(read_environment(), world_size=cluster.num_gpus)
         facts = dataclasses.replace(
             gather_facts(request, environment),
             device="cuda",

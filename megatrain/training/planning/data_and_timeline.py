@@ -134,8 +134,8 @@ class Timeline:
     checkpoints: Repeated
 
 
-def timeline_of(plan: Plan, facts: Facts) -> Timeline:
-    """Return the timeline of a plan, assuming that no step is skipped."""
+def timeline_of(plan: Plan, facts: Facts, data: Sequence[DatasetUse]) -> Timeline:
+    """Return the timeline of a plan with these datasets, assuming that no step is skipped."""
     derived = plan.derived
     return Timeline(
         start_iteration=derived.start_iteration,
@@ -143,9 +143,7 @@ def timeline_of(plan: Plan, facts: Facts) -> Timeline:
         train_samples=derived.train_samples,
         train_tokens=derived.train_samples * plan.config.data.seq_length,
         landmarks=tuple(_landmarks(plan, facts)),
-        evaluations=_evaluations(
-            plan, has_data=any(use.split == "valid" for use in dataset_uses(plan, facts))
-        ),
+        evaluations=_evaluations(plan, has_data=any(use.split == "valid" for use in data)),
         checkpoints=_checkpoints(plan),
     )
 

@@ -119,7 +119,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         MegatrainError: the run would not start.
     """
     world_size, reason = _world_size(request, environment)
-    facts = gather_facts(request, dataclasses.replace(environment, world_size=world_size, local_world_size=1))
+    facts = gather_facts(request, dataclasses.replace(environment, world_size=world_size))
     facts = dataclasses.replace(facts, ranks_per_node=None)  # this host need not be one of the run's
     plan = _plan(request, facts)
     shape = grid_shape(plan)
@@ -129,6 +129,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     ]
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
     device_bytes = _device_memory(plan)
+    data = tuple(dataset_uses(plan, facts))
     return DryRun(
         plan=plan,
         model=model_tree(
@@ -139,8 +140,8 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         device_memory_bytes=device_bytes,
         memory_warning=memory_warning(plan, max(stage.total for stage in memory), device_bytes),
         ranks=_rank_layout(plan, reason),
-        data=tuple(dataset_uses(plan, facts)),
-        timeline=timeline_of(plan, facts),
+        data=data,
+        timeline=timeline_of(plan, facts, data),
         pipeline=pipeline,
         host_memory=host_memory(plan, engines, environment),
     )
