@@ -54,4 +54,6 @@ def train(request: Request, phases: Phases) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatrain.training.launch.exit_deadline import run_program
+
+    run_program(main)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
+from megatrain.training.launch.exit_deadline import run_program
 from pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

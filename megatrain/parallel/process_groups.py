@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
 
 from megatrain.parallel.grid import RankGrid, RankGroup
 
@@ -39,6 +39,22 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
     own = next((list(ranks) for ranks in rank_lists if rank in ranks), [rank])
     group = dist.new_group(own, timeout=timeout, use_local_synchronization=True, group_desc=name)
     return group if len(own) > 1 else None
+
+
+def groups_to_destroy() -> list[Any]:
+    """Return all process groups of this rank, the last created first; the world's is the last."""
+    return list(reversed(_world.pg_map))
+
+
+def destroy_groups() -> None:
+    """Destroy all process groups of this rank, the last created first.
+
+    The ranks of an NCCL communicator destroy it together, so they need one order. All ranks create groups in the same
+    order. `dist.destroy_process_group` alone follows the groups' names, which contain the number of groups that
+    a rank has: four pipeline stages then wait for one another in a circle.
+    """
+    for group in groups_to_destroy():
+        dist.destroy_process_group(group)
 
 
 def _separate_store(timeout: timedelta | None) -> Any:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
@@ -23,6 +24,7 @@ from megatrain.tools.generation import flags as generation_flags
 from megatrain.tools.parity import flags as parity_flags
 from megatrain.tools.plan import flags as plan_flags
 from megatrain.tools.port import cli as port
+from megatrain.training.launch.exit_deadline import run_program
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report_errors(lambda: module.run(arguments))
 
 
+def program() -> NoReturn:
+    """Run the command `megatrain`."""
+    run_program(main)
+
+
 def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all subcommands.
 
@@ -92,4 +99,4 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

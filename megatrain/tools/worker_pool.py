@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config.errors import MegatrainError
-from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.process_groups import destroy_groups, make_group
 
 _MOST_NCCL_JOBS = 20
 """Jobs before workers are replaced; after 40 jobs of four ranks each worker held 22 GB."""
@@ -189,7 +189,7 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
             if world_size > 1:
                 dist.barrier()
                 if device is None:
-                    dist.destroy_process_group()
+                    destroy_groups()
             connection.send((True, answer))
             del answer, function, arguments
         except BaseException:  # noqa: BLE001 (the parent reports any error)

@@ -92,7 +92,6 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
             watch.fail(error)
         raise
     watch.leave()
-    dist.destroy_process_group()
 
 
 def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:

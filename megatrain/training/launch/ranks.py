@@ -33,11 +33,12 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.schedule import V_SHAPED
-from megatrain.parallel.process_groups import collective_calls, groups_of, make_group
+from megatrain.parallel.process_groups import collective_calls, destroy_groups, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
+from megatrain.training.launch.exit_deadline import exit_deadline
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.product_algorithms import local_gpu
 from megatrain.training.launch.rank_watch import RankWatch
@@ -78,7 +79,10 @@ class Ranks:
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Run, print errors and return the exit code. A failure of one of several ranks, and W&B that hangs, exit the process at once."""
+    """Run, print errors, destroy the process groups and return the exit code.
+
+    A failure of one of several ranks, W&B that hangs, and groups that cannot be destroyed in time end the process.
+    """
     _raise_open_file_limit()
     is_failed = True
     try:
@@ -100,6 +104,9 @@ def report_errors(run: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
+    if dist.is_initialized():
+        with exit_deadline(exit_code):
+            destroy_groups()
     return exit_code
 
 
@@ -120,7 +127,7 @@ def _raise_open_file_limit() -> None:
 
 @contextmanager
 def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ranks]:
-    """Resolve the plan and create the process groups; destroy them at the end. `phases` continues an earlier timer.
+    """Resolve the plan and create the process groups, which `report_errors` destroys. `phases` continues an earlier timer.
 
     Raises:
         MegatrainError: on every rank, before the first collective, if one rank finds a problem.
@@ -171,7 +178,6 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         locks.release()
     if watch is not None:
         watch.leave()
-        dist.destroy_process_group()
 
 
 def _join_groups(

@@ -1,13 +1,19 @@
 """Process groups of real processes: their members and timeouts."""
 
+import graphlib
+import hashlib
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce
-from megatrain.parallel.process_groups import groups_of, limit_collectives, make_group
+from megatrain.parallel.process_groups import groups_of, groups_to_destroy, limit_collectives, make_group
 from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -29,6 +35,63 @@ def test_groups_have_the_ranks_of_the_grid(pool: WorkerPool) -> None:
         for received, expected in found.values():
             assert received == expected
             assert rank in expected
+
+
+Group = tuple[str, ...]
+"""Name and ranks of a group."""
+
+
+def order_of_destruction(rank: int, _: int, shape: GridShape) -> list[Group]:
+    build_grid(shape, rank, make_group)
+    return [
+        (group.group_desc, *map(str, dist.get_process_group_ranks(group))) for group in groups_to_destroy()
+    ]
+
+
+def torch_order_with_nccl(shape: GridShape, rank: int) -> list[Group]:
+    """Return the order of `dist.destroy_process_group()`: descending hashes of the ranks and the number of groups until then."""
+    names: dict[Group, str] = {("world", *map(str, range(shape.world_size))): "0"}
+
+    def make(name: str, lists: Sequence[Sequence[int]]) -> str:
+        for ranks in lists:
+            if rank in ranks and name not in ("world", "messages"):
+                text = "_".join(map(str, (*ranks, len(names))))
+                names[name, *map(str, ranks)] = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        return "handle"
+
+    build_grid(shape, rank, make)
+    return sorted(names, key=names.__getitem__, reverse=True)
+
+
+def wait_in_a_circle(orders: Sequence[Sequence[Group]]) -> bool:
+    """Return whether ranks that destroy their groups one by one, each together with its members, wait for one another."""
+    sorter: graphlib.TopologicalSorter[Group] = graphlib.TopologicalSorter()
+    for order in orders:
+        for before, after in itertools.pairwise(group for group in order if len(group) > 2):
+            sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return True
+    return False
+
+
+V_OF_FOUR = GridShape(pp=4, num_chunks=2, is_v=True)
+
+
+@pytest.mark.parametrize("shape", [
+    GridShape(pp=3), GridShape(pp=4), V_OF_FOUR, GridShape(tp=2, pp=4), GridShape(dp=2, pp=4, ep=2, etp=1),
+], ids=str)  # fmt: skip
+def test_ranks_destroy_groups_without_waiting_in_a_circle(pool: WorkerPool, shape: GridShape) -> None:
+    orders = pool.run(shape.world_size, order_of_destruction, shape)
+    assert not wait_in_a_circle(orders)
+    assert all(order[-1] == ("default_pg", *map(str, range(shape.world_size))) for order in orders)
+    assert all(any("pp_forward" in name for name, *_ in order) for order in orders)
+
+
+def test_the_order_of_torch_is_a_circle_with_four_stages() -> None:
+    assert wait_in_a_circle([torch_order_with_nccl(V_OF_FOUR, rank) for rank in range(4)])
+    assert not wait_in_a_circle([torch_order_with_nccl(GridShape(pp=2), rank) for rank in range(2)])
 
 
 def late_peer(rank: int, _: int, text: bool) -> Any:
