@@ -50,7 +50,6 @@ NOT_RUN = {
 """Commands that begin with these words, and why."""
 
 NEED_GPUS = (
-    "megatrain tune",
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
     "python scripts/benchmarks/generation.py",

@@ -208,7 +208,6 @@ def mutable_globals(module: Module) -> list[str]:
 
 PROCESS_STATE = {
     "megatrain.kernels.fused.launching": {"FusedKernels"},
-    "megatrain.kernels.chosen_products": {"ChosenProducts"},
 }
 """State of the whole process by module; the class documents the reason."""
 MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}

@@ -8,7 +8,6 @@
 
 The first launcher with all its variables set is used; "by hand" precedes all but torchrun. MASTER_ADDR and MASTER_PORT
 have precedence for the rendezvous. Variables of a batch script alone (SLURM_* without SLURM_STEP_ID) are ignored.
-With MEGATRAIN_SECRET, ranks authenticate each other (`training/launch/handshake.py`).
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ class LaunchEnvironment:
     """True if each process sees only its own GPU."""
     cublas_workspace: str | None = None
     """CUBLAS_WORKSPACE_CONFIG; None: not set."""
-    secret: str | None = field(default=None, repr=False)
-    """MEGATRAIN_SECRET: a secret of all ranks; None: not set."""
     description: str = ""
     """Variables in effect, for the log."""
     problems: tuple[Problem, ...] = ()
@@ -93,7 +90,6 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchEnvi
     return replace(
         found,
         cublas_workspace=workspace,
-        secret=variables.values.get("MEGATRAIN_SECRET") or None,
         problems=tuple(variables.problems),
     )
 

@@ -170,8 +170,6 @@ class Facts:
     """The custom layers of --spec."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
-    product_algorithms: str | None = None
-    """Contents of the file of --product-algorithms."""
     module_precision: str | None = None
     """Contents of the file of --te-precision-config-file."""
     datasets: tuple[DatasetFacts, ...] = ()

@@ -13,6 +13,7 @@ only with `override_nonquantized_autocast: true`. Other linear layers are as the
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -279,3 +280,8 @@ def _switch(values: Mapping[str, Any], key: str, place: str, *, default: bool) -
     if not isinstance(value, bool):
         raise PrecisionFileError(f"{place}.{key} is {value!r}, not true or false")
     return value
+
+
+def digest_of(text: str) -> str:
+    """Return the digest of a file's text, which a resumed run compares."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,7 +11,6 @@ from megatrain.config.derive.layer_sizes import LayerTable
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.module_precision import ModuleRecipes
-from megatrain.config.product_algorithms import ProductAlgorithms
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
 
@@ -114,8 +113,6 @@ class Derived(CheckedSection):
     """Dtype of master weights, optimizer state and gradient sums."""
     cuda_graphs: bool = INVALID
     """True if the passes of training are CUDA graphs."""
-    product_algorithms: ProductAlgorithms | None = INVALID
-    """Algorithms of products; None: torch chooses all."""
     tokens_per_iteration: int = INVALID
     """Tokens of a full global batch."""
     flops_per_iteration: int = INVALID

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
 from ctypes import (
     byref,
     c_float,
@@ -20,7 +19,6 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_uint16,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -47,12 +45,6 @@ _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """`cublasLtMatmulPreferenceAttributes_t`."""
 _WORKSPACE_BYTES: Final = 32 * 2**20
 """The size that NVIDIA recommends for Hopper."""
-_TILE_IDS, _MAX_CUSTOM_OPTION, _STAGES_IDS = 6, 7, 13
-"""`cublasLtMatmulAlgoCapAttributes_t`."""
-_TILE, _SWIZZLING, _CUSTOM_OPTION, _STAGES, _CLUSTER = 1, 4, 5, 6, 8
-"""`cublasLtMatmulAlgoConfigAttributes_t`."""
-_NUM_CUSTOM_OPTIONS, _NUM_CLUSTERS, _NUM_TILES = 32, 64, 1024
-"""Largest numbers of values that `variants_of` tries."""
 _MAX_ALIGNMENT: Final = 256
 _ANY_ADDRESS: Final = c_void_p(_MAX_ALIGNMENT)
 """Address of a scale that is not read."""
@@ -139,79 +131,8 @@ def num_algorithms(problem: Problem, *, has_scales: bool) -> int:
     return len(_product(problem, has_scales).choices)
 
 
-def algorithms_of(problem: Problem) -> list[bytes]:
-    """Return the algorithms that the library offers, in its own order of preference, as `cublasLtMatmulAlgo_t`; it may have none."""
-    product = _product(problem, False)
-    try:
-        found = [bytes(choice.algorithm) for choice in product.choices]
-    except ProductError:
-        return []
-    return [one for one in dict.fromkeys(found) if product.check(one) is not None]
-
-
-def variants_of(problem: Problem, algorithm: bytes) -> list[bytes]:
-    """Return the algorithms for a problem that differ from this one in tile, stages, cluster, order of tiles, or option."""
-    product = _product(problem, False)
-    (last_option,) = product.capabilities(algorithm, _MAX_CUSTOM_OPTION, 1) or [0]
-    values: dict[tuple[int, Any], Iterable[int]] = {
-        (_TILE, c_uint32): product.capabilities(algorithm, _TILE_IDS, _NUM_TILES),
-        (_STAGES, c_uint32): product.capabilities(algorithm, _STAGES_IDS, _NUM_TILES),
-        (_CLUSTER, c_uint16): range(_NUM_CLUSTERS),
-        (_SWIZZLING, c_uint32): range(2),
-        (_CUSTOM_OPTION, c_uint32): range(min(last_option + 1, _NUM_CUSTOM_OPTIONS)),
-    }
-    found = [
-        product.with_attribute(algorithm, attribute, kind(value))
-        for (attribute, kind), of_attribute in values.items()
-        for value in of_attribute
-    ]
-    return [one for one in dict.fromkeys(found) if one != algorithm and product.check(one) is not None]
-
-
 class ProductError(RuntimeError):
     """The library has not launched a product, or has no algorithm for it."""
-
-
-def library_version() -> int:
-    """Return the version of the library."""
-    version = _library().cublasLtGetVersion
-    version.restype = c_size_t
-    return int(version())
-
-
-class PreparedProduct:
-    """A problem without scales and one algorithm, prepared so that a call costs the host a few microseconds.
-
-    Args:
-        beta: factor of the former contents of the result.
-    Raises:
-        ValueError: the algorithm does not compute the problem.
-    """
-
-    def __init__(self, problem: Problem, algorithm: bytes, *, beta: float) -> None:
-        product = _product(problem, False)
-        choice = product.check(algorithm)
-        if choice is None:
-            raise ValueError(f"cuBLASLt refuses an algorithm for {problem}")
-        self._matmul, self._device = product.library.cublasLtMatmul, problem.device
-        self._before = product.handle, product.description, byref(c_float(1.0))
-        self._layout_b, self._layout_a, self._layout_out = product.layouts
-        self._beta, self._algorithm = byref(c_float(beta)), byref(choice.algorithm)
-        self._workspace_bytes, self._size = choice.workspace_bytes, c_size_t(choice.workspace_bytes)
-
-    def run(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """Queue the product on the current stream."""
-        # From torch's allocator, so that streams and CUDA graphs have their own.
-        workspace = a.new_empty(self._workspace_bytes, dtype=torch.uint8) if self._workspace_bytes else None
-        result = c_void_p(out.data_ptr())
-        status = self._matmul(
-            *self._before, c_void_p(b.data_ptr()), self._layout_b, c_void_p(a.data_ptr()), self._layout_a,
-            self._beta, result, self._layout_out, result, self._layout_out, self._algorithm,
-            c_void_p(None if workspace is None else workspace.data_ptr()), self._size,
-            c_void_p(torch._C._cuda_getCurrentRawStream(self._device)),  # noqa: SLF001 (a tenth of current_stream's time)
-        )  # fmt: skip
-        if status:
-            raise ProductError(f"cublasLtMatmul of cuBLASLt failed with status {status}")
 
 
 class _Product:
@@ -257,41 +178,6 @@ class _Product:
             byref(choice.algorithm), c_void_p(workspace.data_ptr()), c_size_t(choice.workspace_bytes),
             c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
         )  # fmt: skip
-
-    def check(self, algorithm: bytes) -> _Choice | None:
-        """Return an algorithm with the size of its workspace; None: it does not compute this problem."""
-        choice, found = _Choice(), _Choice()
-        ctypes.memmove(choice.algorithm, algorithm, ctypes.sizeof(choice.algorithm))
-        layout_b, layout_a, layout_out = self.layouts
-        status = self.library.cublasLtMatmulAlgoCheck(
-            self.handle,
-            self.description,
-            layout_b,
-            layout_a,
-            layout_out,
-            layout_out,
-            byref(choice.algorithm),
-            byref(found),
-        )
-        choice.workspace_bytes = found.workspace_bytes
-        return None if status or found.status or found.workspace_bytes > _WORKSPACE_BYTES else choice
-
-    def capabilities(self, algorithm: bytes, attribute: int, count: int) -> list[int]:
-        """Return up to `count` values of a capability."""
-        values, size = (c_uint32 * count)(), c_size_t(0)
-        status = self.library.cublasLtMatmulAlgoCapGetAttribute(
-            ctypes.create_string_buffer(algorithm, len(algorithm)), attribute, values,
-            c_size_t(ctypes.sizeof(values)), byref(size),
-        )  # fmt: skip
-        return [] if status else list(values[: size.value // ctypes.sizeof(c_uint32)])
-
-    def with_attribute(self, algorithm: bytes, attribute: int, value: Any) -> bytes:
-        """Return the algorithm with another value of an attribute, or as it is if it cannot have the value."""
-        changed = ctypes.create_string_buffer(algorithm, len(algorithm))
-        status = self.library.cublasLtMatmulAlgoConfigSetAttribute(
-            changed, attribute, byref(value), c_size_t(ctypes.sizeof(value))
-        )
-        return algorithm if status else changed.raw
 
     @functools.cached_property
     def choices(self) -> list[_Choice]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.chosen_products import multiply_chosen
 from megatrain.kernels.fused import matrix_vector as fused
 from megatrain.kernels.fused.launching import is_fused
 
@@ -15,11 +14,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.numel() == x.shape[-1] and x.element_size() == 2 and is_fused(x):
         return fused.matrix_vector(x, weight, bias)
     if bias is None:
-        return product(x, weight.t())
+        return torch.matmul(x, weight.t())
     return torch.addmm(bias, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b: [..., k], [k, n] -> [..., n], with the algorithm that --product-algorithms has for it, else with torch's."""
-    chosen = multiply_chosen(a, b, out)
-    return torch.matmul(a, b, out=out) if chosen is None else chosen

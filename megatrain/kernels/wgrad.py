@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.chosen_products import add_chosen
-
 
 def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """grad += dy^T x.
@@ -22,8 +20,7 @@ def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if grad.dtype == dy.dtype:
         grad.addmm_(dy.t(), x)
     elif grad.is_cuda:
-        if not add_chosen(grad, dy, x):
-            torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
     else:
         accumulate_weight_gradient_reference(grad, dy, x)
 

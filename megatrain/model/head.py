@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.linear import linear, product
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
@@ -178,7 +178,7 @@ class _HeadLoss(Function):
 
         def compute(chunk: slice) -> None:
             """Compute one chunk. A function, so that its logits are freed before the next chunk's are allocated."""
-            logits = scaling.logits(product(x[chunk], weight.t()))
+            logits = scaling.logits(torch.matmul(x[chunk], weight.t()))
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
@@ -193,7 +193,7 @@ class _HeadLoss(Function):
             )
             if derivative is not None:
                 dlogits *= derivative
-            product(dlogits, weight, out=dx[chunk])
+            torch.matmul(dlogits, weight, out=dx[chunk])
             if info.splits_backward:
                 kept.append((dlogits, x[chunk]))
             else:

@@ -32,7 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.linear import linear, product
+from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -250,7 +250,7 @@ class _ColumnLinear(Function):
             x, ctx.recompute_fn = ctx.recompute_fn(), None
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
-        dx = product(dy, weight)
+        dx = torch.matmul(dy, weight)
         dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
@@ -302,7 +302,7 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0][0] if ctx.keeps_parts else grads[0]
-        dy, dx = (dy, product(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
+        dy, dx = (dy, torch.matmul(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:

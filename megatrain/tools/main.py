@@ -16,7 +16,7 @@ from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
 from megatrain.config.schema.tree import closest_name
-from megatrain.tools import convert_flags, report, trace, tune_flags, watch
+from megatrain.tools import convert_flags, report, trace, watch
 from megatrain.tools.checkpoint import flags as checkpoint_flags
 from megatrain.tools.data import flags as data_flags
 from megatrain.tools.doctor import flags as doctor_flags
@@ -52,7 +52,6 @@ _MODULES = {
     "report": "megatrain.tools.report",
     "serve": "megatrain.tools.generation.serve",
     "trace": "megatrain.tools.trace",
-    "tune": "megatrain.tools.tune",
     "watch": "megatrain.tools.watch",
 }
 
@@ -93,7 +92,6 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     watch.add_flags(commands)
     generation_flags.add_flags(commands)
     trace.add_flags(commands)
-    tune_flags.add_flags(commands)
     data_flags.add_flags(commands, field_help() if with_help else {})
     return parser
 

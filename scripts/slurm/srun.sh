@@ -24,9 +24,6 @@ cd "${SLURM_SUBMIT_DIR:-$PWD}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Since Slurm 22.05 srun does not take over --cpus-per-task of the job.
 [[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-# The ranks prove to each other that they are of this job; srun passes the variable on.
-MEGATRAIN_SECRET="${MEGATRAIN_SECRET:-$(head -c 32 /dev/urandom | base64)}"
-export MEGATRAIN_SECRET
 # With CONTAINER_IMAGE (pyxis and enroot) the ranks run in a container that sees this folder and CONTAINER_MOUNTS.
 container=()
 if [[ -n "${CONTAINER_IMAGE:-}" ]]; then

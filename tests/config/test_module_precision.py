@@ -11,11 +11,11 @@ from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerS
 from megatrain.config.module_precision import (
     PrecisionFileError,
     Recipe,
+    digest_of,
     linear_layers,
     matchers_of,
     recipes_of_modules,
 )
-from megatrain.config.product_algorithms import digest_of
 
 CONFIGS = """
 configs:

@@ -16,7 +16,6 @@ def test_a_problem_without_algorithms_has_none_to_choose(monkeypatch: pytest.Mon
     monkeypatch.setattr(cublaslt, "_handle", lambda _: ctypes.c_void_p())
     out, a, b = torch.zeros(3, 16, 48, dtype=torch.bfloat16)
     problem = cublaslt.problem_of(out, a, b, transposes_a=False, transposes_b=True)
-    assert cublaslt.algorithms_of(problem) == []
     with pytest.raises(cublaslt.ProductError, match="has no algorithm"):
         cublaslt.num_algorithms(problem, has_scales=False)
 

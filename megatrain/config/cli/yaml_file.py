@@ -19,7 +19,15 @@ from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, megatron_flags
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.request import Given
-from megatrain.config.schema.tree import Config, Origin, Setting, closest_name, flag_of, settings
+from megatrain.config.schema.tree import (
+    REMOVED_SETTINGS,
+    Config,
+    Origin,
+    Setting,
+    closest_name,
+    flag_of,
+    settings,
+)
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 MEGATRON_SECTIONS: Final = ("language_model", "model_parallel", "MODEL_ARGS")
@@ -93,6 +101,10 @@ class _Reader:
         for key, node, problem in self.entries(root):
             if problem:
                 yield problem
+            elif f"{section}.{key.value}" in REMOVED_SETTINGS:
+                if not is_null(node) and node.value != "auto":
+                    reason = REMOVED_SETTINGS[f"{section}.{key.value}"]
+                    yield Problem(f"{self.place(key)}: {key.value} was removed: {reason}", "remove the line")
             elif key.value not in fields:
                 yield self.megatron_field(key, node) or self.unknown_field(section, key, fields)
             else:

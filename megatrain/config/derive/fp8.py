@@ -5,9 +5,8 @@ from typing import Final, NamedTuple
 
 from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
-from megatrain.config.module_precision import Recipe, linear_layers, recipes_of_modules
+from megatrain.config.module_precision import Recipe, digest_of, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
-from megatrain.config.product_algorithms import digest_of
 
 PRODUCT_MULTIPLE: Final = 16
 """Sizes of FP8 products on GPUs are multiples of this number."""

@@ -4,7 +4,6 @@ import math
 from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft, Plan
-from megatrain.config.product_algorithms import ProductAlgorithms, digest_of
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.values import whole
 
@@ -33,21 +32,6 @@ def params_dtype(draft: Draft) -> DerivedValue:
 def master_dtype(draft: Draft) -> DerivedValue:
     weights = draft.config.precision.params_dtype
     return DerivedValue("float64" if weights == "float64" else "float32", f"for {weights} weights")
-
-
-def product_algorithms(draft: Draft) -> DerivedValue:
-    path, text = draft.config.training.product_algorithms, draft.facts.product_algorithms
-    if path is None or text is None:
-        return DerivedValue(None, f"--product-algorithms is {'not given' if path is None else 'not read'}")
-    return DerivedValue(ProductAlgorithms.from_json(text), f"read from {path}")
-
-
-def product_algorithms_digest(draft: Draft) -> DerivedValue:
-    if draft.derived.product_algorithms is None:
-        return DerivedValue(None, "--product-algorithms is not given")
-    return DerivedValue(
-        digest_of(draft.facts.product_algorithms or ""), f"of {draft.config.training.product_algorithms}"
-    )
 
 
 def distributed_backend(draft: Draft) -> DerivedValue:

@@ -65,8 +65,6 @@ from megatrain.config.derive.ranks import (
     moe_alltoall_as_allgather,
     nothing_is_sharded,
     params_dtype,
-    product_algorithms,
-    product_algorithms_digest,
     startup_timeout_seconds,
     world_size,
 )
@@ -160,8 +158,6 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.pipeline_layers", pipeline_layers),
     ("parallel.pipeline_schedule", pipeline_schedule),
     ("derived.cuda_graphs", cuda_graphs),
-    ("derived.product_algorithms", product_algorithms),
-    ("training.product_algorithms_digest", product_algorithms_digest),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
 )

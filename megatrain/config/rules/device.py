@@ -19,9 +19,8 @@ from megatrain.config.derive.fp8 import (
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
 from megatrain.config.errors import Problem
+from megatrain.config.module_precision import digest_of
 from megatrain.config.plan import Draft
-from megatrain.config.product_algorithms import digest_of
-from megatrain.config.schema.tree import flag_of
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 
@@ -234,21 +233,17 @@ def modules_have_the_precision_of_the_file(draft: Draft) -> Problems:
         )
 
 
-def files_have_their_digests(draft: Draft) -> Problems:
-    """A saved configuration has the digests of its files."""
-    config, facts = draft.config, draft.facts
-    for path, text in (
-        ("training.product_algorithms", facts.product_algorithms),
-        ("precision.te_precision_config_file", facts.module_precision),
-    ):
-        file, digest_path = config.get(path), f"{path.removesuffix('_file')}_digest"
-        digest, given = digest_of(text) if file and text else None, config.get(digest_path)
-        if given != digest and (text is not None or file is None):
-            yield Problem(
-                f"{flag_of(path)} {file or 'none'}: the digest is {digest or 'none'}, and"
-                f" {flag_of(digest_path)} (from the saved configuration) is {given or 'none'}",
-                f"give {flag_of(path)} the file of that run, or remove {flag_of(digest_path)}",
-            )
+def precision_file_has_its_digest(draft: Draft) -> Problems:
+    """A saved configuration has the digest of its file."""
+    precision, text = draft.config.precision, draft.facts.module_precision
+    file, given = precision.te_precision_config_file, precision.te_precision_config_digest
+    digest = digest_of(text) if file and text else None
+    if given != digest and (text is not None or file is None):
+        yield Problem(
+            f"--te-precision-config-file {file or 'none'}: the digest is {digest or 'none'}, and"
+            f" --te-precision-config-digest (from the saved configuration) is {given or 'none'}",
+            "give --te-precision-config-file the file of that run, or remove --te-precision-config-digest",
+        )
 
 
 DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
@@ -262,5 +257,5 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     fp8_recipe_is_supported,
     fp8_products_can_run,
     modules_have_the_precision_of_the_file,
-    files_have_their_digests,
+    precision_file_has_its_digest,
 )

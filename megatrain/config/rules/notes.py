@@ -262,12 +262,6 @@ def custom_layers_are_used(draft: Draft) -> Iterator[str]:
         yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences}"
 
 
-def products_have_algorithms(draft: Draft) -> Iterator[str]:
-    found, training = draft.derived.product_algorithms, draft.config.training
-    if found is not None and training.device == "cuda" and draft.config.precision.bf16:
-        yield f"--product-algorithms {training.product_algorithms}: {found}; others use torch's choice"
-
-
 def mup_base_is_this_model(draft: Draft) -> Iterator[str]:
     model = draft.config.model
     if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
@@ -407,7 +401,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     fp8_layers_of_transformer_engine,
     gradients_of_blocks_are_e4m3,
     custom_layers_are_used,
-    products_have_algorithms,
     mup_base_is_this_model,
     mup_output_layer_lr_differs,
     stop_without_saving,

@@ -107,7 +107,7 @@ SAFE: Final = ResumeClass(
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
     " check_weight_hash_across_dp_replicas_interval"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_only eval_at_start deterministic_mode"
-    " compile product_algorithms_digest cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " compile cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations moe_layer_recompute recompute_norms device;"
     " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"
@@ -124,7 +124,7 @@ SAFE: Final = ResumeClass(
 SILENT: Final = ResumeClass(
     kind="silent",
     settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path object_storage_cache_path;"
-    " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run product_algorithms; precision: te_precision_config_file;"
+    " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run; precision: te_precision_config_file;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
 )

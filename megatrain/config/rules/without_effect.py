@@ -135,16 +135,6 @@ CONDITIONS: Final = (
         _settings("parallel", "tp_comm_overlap"),
     ),
     Condition(
-        "on a CPU",
-        lambda d: d.config.training.device == "cuda",
-        _settings("training", "product_algorithms"),
-    ),
-    Condition(
-        "without --bf16",
-        lambda d: d.config.precision.bf16,
-        _settings("training", "product_algorithms"),
-    ),
-    Condition(
         "on a CPU, whose energy is not measured",
         lambda d: d.config.training.device == "cuda",
         _settings("logging", "log_energy"),

@@ -71,10 +71,6 @@ class TrainingConfig(CheckedSection):
     """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
-    product_algorithms: str | None = None
-    """File of `megatrain tune` with cuBLASLt's algorithms of bf16 products on this GPU: of linear layers and the output layer. A product that the file lacks uses torch's choice. Not in Megatron-LM."""
-    product_algorithms_digest: str | None = AUTO
-    """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
     manual_gc: bool = False
     """Run Python's garbage collection on all ranks in the same iterations."""
     manual_gc_interval: int = field(default=0, metadata=in_range(at_least=0))

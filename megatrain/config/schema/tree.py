@@ -147,6 +147,13 @@ class Setting:
         return has_none and "none" not in self.choices
 
 
+REMOVED_SETTINGS: Final[Mapping[str, str]] = {
+    "training.product_algorithms": "GEMMs use the algorithms that cuBLAS chooses",
+    "training.product_algorithms_digest": "GEMMs use the algorithms that cuBLAS chooses",
+}
+"""Settings of earlier versions, which saved configurations list, and why they are gone."""
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a field name or path."""
     return "--" + name.rpartition(".")[2].replace("_", "-")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.kernels.linear import product
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
@@ -52,12 +51,12 @@ def product_reduce_scatter(
         keeps_parts: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
-    received = peers.send((rank, product(rows[rank], weight)) for rank in peers.peers)
+    received = peers.send((rank, torch.matmul(rows[rank], weight)) for rank in peers.peers)
     if keeps_parts:
-        product(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
+        torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
         received.wait()
         return received.parts.detach()  # detached, it is no view of the slots for autograd
-    own = product(rows[peers.group.rank], weight)
+    own = torch.matmul(rows[peers.group.rank], weight)
     _sum_into(own, own, received, peers)
     return own
 
@@ -90,7 +89,7 @@ def _product_of_received(
         rows = (x if rank == group.rank else received.from_rank(rank)).flatten(0, -2)
         part = out[rank].flatten(0, -2)
         if bias is None:
-            product(rows, weight, out=part)
+            torch.matmul(rows, weight, out=part)
         else:
             torch.addmm(bias, rows, weight, out=part)
     return out.flatten(0, 1)

@@ -31,7 +31,7 @@ from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights
-from megatrain.training.launch.product_algorithms import local_gpu
+from megatrain.training.launch.ranks import local_gpu
 
 
 def run(arguments: argparse.Namespace) -> int:

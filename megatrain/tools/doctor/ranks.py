@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.tools.doctor.finding import Finding
-from megatrain.training.launch.product_algorithms import local_gpu
+from megatrain.training.launch.ranks import local_gpu
 
 SLOW_RANK: Final = {"cuda": 1.3, "cpu": 3.0}
 """Ratio to the median time from which a rank is slow. On CPUs, ranks share cores with other programs."""

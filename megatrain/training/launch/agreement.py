@@ -30,7 +30,6 @@ from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
-from megatrain.training.launch.product_algorithms import use_product_algorithms
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
 from megatrain.training.logging.status_file import write_refused_start
 
@@ -162,7 +161,6 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
-        use_product_algorithms(plan, environment)
         locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
@@ -187,7 +185,6 @@ def _plan_of_another_rank(
     facts = Facts.from_json(answer["facts"])
     try:
         plan = resolve(request, facts)
-        use_product_algorithms(plan, environment)
     except ConfigError as error:
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
         raise

@@ -31,7 +31,6 @@ from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
-from megatrain.training.launch.product_algorithms import read_product_algorithms
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
 
 _LIBRARIES = (
@@ -146,9 +145,8 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
                     f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
                 )
             )
-    found["product_algorithms"], of_algorithms = read_product_algorithms(request)
     found["module_precision"], of_modules = _module_precision(request)
-    problems += (*of_algorithms, *of_modules)
+    problems += of_modules
     datasets, data_problems = _data_facts(request, found)
     return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 

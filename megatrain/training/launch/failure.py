@@ -16,10 +16,9 @@ from typing import Any, Final, Literal, get_args
 
 import torch.distributed as dist
 
-from megatrain.checkpoint.untrusted_json import integer, list_of, record, text
+from megatrain.checkpoint.untrusted_json import Check, integer, list_of, record, text
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.launch.handshake import LOCATION
 
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
 Kind = Literal["died", "error", "late", "collective", "reported elsewhere"]
@@ -28,6 +27,14 @@ Kind = Literal["died", "error", "late", "collective", "reported elsewhere"]
 _MAX_SUMMARY_CHARACTERS = 300
 _MAX_DETAILS = 30_000
 _MAX_RANKS_SHOWN = 8
+LOCATION: Final[dict[str, Check]] = {
+    "rank": integer(),
+    "world_size": integer(1),
+    "local_rank": integer(),
+    "host": text(max_characters=300),
+    "pid": integer(),
+}
+"""Fields that identify the process of a rank."""
 _FAILURE: Final = record(
     {
         **LOCATION,

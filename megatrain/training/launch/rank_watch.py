@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -37,14 +36,12 @@ from megatrain.training.launch.failure import (
     describe_failure,
     process_location,
 )
-from megatrain.training.launch.handshake import (
-    MAX_HANDSHAKE_BYTES,
-    is_proof,
-    new_nonce,
-    proof_of,
-    read_handshake,
+from megatrain.training.launch.watch_server import (
+    MAX_FIRST_MESSAGE_BYTES,
+    WatchServer,
+    keep_alive,
+    read_location,
 )
-from megatrain.training.launch.watch_server import WatchServer, keep_alive
 
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_WAIT = 20.0
@@ -70,11 +67,11 @@ class RankWatch:
 
     Args:
         environment: rank and host of this process.
-        store: store of all ranks, which has the server's port, and without MEGATRAIN_SECRET also the key.
+        store: store of all ranks, which has the server's port.
         phase: returns the current phase of the start.
 
     Raises:
-        MegatrainError: the server cannot be reached, or has another secret.
+        MegatrainError: the server cannot be reached, or the rank runs twice.
     """
 
     def __init__(
@@ -92,8 +89,6 @@ class RankWatch:
         self._is_asked = threading.Event()
         self._server = self._start_server(store) if environment.rank == 0 else None
         self._server_info = json.loads(store.get("watch"))
-        secret = environment.secret
-        self._key = secret.encode() if secret else bytes.fromhex(self._server_info["key"] or "")
         self._connection = self._connect()
         self._is_leaving = False
         self._cause: Failure | None = None
@@ -128,16 +123,13 @@ class RankWatch:
             self._server.close()
 
     def _start_server(self, store: dist.Store) -> WatchServer:
-        secret = self.environment.secret
-        key = secret.encode() if secret else secrets.token_bytes(32)
-        server = WatchServer(key, self.environment)
+        server = WatchServer(self.environment)
         server.start()
-        info = {"port": server.port, "key": None if secret else key.hex(), "files": self.heartbeat.files}
-        store.set("watch", json.dumps(info))
+        store.set("watch", json.dumps({"port": server.port, "files": self.heartbeat.files}))
         return server
 
     def _connect(self) -> socket.socket:
-        """Connect and authenticate; try again if the server is full of unknown peers, which it disconnects."""
+        """Connect; try again if the server is full of unknown peers, which it disconnects."""
         address = (self.environment.host, self._server_info["port"])
         deadline = time.monotonic() + _SECONDS_TO_CONNECT
         try:
@@ -154,7 +146,7 @@ class RankWatch:
                         until_known.pop_all()
                         connection.settimeout(None)
                         keep_alive(connection)
-                        self._messages = answers  # may have read more than the handshake
+                        self._messages = answers  # may have read more than the first message
                         return connection
                 time.sleep(0.1)
             raise ConnectionError("no valid answer")
@@ -165,22 +157,18 @@ class RankWatch:
             ) from error
 
     def _introduce(self, connection: socket.socket, answers: BinaryIO) -> dict[str, Any]:
-        """Prove that this is a rank of the run; return the location of the server once it has proved the same."""
-        location = process_location(self.environment)
-        first = read_handshake(answers.readline(MAX_HANDSHAKE_BYTES), "server nonce")
-        nonces = (first["nonce"], new_nonce())
-        proof = proof_of(self._key, "rank", nonces, location)
-        message = {"nonce": nonces[1], "location": location, "proof": proof}
+        """Say which rank this is; return the location of the server."""
+        message = {"location": process_location(self.environment)}
         connection.sendall(json.dumps(message).encode() + b"\n")
-        line = answers.readline(MAX_HANDSHAKE_BYTES)
-        is_refused = json_object(parse_json(line, max_bytes=MAX_HANDSHAKE_BYTES), "it").get("refused")
-        server = read_handshake(line, "server") if not is_refused else None
-        if server is None or not is_proof(server["proof"], self._key, "server", nonces, server["location"]):
+        line = answers.readline(MAX_FIRST_MESSAGE_BYTES)
+        answer = json_object(parse_json(line, max_bytes=MAX_FIRST_MESSAGE_BYTES), "the answer")
+        if answer.get("refused"):
             raise MegatrainError(
-                f"rank {self.environment.rank} and rank 0 have different secrets, or rank {self.environment.rank} runs twice",
-                fix="set the same MEGATRAIN_SECRET for all ranks, or for none, and start each rank once",
+                f"rank {self.environment.rank} of {self.environment.world_size} runs already: another process has joined with"
+                " this number",
+                fix="start each rank once: RANK (with srun SLURM_PROCID) must differ between processes",
             )
-        return dict(server["location"])
+        return read_location(line)
 
     def _send(self, message: dict[str, Any]) -> None:
         with (

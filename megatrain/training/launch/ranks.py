@@ -40,7 +40,6 @@ from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.exit_deadline import exit_deadline
 from megatrain.training.launch.failure import exit_code_of
-from megatrain.training.launch.product_algorithms import local_gpu
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
@@ -265,6 +264,12 @@ def _select_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
     device = local_gpu(environment)
     torch.cuda.set_device(device)
     return device
+
+
+def local_gpu(environment: LaunchEnvironment) -> torch.device:
+    """Return the GPU of this rank."""
+    sees_one_gpu = environment.binds_gpus and torch.cuda.device_count() == 1
+    return torch.device("cuda", 0 if sees_one_gpu else environment.local_rank)
 
 
 def _init_process_group(

@@ -7,8 +7,8 @@
 The kernel closes the connections of a process that dies in any way, and keeps those of one that computes, holds Python's
 lock or is stopped in a debugger: a long pause is not a failure. Keep-alive packets detect a host that loses power.
 
-Anyone who reaches the port can connect. A peer is unknown until it proves that it has the key of the run (`handshake.py`): its
-message is small, its time is short, the number of such peers is bounded, and no verdict is sent to it.
+Anyone who reaches the port can connect, as to torch's store. A peer is unknown until it says which rank it is: its message is small,
+its time is short, the number of such peers is bounded, and no verdict is sent to it. A second peer of the same rank is refused.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import integer, json_object, list_of, number, parse_json
+from megatrain.checkpoint.untrusted_json import integer, json_object, list_of, number, parse_json, record
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.training.faults.late_ranks import LateSearch
 from megatrain.training.faults.position import checked_position
-from megatrain.training.launch.failure import Failure, checked_failure, process_location, root_cause
-from megatrain.training.launch.handshake import (
-    MAX_HANDSHAKE_BYTES,
-    MAX_MESSAGE_BYTES,
-    is_proof,
-    new_nonce,
-    proof_of,
-    read_handshake,
+from megatrain.training.launch.failure import (
+    LOCATION,
+    Failure,
+    checked_failure,
+    process_location,
+    root_cause,
 )
 
+MAX_FIRST_MESSAGE_BYTES: Final = 4096
+MAX_MESSAGE_BYTES: Final = 1 << 16
 SECONDS_FOR_ROOT_CAUSE = 3.0
 """Wait after a failed collective for a report of the rank that caused it."""
 SECONDS_TO_BECOME_QUIET = 3.0
 """Longest wait for the other ranks to stop printing."""
 SECONDS_TO_PRINT = 5.0
-SECONDS_FOR_HANDSHAKE = 10.0
+SECONDS_TO_INTRODUCE = 10.0
 """An unknown peer is disconnected after this time."""
 MIN_UNKNOWN_PEERS = 256
 """As many unknown peers as this, or as there are ranks, may be connected; then the oldest one is disconnected."""
 _SECONDS_BETWEEN_STEPS = 0.05
-_FILES, _SECONDS = list_of(integer(-1), most=2), number()
+_FILES, _SECONDS, _LOCATION = list_of(integer(-1), most=2), number(), record(LOCATION)
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -63,9 +63,8 @@ class _Peer:
     """Connection of one rank, or of an unknown program."""
 
     connection: socket.socket
-    nonce: str = field(default_factory=new_nonce)
-    deadline: float = field(default_factory=lambda: time.monotonic() + SECONDS_FOR_HANDSHAKE)
-    """End of the time for the handshake."""
+    deadline: float = field(default_factory=lambda: time.monotonic() + SECONDS_TO_INTRODUCE)
+    """End of the time for its first message."""
     location: dict[str, Any] | None = None
     """Rank, host and process; None: an unknown peer."""
     received: bytes = b""
@@ -82,12 +81,11 @@ class WatchServer:
     """Finds the root cause of failures for all ranks, which connect to `port`.
 
     Args:
-        key: key that a peer must have to be a rank.
         environment: rank and host of this process; the server listens at the address of the rendezvous.
     """
 
-    def __init__(self, key: bytes, environment: LaunchEnvironment) -> None:
-        self._key, self._environment = key, environment
+    def __init__(self, environment: LaunchEnvironment) -> None:
+        self._environment = environment
         self._listener = _listener(environment)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -159,7 +157,6 @@ class WatchServer:
         self._selector.register(connection, selectors.EVENT_READ, peer)
         with contextlib.suppress(OSError):
             keep_alive(connection)
-            _send(connection, {"nonce": peer.nonce})
 
     def _disconnect_late_peers(self) -> None:
         now = time.monotonic()
@@ -180,7 +177,7 @@ class WatchServer:
                     self._disconnect(peer)
                     return
             is_over = not chunk or len(peer.received) > (
-                MAX_HANDSHAKE_BYTES if peer.location is None else MAX_MESSAGE_BYTES
+                MAX_FIRST_MESSAGE_BYTES if peer.location is None else MAX_MESSAGE_BYTES
             )
         except (ValueError, RecursionError):  # not a message
             is_over = True
@@ -215,17 +212,14 @@ class WatchServer:
         return True
 
     def _introduce(self, peer: _Peer, line: bytes) -> bool:
-        """Make an unknown peer a rank if it has the key, and prove that this is the server."""
-        message = read_handshake(line, "rank")
-        location, nonces = message["location"], (peer.nonce, message["nonce"])
-        is_rank = is_proof(message["proof"], self._key, "rank", nonces, location)
-        if not is_rank or any(other.rank == location["rank"] for other in self._peers):
+        """Make an unknown peer the rank that it says it is, unless that rank is there already."""
+        location = read_location(line)
+        if any(other.rank == location["rank"] for other in self._peers):
             with contextlib.suppress(OSError):
                 _send(peer.connection, {"refused": True})
             return False
-        own = process_location(self._environment)
         with contextlib.suppress(OSError):
-            _send(peer.connection, {"location": own, "proof": proof_of(self._key, "server", nonces, own)})
+            _send(peer.connection, {"location": process_location(self._environment)})
         peer.location = location
         return True
 
@@ -307,6 +301,13 @@ class WatchServer:
         for peer in sorted(ranks, key=lambda peer: peer.rank == 0):
             with contextlib.suppress(OSError):  # the connection is closed; reading it reports that
                 _send(peer.connection, message)
+
+
+def read_location(line: bytes) -> dict[str, Any]:
+    """Return the location in the first message of a rank or of the server. Raises ValueError or RecursionError."""
+    message = json_object(parse_json(line, max_bytes=MAX_FIRST_MESSAGE_BYTES), "the message")
+    _LOCATION(message.get("location"), "location")
+    return {name: message["location"][name] for name in LOCATION}
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -136,3 +136,11 @@ def test_missing_values_are_written_as_comments(written):
     assert "  # num_layers: REQUIRED\n" in text
     assert "  kv_channels: auto\n" in text
     assert parse(["--config", written(text)]).config == parse([]).config
+
+
+def test_a_saved_configuration_may_list_settings_of_earlier_versions(written):
+    text = to_yaml(parse([]).config).replace("training:\n", "training:\n  product_algorithms: {}\n")
+    assert parse(["--config", written(text.format("null"))]).problems == ()
+    (problem,) = parse(["--config", written(text.format("a.json"))]).problems
+    assert "product_algorithms was removed" in problem.text
+    assert problem.fix == "remove the line"

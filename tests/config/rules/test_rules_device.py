@@ -76,9 +76,7 @@ CASES = {
         ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 64 --bf16", "", CUDA,
          ("--fp8-block-size 64", "128"), ("--fp8-block-size 128",)),
     ],
-    "files_have_their_digests": [
-        ("--product-algorithms-digest 0123", "", None,
-         ("--product-algorithms none", "0123"), ("give --product-algorithms", "remove --product-algorithms-digest")),
+    "precision_file_has_its_digest": [
         ("--te-precision-config-digest 0123", "", None,
          ("--te-precision-config-file none", "0123"), ("--te-precision-config-file", "remove --te-precision-config-digest")),
     ],

@@ -79,8 +79,6 @@ CASES = [
     ("--decoupled-min-lr 0.1", "", ("--decoupled-min-lr 0.1", "--decoupled-lr")),
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
-    ("--product-algorithms a.json", "", ("--product-algorithms a.json", "CPU")),
-    ("--product-algorithms a.json", "", ("--product-algorithms a.json", "--bf16")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})

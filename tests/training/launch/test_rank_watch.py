@@ -55,7 +55,7 @@ def test_a_rank_that_cannot_connect_names_the_address(orphaned_store) -> None:
 
 def test_a_server_that_a_message_stops_is_closed() -> None:
     """Another rank disconnects between the order to close and the byte that wakes the thread."""
-    server = WatchServer(b"x", LaunchEnvironment(world_size=2))
+    server = WatchServer(LaunchEnvironment(world_size=2))
     server.start()
     waker = server._waker
 
