@@ -100,7 +100,7 @@ class Routers:
         top_ks = [router.top_k for router in self.specs.values()]
         both = torch.tensor([sizes, top_ks], dtype=torch.float64, device=device)
         self._num_experts, self._top_k = both.unbind()
-        self._num_rows = 2 if self.biases.have_quantiles else 1
+        self._num_rows = 2 if any(router.has_selection_bias for router in self.specs.values()) else 1
         self._sums = torch.zeros(
             len(sizes), len(ROUTER_METRICS) + self._num_rows * max_experts, dtype=torch.float64, device=device
         )
@@ -143,7 +143,7 @@ class Routers:
             return None
         of_experts = self._sums[:, len(ROUTER_METRICS) :].unflatten(1, (self._num_rows, -1))
         loads = of_experts[:, 0]
-        self.biases.update(loads, is_finite, of_experts[:, -1] / self._num_passes)
+        self.biases.update(of_experts[:, -1], is_finite, of_experts[:, -1] / self._num_passes)
         self._idle_iterations = torch.where(loads > 0, 0, self._idle_iterations + 1) * self._is_expert
         assignments = loads.sum(-1).clamp(min=1)
         sums = dict(zip(ROUTER_METRICS, self._sums.unbind(-1), strict=False))

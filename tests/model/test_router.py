@@ -79,7 +79,7 @@ COEFFICIENTS = {"z_loss": 0.2, "aux_loss": 0.3, "seq_aux_loss": 0.5, "global_aux
 @pytest.mark.parametrize("scale", [3.0, torch.tensor(3.0, dtype=torch.float64)])
 def test_losses_reach_the_gradients_with_the_pass_share(scale: float | Tensor) -> None:
     router, x = router_of(LOSSES), hidden().requires_grad_()
-    info = PassInfo(loss_scale=scale)
+    info = PassInfo(loss_scale=7.0, router_loss_scale=scale)
     torch.zeros(()).mul((0 * router(x, info).probs).sum()).backward()
     again, weight = hidden().requires_grad_(), router.weight.detach().clone().requires_grad_()
     expected = reference_losses(again, weight, 2)
