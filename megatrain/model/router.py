@@ -10,8 +10,8 @@ loss; with --calculate-per-token-loss, as in Megatron-LM, the sum over micro-bat
 loss, divided by the step's tokens that count.
 
 The metrics of a pass are a row of `ROUTER_METRICS`, then the load of each expert, over this rank's tokens, in fp64, in which
-sums of loads are exact; then, with a selection bias, the numbers that update it: loads without dropped assignments, or the
-load quantiles of the micro-batch. A recomputed forward pass records the same values again.
+sums of loads are exact; then, where the selection bias is not updated from these, the numbers that update it: loads without
+dropped assignments, or the load quantiles of the micro-batch. A recomputed forward pass records the same values again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megatrain.kernels.moe.routing import (
     Routing,
     TopKRule,
     expert_capacity,
-    kept_tokens_per_expert,
     load_quantiles,
     select_by_biased_logits,
     select_by_sinkhorn,
@@ -158,9 +157,7 @@ class Router(LaidOutModule):
         assert self.bias is not None, "the model attaches it"
         return self.bias
 
-    def _kept(
-        self, experts: Tensor, probs: Tensor, rows: int, samples: int, info: PassInfo
-    ) -> Tensor | None:
+    def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int, info: PassInfo) -> Tensor | None:
         """Return the assignments within the experts' capacity, bool [t, k]; None: all.
 
         The whole micro-batch decides, without its padding samples, which are dropped.
@@ -201,8 +198,8 @@ class Router(LaidOutModule):
         if kept is not None:
             metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
         of_experts = [loads.sum(0)]  # before `loads` is overwritten
-        if self.bias is not None:
-            of_experts.append(self._balances(logits, experts, kept, samples))
+        if self.spec.has_bias_updates:
+            of_experts.append(self._bias_updates(logits, experts, kept, samples))
         parts = self._losses(logits, scores, loads, info)
         if parts:
             loss = sum(coeff * part for coeff, part in parts.values())
@@ -213,15 +210,14 @@ class Router(LaidOutModule):
         info.router_metrics[self.layer] = torch.cat([metrics, *(x.double() for x in of_experts)])
         return probs
 
-    def _balances(self, logits: Tensor, experts: Tensor, kept: Tensor | None, samples: int) -> Tensor:
+    def _bias_updates(self, logits: Tensor, experts: Tensor, kept: Tensor | None, samples: int) -> Tensor:
         """Return this rank's part of the numbers that update the selection bias, [E].
 
         They are loads without dropped assignments, or the load quantiles of the micro-batch, on the first of its ranks.
         """
         if self.spec.quantile_ema is None:
-            if kept is None:
-                return tokens_per_expert(experts, self.spec.num_experts)
-            return kept_tokens_per_expert(experts, kept, self.spec.num_experts)
+            assert kept is not None, "it has a capacity"
+            return tokens_per_expert(experts, self.spec.num_experts, kept)
         order = self.split.flat_positions(len(logits) // samples, samples, logits.device)
         whole = self.split.gather(logits.detach(), order)
         quantiles = load_quantiles(whole, self._selection_bias(), self.spec.top_k)

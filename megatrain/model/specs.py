@@ -163,6 +163,11 @@ class RouterSpec:
         """The model has a bias per expert for the selection, which is no parameter."""
         return self.has_expert_bias or self.quantile_ema is not None
 
+    @property
+    def has_bias_updates(self) -> bool:
+        """That bias is updated from other numbers than the loads: load quantiles, or loads without dropped assignments."""
+        return self.quantile_ema is not None or (self.has_expert_bias and self.capacity_factor is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:

@@ -35,9 +35,7 @@ def evaluated(rank: int, world_size: int, layout: Layout, is_padded: bool) -> tu
     """Return the sums of losses and of tokens over all samples; the last micro-batches are padded as by the loader, or short."""
     engine = engine_of(tiny_plan(layout, world_size), rank)
     dp = engine.grid.dp
-    sampler = FullSampler(
-        DataShard(micro_batch_size=MICRO_BATCH, dp_rank=dp.rank, dp_size=dp.size), TOTAL
-    )
+    sampler = FullSampler(DataShard(micro_batch_size=MICRO_BATCH, dp_rank=dp.rank, dp_size=dp.size), TOTAL)
     indices = [sampler.indices(0, number) for number in range(sampler.num_microbatches)]
     if not is_padded:
         sums = [engine.evaluate([batch_of(one, len(one))]) for one in indices]

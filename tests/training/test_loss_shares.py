@@ -56,7 +56,8 @@ def test_a_batch_without_tokens_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    "losses", ["aux_loss --moe-aux-loss-coeff 0.3", "seq_aux_loss --moe-aux-loss-coeff 0.2 --moe-z-loss-coeff 0.1"]
+    "losses",
+    ["aux_loss --moe-aux-loss-coeff 0.3", "seq_aux_loss --moe-aux-loss-coeff 0.2 --moe-z-loss-coeff 0.1"],
 )
 def test_by_tokens_losses_of_routers_count_all_tokens_over_the_tokens_that_count(losses: str) -> None:
     """As in Megatron-LM: each micro-batch's loss times its tokens, masked or not, over the step's counted tokens."""

@@ -264,17 +264,20 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
     return rows[:, None] * values * columns
 
 
-def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
-    if experts.dim() == 3 and is_fused(experts):
+def tokens_per_expert(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+    """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E].
+
+    Args:
+        kept: bool like `experts`, the assignments that count; None: all.
+    """
+    if kept is None and experts.dim() == 3 and is_fused(experts):
         return fused.tokens_per_expert(experts, num_experts)
-    return kept_tokens_per_expert(experts, torch.ones_like(experts, dtype=torch.bool), num_experts)
-
-
-def kept_tokens_per_expert(experts: Tensor, kept: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert whose assignment is kept, bool [t, k]: int64 [t, k] -> int64 [E]."""
     selected = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
-    return selected.scatter_(-1, experts, kept.to(torch.uint8)).sum(0, dtype=torch.int64)
+    if kept is None:
+        selected.scatter_(-1, experts, 1)
+    else:
+        selected.scatter_(-1, experts, kept.to(torch.uint8))
+    return selected.sum(0, dtype=torch.int64)
 
 
 def expert_capacity(factor: float, *, top_k: int, num_tokens: int, num_experts: int) -> int:

@@ -217,6 +217,10 @@ def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
     for b, e in itertools.product(range(3), range(4)):
         assert by_sequence[b, e] == sum(e in experts[s, b].tolist() for s in range(6))
     assert torch.equal(tokens_per_expert(experts.flatten(0, 1), 4), by_sequence.sum(0))
+    kept = torch.rand(experts.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    of_kept = tokens_per_expert(experts, 4, kept)
+    for b, e in itertools.product(range(3), range(4)):
+        assert of_kept[b, e] == sum(e in experts[s, b][kept[s, b]].tolist() for s in range(6))
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 3), (1.25, 4), (0.5, 2), (100.0, 300)])

@@ -17,7 +17,12 @@ from megatrain.training.planning.data_and_timeline import Landmark
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text
 
-EXPERTS = {"--num-experts": "7", "--moe-ffn-hidden-size": "5", "--moe-router-topk": "3", "--hidden-size": "40"}
+EXPERTS = {
+    "--num-experts": "7",
+    "--moe-ffn-hidden-size": "5",
+    "--moe-router-topk": "3",
+    "--hidden-size": "40",
+}
 LATENTS = {
     "--multi-latent-attention": "", "--q-lora-rank": "12", "--kv-lora-rank": "8", "--qk-head-dim": "8",
     "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
