@@ -165,6 +165,8 @@ class Router(LaidOutModule):
         spec = self.spec
         if spec.capacity_factor is None:
             return None
+        if probs.dtype == torch.float64 != self.weight.dtype:
+            probs = probs.float()  # have the rounding of the model
         order = self.split.flat_positions(rows, samples, experts.device)
         all_experts, all_probs = (self.split.gather(x.detach(), order) for x in (experts, probs))
         num_tokens, is_padding = len(all_experts), None

@@ -156,6 +156,16 @@ def test_padding_samples_have_no_part_in_the_capacity(num_samples: int, drops_la
     assert not router(x, PassInfo(is_training=False, num_samples=0)).kept.any()
 
 
+def test_rounding_of_a_model_in_fp32_does_not_decide_drops_of_its_router_in_fp64() -> None:
+    spec = RouterSpec(num_experts=E, top_k=2, capacity_factor=0.7, dtype="fp64")
+    router = router_of(spec, torch.float32)
+    alike = hidden(1).expand(S, B, H).float().contiguous()  # three samples of the same tokens
+    noise = torch.rand(S, B, H, generator=torch.Generator().manual_seed(5)) - 0.5
+    expected, found = router(alike, PassInfo()), router(alike * (1 + 1e-6 * noise), PassInfo())
+    assert not expected.kept.all()
+    assert torch.equal(found.kept, expected.kept)
+
+
 def test_evaluation_has_no_losses_and_no_metrics() -> None:
     info = PassInfo(is_training=False)
     with torch.no_grad():
