@@ -8,8 +8,8 @@ stores them with the other sign. Every rank holds the biases of all layers and a
 quantiles are summed over all ranks. So biases do not depend on the layout, and a checkpoint stores them with its scalars,
 which any layout reads.
 
-Source: Wang et al., arXiv:2408.15664; Megatron-LM has the same updates. Loads count the selected experts, including
-assignments that are dropped later.
+Source: Wang et al., arXiv:2408.15664; Megatron-LM has the same updates. As there, loads count no dropped assignments, and
+biases stay where every expert is padded to its capacity, since padded loads are equal.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class ExpertBiases:
         """Update the biases if the step was finite.
 
         Args:
-            loads: integer loads of the global batch, [L, E] in any dtype.
+            loads: integer loads of the global batch without dropped assignments, [L, E] in any dtype; not read with quantile
+                balancing.
             quantiles: means of the load quantiles of its micro-batches, [L, E]; required with quantile balancing.
         """
         means = loads.sum(-1, keepdim=True) / self._sizes

@@ -5,12 +5,13 @@
 
 Losses are those of a micro-batch, whose tokens may be split over ranks (`TokenSplit`): a rank's part is computed from its
 own tokens' scores and the loads of all tokens. Gradients are plain sums over ranks, micro-batches and replicas, so a part
-is scaled by `info.loss_scale`, the weight of the micro-batch's mean token loss in the step's loss. The step's loss has, for
-each layer, the mean over micro-batches of coefficient * loss; with --calculate-per-token-loss that mean is weighted by the
-number of tokens that count.
+is scaled by `info.router_loss_scale`. The step's loss has, for each layer, the mean over micro-batches of coefficient *
+loss; with --calculate-per-token-loss, as in Megatron-LM, the sum over micro-batches of (all their tokens) * coefficient *
+loss, divided by the step's tokens that count.
 
 The metrics of a pass are a row of `ROUTER_METRICS`, then the load of each expert, over this rank's tokens, in fp64, in which
-sums of loads are exact; then, with quantile balancing, the load quantiles of the micro-batch. A recomputed forward pass records the same values again.
+sums of loads are exact; then, where the selection bias is not updated from these, the numbers that update it: loads without
+dropped assignments, or the load quantiles of the micro-batch. A recomputed forward pass records the same values again.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Router(LaidOutModule):
         rows, samples = x.shape[:2]
         logits = self._logits(x, info)
         experts, probs = self._select(logits, rows, samples, info)
-        kept = self._kept(experts, probs, rows, samples)
+        kept = self._kept(experts, probs, rows, samples, info)
         if info.is_training:
             probs = self._with_losses(probs, logits, experts, kept, samples, info)
         return Routing(experts, probs if kept is None else probs * kept, kept)
@@ -156,17 +157,29 @@ class Router(LaidOutModule):
         assert self.bias is not None, "the model attaches it"
         return self.bias
 
-    def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int) -> Tensor | None:
-        """Return the assignments within the experts' capacity, bool [t, k], decided over the whole micro-batch; None: all."""
+    def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int, info: PassInfo) -> Tensor | None:
+        """Return the assignments within the experts' capacity, bool [t, k]; None: all.
+
+        The whole micro-batch decides, without its padding samples, which are dropped.
+        """
         spec = self.spec
         if spec.capacity_factor is None:
             return None
+        if probs.dtype == torch.float64 != self.weight.dtype:
+            probs = probs.float()  # have the rounding of the model
         order = self.split.flat_positions(rows, samples, experts.device)
         all_experts, all_probs = (self.split.gather(x.detach(), order) for x in (experts, probs))
+        num_tokens, is_padding = len(all_experts), None
+        if info.num_samples is not None and info.num_samples < samples:
+            num_tokens = num_tokens // samples * info.num_samples
+            is_padding = torch.arange(len(all_experts), device=order.device) % samples >= info.num_samples
+            all_experts = all_experts.masked_fill(is_padding[:, None], spec.num_experts)
         capacity = expert_capacity(
-            spec.capacity_factor, top_k=spec.top_k, num_tokens=len(all_experts), num_experts=spec.num_experts
+            spec.capacity_factor, top_k=spec.top_k, num_tokens=num_tokens, num_experts=spec.num_experts
         )
         kept = within_capacity(all_experts, all_probs, capacity, "position" if spec.drops_last else "probs")
+        if is_padding is not None:
+            kept &= ~is_padding[:, None]
         return kept if self.split.num_ranks == 1 else kept[order]
 
     def _with_losses(
@@ -186,25 +199,31 @@ class Router(LaidOutModule):
         metrics[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
             metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
-        of_experts = [loads.sum(0), *self._quantiles(logits, len(loads))]  # before `loads` is overwritten
+        of_experts = [loads.sum(0)]  # before `loads` is overwritten
+        if self.spec.has_bias_updates:
+            of_experts.append(self._bias_updates(logits, experts, kept, samples))
         parts = self._losses(logits, scores, loads, info)
         if parts:
             loss = sum(coeff * part for coeff, part in parts.values())
             assert isinstance(loss, Tensor)
-            probs = add_loss(probs, loss, info.loss_scale)
+            probs = add_loss(probs, loss, info.router_loss_scale)
         for name, (_, part) in parts.items():
             metrics[ROUTER_METRICS.index(name)] = part.detach()
         info.router_metrics[self.layer] = torch.cat([metrics, *(x.double() for x in of_experts)])
         return probs
 
-    def _quantiles(self, logits: Tensor, samples: int) -> list[Tensor]:
-        """Return the load quantiles of the micro-batch, [E], on the first of its ranks, and zeros on others."""
+    def _bias_updates(self, logits: Tensor, experts: Tensor, kept: Tensor | None, samples: int) -> Tensor:
+        """Return this rank's part of the numbers that update the selection bias, [E].
+
+        They are loads without dropped assignments, or the load quantiles of the micro-batch, on the first of its ranks.
+        """
         if self.spec.quantile_ema is None:
-            return []
+            assert kept is not None, "it has a capacity"
+            return tokens_per_expert(experts, self.spec.num_experts, kept)
         order = self.split.flat_positions(len(logits) // samples, samples, logits.device)
         whole = self.split.gather(logits.detach(), order)
         quantiles = load_quantiles(whole, self._selection_bias(), self.spec.top_k)
-        return [quantiles if self.split.is_first else torch.zeros_like(quantiles)]
+        return quantiles if self.split.is_first else torch.zeros_like(quantiles)
 
     def _losses(
         self, logits: Tensor, scores: ScoreSums, selected: Tensor, info: PassInfo

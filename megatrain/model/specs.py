@@ -147,6 +147,7 @@ class RouterSpec:
     has_expert_bias: bool = False
     """The selection adds a bias per expert to the scores."""
     bias_update_rate: float = 1e-3
+    """Change of that bias per step; 0 with `is_padded`: padded loads are equal."""
     jitter: float = 0.0
     capacity_factor: float | None = None
     """Maximum load of an expert relative to the mean load; None: no assignment is dropped."""
@@ -161,6 +162,11 @@ class RouterSpec:
     def has_selection_bias(self) -> bool:
         """The model has a bias per expert for the selection, which is no parameter."""
         return self.has_expert_bias or self.quantile_ema is not None
+
+    @property
+    def has_bias_updates(self) -> bool:
+        """That bias is updated from other numbers than the loads: load quantiles, or loads without dropped assignments."""
+        return self.quantile_ema is not None or (self.has_expert_bias and self.capacity_factor is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +383,7 @@ def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec |
 def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> RouterSpec:
     kinds, best = experts.moe_router_load_balancing_type, experts.moe_router_group_topk
     factors = dict(zip(kinds, experts.moe_aux_loss_coeff, strict=True))
+    is_padded = experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is not None
     return RouterSpec(
         num_experts=sizes.num_experts,
         top_k=sizes.top_k,
@@ -393,11 +400,11 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> Ro
         z_loss_coeff=experts.moe_z_loss_coeff or 0.0,
         has_bias=has_bias,
         has_expert_bias=experts.moe_router_enable_expert_bias,
-        bias_update_rate=experts.moe_router_bias_update_rate,
+        bias_update_rate=0.0 if is_padded else experts.moe_router_bias_update_rate,
         jitter=experts.moe_input_jitter_eps or 0.0,
         capacity_factor=experts.moe_expert_capacity_factor,
         drops_last=experts.moe_token_drop_policy == "position",  # noqa: S105 (no password)
-        is_padded=experts.moe_pad_expert_input_to_capacity,
+        is_padded=is_padded,
         is_forced=experts.moe_router_force_load_balancing,
     )
 
@@ -416,13 +423,15 @@ def _rotary(model: ModelConfig) -> RotarySpec | None:
         return _rotary_of_latents(model)
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
-    llama = LlamaScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
+    base, is_interleaved = float(model.rotary_base), model.rotary_interleaved
+    if model.position_embedding_type == "yarn":  # rotates all channels, and scales by its own factor alone
+        return RotarySpec(base=base, is_interleaved=is_interleaved, scaling=_yarn(model))
     return RotarySpec(
-        base=float(model.rotary_base),
+        base=base,
         rotary_percent=model.rotary_percent,
-        is_interleaved=model.rotary_interleaved,
+        is_interleaved=is_interleaved,
         interpolation=float(model.rotary_seq_len_interpolation_factor or 1),
-        scaling=_yarn(model) if model.position_embedding_type == "yarn" else llama,
+        scaling=LlamaScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None,
     )
 
 

@@ -123,10 +123,14 @@ class PassInfo:
     """Index of its first sample in the run, the same under every layout; dropout is keyed by it. A CUDA graph reads it from the device."""
     documents: Documents | None = None
     """Documents of the batch."""
+    num_samples: int | None = None
+    """Samples of the micro-batch before its padding; None: all. Padding has no part in the experts' capacity."""
     is_training: bool = True
     """False in evaluation: no gradients are computed."""
     loss_scale: float | Tensor = 1.0
     """Factor that turns the mean of the counted token losses into this pass's part of the step's loss."""
+    router_loss_scale: float | Tensor = 1.0
+    """Factor that turns the losses of the micro-batch's routers into their part of the step's loss."""
     deferred: list[Callable[[], None]] | None = None
     """Weight gradients to compute later in the schedule; None: they are computed at once."""
     late: list[Callable[[], None]] | None = None

@@ -50,10 +50,15 @@ class EvaluationSet:
     dataset: str | None
     """Name of the dataset; None for a whole split."""
     batches: Batches
+    sampler: Sampler
     num_microbatches: int
     """Micro-batches of each rank in one evaluation."""
     is_whole: bool
     """Each evaluation reads all samples, from the first one."""
+
+    def num_samples(self, consumed_samples: int, num_microbatches: int) -> list[int]:
+        """Return the samples of each of the rank's micro-batches, without padding."""
+        return [len(self.sampler.indices(consumed_samples, number)) for number in range(num_microbatches)]
 
     @property
     def name(self) -> str:
@@ -258,7 +263,7 @@ class _LoaderBuilder:
             whole = FullSampler(self.shard, length)
             sampler: Sampler = whole if is_whole else self._sampler(length)
             count = whole.num_microbatches if is_whole else per_evaluation
-            return EvaluationSet(split, name, self._batches(samples, sampler), count, is_whole)
+            return EvaluationSet(split, name, self._batches(samples, sampler), sampler, count, is_whole)
 
         evaluations = []
         if lengths.valid is not None:

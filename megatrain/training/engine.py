@@ -199,36 +199,51 @@ class Engine:
                 first_sample=first_sample + (number * dp.size + dp.rank) * micro,
                 documents=batch.documents,
                 loss_scale=scale,
+                router_loss_scale=router_scale,
             )
-            for number, (batch, scale) in enumerate(zip(batches, self._loss_scales(batches), strict=True))
+            for number, (batch, (scale, router_scale)) in enumerate(
+                zip(batches, self._loss_scales(batches), strict=True)
+            )
         ]
 
-    def _loss_scales(self, batches: Sequence[Batch]) -> list[float | Tensor]:
-        """Return the factor on each micro-batch's mean loss: its weight in the step's loss, times the loss scale.
+    def _loss_scales(self, batches: Sequence[Batch]) -> list[tuple[float | Tensor, float | Tensor]]:
+        """Return the factors on each micro-batch's mean loss and on its routers' losses: weights, times the loss scale.
 
         Plain sums over micro-batches and replicas then give the mean of the micro-batches' means or, with
-        --calculate-per-token-loss, the mean over all tokens that the loss mask keeps.
+        --calculate-per-token-loss, the mean over all tokens that the loss mask keeps. As in Megatron-LM, the weight of a
+        micro-batch's routers is then the number of all its tokens, divided by the step's tokens that the loss mask keeps.
         """
         scale = self.loss_scaler.scale
         if not self.plan.config.training.calculate_per_token_loss:
-            return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
+            equal = scale / (len(batches) * self.grid.dp.size)
+            return [(equal, equal)] * len(batches)
         has_head = self.pipeline.placement.has_head(self.grid.pp.rank)
         if not has_head and not self.routers.have_losses:
-            return [scale] * len(batches)  # only the head and routers read it
-        factors = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+            return [(scale, scale)] * len(batches)  # only the head and routers read them
+        factors = torch.zeros(len(batches), 2, dtype=torch.float64, device=self.device)
         if has_head:
             tokens = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
             total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
-            factors = torch.stack([scale * batch.loss_denominator.double() / total for batch in batches])
+            factors[:, 0] = torch.stack([batch.loss_denominator.double() for batch in batches])
+            factors[:, 1] = batches[0].loss_mask.numel() * self.grid.cp.size
+            factors *= scale / total
         if self.routers.have_losses:
             all_reduce(factors, self.grid.pp)
-        return list(factors.unbind())
+        return [(of_tokens, of_routers) for of_tokens, of_routers in map(Tensor.unbind, factors.unbind())]
 
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2]."""
+    def evaluate(self, batches: Sequence[Batch], num_samples: Sequence[int | None] | None = None) -> Tensor:
+        """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2].
+
+        Args:
+            num_samples: samples of each micro-batch before its padding; None: all.
+        """
         batches = self.shard_batches(batches)
-        documents = [batch.documents for batch in batches]
-        infos = [PassInfo(microbatch=n, documents=d, is_training=False) for n, d in enumerate(documents)]
+        infos = [
+            PassInfo(microbatch=number, documents=batch.documents, num_samples=samples, is_training=False)
+            for number, (batch, samples) in enumerate(
+                zip(batches, num_samples or [None] * len(batches), strict=True)
+            )
+        ]
         self.executor.run(self.pipeline.evaluation(self.grid.pp.rank, len(batches)), batches, infos)
         return self._sum_over_ranks(infos, ["lm_loss", "tokens"])
 

@@ -118,8 +118,9 @@ class Evaluation:
             if reason is not None:
                 return float("nan"), reason
             count = min(per_batch, evaluation_set.num_microbatches - done)
-            batches = evaluation_set.batches.microbatches(consumed + done * samples_per_pass, count)
-            sums += self.engine.evaluate(batches)
+            start = consumed + done * samples_per_pass
+            batches = evaluation_set.batches.microbatches(start, count)
+            sums += self.engine.evaluate(batches, evaluation_set.num_samples(start, count))
         return mean_losses(sums).item(), None
 
     def _reason_to_stop(self) -> str | None:

@@ -100,7 +100,7 @@ class Routers:
         top_ks = [router.top_k for router in self.specs.values()]
         both = torch.tensor([sizes, top_ks], dtype=torch.float64, device=device)
         self._num_experts, self._top_k = both.unbind()
-        self._num_rows = 2 if self.biases.have_quantiles else 1
+        self._num_rows = 2 if any(router.has_bias_updates for router in self.specs.values()) else 1
         self._sums = torch.zeros(
             len(sizes), len(ROUTER_METRICS) + self._num_rows * max_experts, dtype=torch.float64, device=device
         )
@@ -130,12 +130,14 @@ class Routers:
         self._sums = all_reduce(all_reduce(sums, self._grid.dp), self._grid.pp)
 
     def _padded(self, row: Tensor, num_experts: int) -> Tensor:
-        """Return a router's metrics, or none, in the width of `_sums`."""
+        """Return a router's metrics, or none, in the width of `_sums`; loads are also the numbers that update the bias if it has no others."""
         if not row.numel():
             return self._sums.new_zeros(self._sums.shape[1])
         of_experts = row[len(ROUTER_METRICS) :].view(-1, num_experts)
-        missing = (0, self._is_expert.shape[1] - num_experts, 0, self._num_rows - len(of_experts))
-        return torch.cat((row[: len(ROUTER_METRICS)], F.pad(of_experts, missing).flatten()))
+        if len(of_experts) < self._num_rows:
+            of_experts = of_experts.expand(self._num_rows, -1)
+        padded = F.pad(of_experts, (0, self._is_expert.shape[1] - num_experts))
+        return torch.cat((row[: len(ROUTER_METRICS)], padded.flatten()))
 
     def finish_step(self, is_finite: Tensor) -> RouterMetrics | None:
         """Update the expert biases if the step is finite; return the step's metrics, or None without routers."""
@@ -143,7 +145,7 @@ class Routers:
             return None
         of_experts = self._sums[:, len(ROUTER_METRICS) :].unflatten(1, (self._num_rows, -1))
         loads = of_experts[:, 0]
-        self.biases.update(loads, is_finite, of_experts[:, -1] / self._num_passes)
+        self.biases.update(of_experts[:, -1], is_finite, of_experts[:, -1] / self._num_passes)
         self._idle_iterations = torch.where(loads > 0, 0, self._idle_iterations + 1) * self._is_expert
         assignments = loads.sum(-1).clamp(min=1)
         sums = dict(zip(ROUTER_METRICS, self._sums.unbind(-1), strict=False))

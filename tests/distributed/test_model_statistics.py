@@ -1,5 +1,7 @@
 """Weight norm and gradient zeros of the whole model under every layout: each element counts once."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.tools.parity.measure import Job, engine_of, measure, own_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.logging.model_summary import model_summary
 
 LAYOUTS = [
     Layout.of(text)
@@ -45,3 +48,22 @@ def statistics(rank: int, world_size: int, layout: Layout) -> tuple[int, float]:
     engine = engine_of(tiny_plan(layout, world_size), rank)
     engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
     return int(num_zero_gradients(engine.optimizer)), float(parameter_norm(engine.optimizer))
+
+
+@pytest.mark.parametrize("text", ["mixtral", "dp2 mixtral ep2", "tp2 sp dp2 pp2 mixtral ep2 etp2 tied mtp1"])
+def test_parameters_are_counted_exactly_though_ranks_hold_parts(pool: WorkerPool, text: str) -> None:
+    """Three of ten experts per token: no share of a tensor is a whole number."""
+    layout = Layout.of(text)
+    (expected,) = pool.run(1, summary, layout.alone)
+    assert set(pool.run(layout.world_size, summary, layout)) == {expected}
+    of_one = 3 * 48 * 14
+    total, active = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", expected))
+    assert total - active == (4 + layout.has("mtp1")) * 7 * of_one
+
+
+TEN_EXPERTS = "--num-experts 10 --moe-router-topk 3 --moe-ffn-hidden-size 14".split()
+
+
+def summary(rank: int, world_size: int, layout: Layout) -> str:
+    lines = model_summary(engine_of(tiny_plan(layout, world_size, *TEN_EXPERTS), rank))
+    return lines.partition(";")[0]

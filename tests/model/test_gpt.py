@@ -23,6 +23,8 @@ from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.tools.parity.measure import engine_of, tiny_plan
+from megatrain.tools.parity.rows import Layout
 
 VOCAB, SEQ, BATCH = 101, 12, 2
 CPU = torch.device("cpu")
@@ -267,3 +269,18 @@ def test_bfloat16_stays_near_fp64(is_residual_fp32: bool) -> None:
     assert bf16.gradients.dtype == torch.float32
     difference = (bf16.gradients - fp64.gradients).norm() / fp64.gradients.norm()
     assert difference < 0.05
+
+
+def test_yarn_rotates_all_channels_and_scales_by_its_own_factor_alone() -> None:
+    """As in Megatron-LM, which ignores the share of rotated channels and the factor of interpolation there."""
+    yarn = (
+        "--position-embedding-type yarn --yarn-original-max-position-embeddings 8 --rotary-scaling-factor 4"
+    )
+    ignored = "--rotary-percent 0.5 --rotary-seq-len-interpolation-factor 2"
+    plain, both = (
+        engine_of(tiny_plan(Layout.of(""), 1, *flags.split()), 0).model.spec.layers
+        for flags in (yarn, f"{yarn} {ignored}")
+    )
+    assert plain == both
+    assert isinstance(plain[0].mixer, AttentionSpec)
+    assert plain[0].mixer.rotary is not None

@@ -15,6 +15,8 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.tools.parity.measure import engine_of, tiny_plan
+from megatrain.tools.parity.rows import Layout
 
 S, B, H, E = 6, 3, 5, 4
 ALONE = TokenSplit(
@@ -79,7 +81,7 @@ COEFFICIENTS = {"z_loss": 0.2, "aux_loss": 0.3, "seq_aux_loss": 0.5, "global_aux
 @pytest.mark.parametrize("scale", [3.0, torch.tensor(3.0, dtype=torch.float64)])
 def test_losses_reach_the_gradients_with_the_pass_share(scale: float | Tensor) -> None:
     router, x = router_of(LOSSES), hidden().requires_grad_()
-    info = PassInfo(loss_scale=scale)
+    info = PassInfo(loss_scale=7.0, router_loss_scale=scale)
     torch.zeros(()).mul((0 * router(x, info).probs).sum()).backward()
     again, weight = hidden().requires_grad_(), router.weight.detach().clone().requires_grad_()
     expected = reference_losses(again, weight, 2)
@@ -118,6 +120,50 @@ def test_metrics_are_loads_entropy_and_dropped_assignments() -> None:
     shares = (hidden() @ router.weight.t()).softmax(-1)
     assert metrics_of(info)["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
     assert not routing.probs[~routing.kept].any()
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+def test_expert_biases_are_updated_from_loads_without_dropped_assignments(drops_last: bool) -> None:
+    spec = RouterSpec(
+        num_experts=E, top_k=2, score_function="sigmoid", has_expert_bias=True, capacity_factor=0.8,
+        drops_last=drops_last,
+    )  # fmt: skip
+    info = PassInfo()
+    routing = router_of(spec, bias=torch.linspace(0, 1, E, dtype=torch.float64))(hidden(), info)
+    selected, kept = info.router_metrics[3][len(ROUTER_METRICS) :].view(2, E)
+    assert selected.tolist() == [(routing.experts == e).sum() for e in range(E)]
+    assert kept.tolist() == [(routing.kept_experts == e).sum() for e in range(E)]
+    assert kept.sum() < selected.sum()
+    assert (kept.mean() - kept).sign().tolist() != (selected.mean() - selected).sign().tolist()
+
+
+@pytest.mark.parametrize(("capacity", "rate"), [("dropping", 0.1), ("dropspadded", 0.0), ("dropless", 0.1)])
+def test_biases_of_padded_experts_stay_since_padded_loads_are_equal(capacity: str, rate: float) -> None:
+    routers = engine_of(tiny_plan(Layout.of(f"deepseek {capacity}"), 1), 0).model.spec.routers
+    assert {router.bias_update_rate for router in routers.values()} == {rate}
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+@pytest.mark.parametrize("num_samples", [1, 2, 3])
+def test_padding_samples_have_no_part_in_the_capacity(num_samples: int, drops_last: bool) -> None:
+    router = router_of(RouterSpec(num_experts=E, top_k=2, capacity_factor=0.7, drops_last=drops_last))
+    x = hidden()
+    padded = router(x, PassInfo(is_training=False, num_samples=num_samples))
+    alone = router(x[:, :num_samples], PassInfo(is_training=False))
+    kept = padded.kept.view(S, B, 2)
+    assert torch.equal(kept[:, :num_samples], alone.kept.view(S, num_samples, 2))
+    assert not kept[:, num_samples:].any()
+    assert not router(x, PassInfo(is_training=False, num_samples=0)).kept.any()
+
+
+def test_rounding_of_a_model_in_fp32_does_not_decide_drops_of_its_router_in_fp64() -> None:
+    spec = RouterSpec(num_experts=E, top_k=2, capacity_factor=0.7, dtype="fp64")
+    router = router_of(spec, torch.float32)
+    alike = hidden(1).expand(S, B, H).float().contiguous()  # three samples of the same tokens
+    noise = torch.rand(S, B, H, generator=torch.Generator().manual_seed(5)) - 0.5
+    expected, found = router(alike, PassInfo()), router(alike * (1 + 1e-6 * noise), PassInfo())
+    assert not expected.kept.all()
+    assert torch.equal(found.kept, expected.kept)
 
 
 def test_evaluation_has_no_losses_and_no_metrics() -> None:

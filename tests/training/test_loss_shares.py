@@ -8,8 +8,8 @@ from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 
 
-def gradients_of(layout: Layout, batches: list[Batch]) -> tuple[float, torch.Tensor]:
-    engine = engine_of(tiny_plan(layout, 1), 0)
+def gradients_of(layout: Layout, batches: list[Batch], *flags: str) -> tuple[float, torch.Tensor]:
+    engine = engine_of(tiny_plan(layout, 1, *flags), 0)
     loss = engine.accumulate_gradients(batches).lm_loss.item()
     return loss, torch.cat(engine.buffers.gradients.full) / engine.loss_scaler.scale
 
@@ -53,3 +53,21 @@ def test_a_batch_without_tokens_has_no_gradient() -> None:
     loss, found = gradients_of(layout, [batch])
     assert loss == 0.0
     assert not found.any()
+
+
+@pytest.mark.parametrize(
+    "losses",
+    ["aux_loss --moe-aux-loss-coeff 0.3", "seq_aux_loss --moe-aux-loss-coeff 0.2 --moe-z-loss-coeff 0.1"],
+)
+def test_by_tokens_losses_of_routers_count_all_tokens_over_the_tokens_that_count(losses: str) -> None:
+    """As in Megatron-LM: each micro-batch's loss times its tokens, masked or not, over the step's counted tokens."""
+    flags = f"--moe-router-load-balancing-type {losses}".split()
+    means, batches = Layout.of("mixtral"), list(own_batches(0, Layout.of(""), 0))
+    counted = torch.tensor([batch.loss_mask.sum().item() for batch in batches])
+    expected = torch.zeros(())
+    for batch, count in zip(batches, counted.tolist(), strict=True):
+        _, of_tokens = gradients_of(means, [batch])
+        _, of_both = gradients_of(means, [batch], *flags)
+        expected = expected + count * of_tokens + batch.tokens.numel() * (of_both - of_tokens)
+    _, found = gradients_of(Layout.of("mixtral tokens scale"), batches, *flags)
+    torch.testing.assert_close(found, expected / counted.sum(), rtol=1e-9, atol=1e-12)

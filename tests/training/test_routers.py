@@ -1,5 +1,6 @@
 """Metrics of routers: figures of steps, experts without tokens, biases, lines of the log."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,14 @@ def test_biases_follow_the_loads_of_the_step() -> None:
     assert routers.biases.values.tolist() == [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]]
     step(routers, passes([9, 1, 5, 5], [9, 1, 5, 5]), ~GOOD)
     assert routers.biases.values.tolist() == [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]]
+
+
+def test_biases_follow_loads_without_dropped_assignments_where_there_is_a_capacity() -> None:
+    biased = SPECS[1]
+    routers = routers_of({1: biased, 3: dataclasses.replace(biased, capacity_factor=0.9)})
+    dropped = metrics_row([9, 1, 5, 5, 4, 1, 3, 2])  # loads, then loads without dropped assignments
+    step(routers, [PassInfo(router_metrics={1: metrics_row([9, 1, 5, 5]), 3: dropped})])
+    assert routers.biases.values.tolist() == [[-0.5, 0.5, 0, 0], [-0.5, 0.5, -0.5, 0.5]]
 
 
 def test_starved_experts_are_named_when_they_are_and_when_the_time_has_doubled() -> None:

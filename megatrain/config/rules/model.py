@@ -68,12 +68,13 @@ def yarn_has_an_original_length(draft: Draft) -> Problems:
 
 def rotary_channels_are_even(draft: Draft) -> Problems:
     model = draft.config.model
-    rotary_channels = int(model.kv_channels * model.rotary_percent)
+    percent = 1.0 if model.position_embedding_type == "yarn" else model.rotary_percent
+    rotary_channels = int(model.kv_channels * percent)
     is_even = rotary_channels and rotary_channels % 2 == 0
     has_rope = model.position_embedding_type in ("rope", "yarn") and not model.multi_latent_attention
     if not has_rope or is_even:
         return
-    if model.rotary_percent == 1:
+    if percent == 1:
         hidden = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
         is_derived = not draft.is_given_or_stored("model.kv_channels")
         yield Problem(

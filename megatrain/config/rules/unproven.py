@@ -8,6 +8,7 @@ from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.fp8 import choice_of, fp8_recipes, recipe_of_flags, scale_blocks, split_sizes
+from megatrain.config.derive.training_length import sizes_of_batches
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import unlisted_values
@@ -41,6 +42,27 @@ def loss_of_global_loads(draft: Draft) -> Iterator[str]:
         yield (
             "--moe-router-load-balancing-type global_aux_loss depends on the number of replicas, as in Megatron-LM: it"
             " uses the loads of the micro-batches so far"
+        )
+
+
+def order_of_cyclic_samples(draft: Draft) -> Iterator[str]:
+    if draft.config.data.dataloader_type == "cyclic":
+        yield (
+            "--dataloader-type cyclic orders samples by the number of replicas, as in Megatron-LM: each of them shuffles its"
+            " part, or with --no-data-sharding takes every so many samples of a micro-batch"
+        )
+
+
+def decreased_batches(draft: Draft) -> Iterator[str]:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    if not training.decrease_batch_size_if_needed:
+        return
+    sizes = sizes_of_batches(draft)
+    wanted = (*sizes.rule.sizes, training.eval_global_batch_size)
+    if any(size % sizes.pass_size for size in wanted):
+        yield (
+            "--decrease-batch-size-if-needed rounds the batch down to a multiple of"
+            f" {training.micro_batch_size} * dp {dp} samples"
         )
 
 
@@ -109,6 +131,8 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     layers_of_transformer_engine,
     custom_layers,
     loss_of_global_loads,
+    order_of_cyclic_samples,
+    decreased_batches,
     stream_of_the_shared_expert,
     graphs_of_passes,
     means_of_context_ranks,

@@ -67,6 +67,14 @@ CONDITIONS: Final = (
         _settings("experts", "moe_router_bias_update_rate"),
     ),
     Condition(
+        "with --moe-pad-expert-input-to-capacity: padded loads are equal, so the expert biases stay as they are",
+        lambda d: (
+            not d.config.experts.moe_pad_expert_input_to_capacity
+            or d.config.experts.moe_expert_capacity_factor is None
+        ),
+        _settings("experts", "moe_router_enable_expert_bias moe_router_bias_update_rate"),
+    ),
+    Condition(
         "with --moe-router-load-balancing-type sinkhorn",
         lambda d: "sinkhorn" not in d.config.experts.moe_router_load_balancing_type,
         _settings(
@@ -175,6 +183,11 @@ CONDITIONS: Final = (
             "model",
             "add_qkv_bias rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor",
         ),
+    ),
+    Condition(
+        "with --position-embedding-type yarn",
+        lambda d: _has_latents(d) or d.config.model.position_embedding_type != "yarn",
+        _settings("model", "rotary_percent rotary_seq_len_interpolation_factor"),
     ),
     Condition(
         "with --rope-type yarn",

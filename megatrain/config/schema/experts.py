@@ -41,7 +41,7 @@ class ExpertsConfig(CheckedSection):
     moe_z_loss_coeff: float | None = field(default=None, metadata=in_range(at_least=0))
     """Coefficient of the router z-loss: the mean squared log-sum-exp of the router logits."""
     moe_router_enable_expert_bias: bool = False
-    """Select experts by score plus a bias per expert, updated after each step towards equal loads (balancing without auxiliary loss)."""
+    """Select experts by score plus a bias per expert, updated after each step towards equal loads without dropped assignments (balancing without auxiliary loss)."""
     moe_router_bias_update_rate: float = field(default=1e-3, metadata=in_range(at_least=0))
     """Change of the biases of --moe-router-enable-expert-bias per step."""
     moe_router_quantile_balancing_ema: float = field(default=0.0, metadata=in_range(at_least=0, below=1))

@@ -91,11 +91,11 @@ class ModelConfig(CheckedSection):
     window_rotary_base: float | None = field(default=None, metadata=in_range(above=0))
     """Base of the RoPE frequencies in layers with --window-size, which have no scaling of RoPE then (Gemma 3). none: as in other layers. Not in Megatron-LM."""
     rotary_percent: float = field(default=1.0, metadata=in_range(above=0, at_most=1))
-    """Fraction of the channels of a head to which RoPE is applied."""
+    """Fraction of the channels of a head to which RoPE is applied. YaRN rotates all."""
     rotary_interleaved: bool = False
     """Apply RoPE to pairs of adjacent channels instead of channels half a head apart."""
     rotary_seq_len_interpolation_factor: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Divide positions by this factor before RoPE."""
+    """Divide positions by this factor before RoPE; not with YaRN."""
     use_rope_scaling: bool = False
     """Scale RoPE frequencies as Llama 3.1 does, for an original context of 8192 tokens."""
     rope_scaling_factor: float = field(default=8.0, metadata=in_range(at_least=1))

@@ -3,7 +3,7 @@
     single:  consumed -> | rank 0: m | rank 1: m | .. | rank d-1: m | rank 0: m | ..     (m = micro-batch size)
                          `------------- micro-batch 0 ------------' `- micro-batch 1 ..
     cyclic:  the same layout over a new permutation in each epoch, without end
-    full:    each sample once, rank r reads r, r + d, r + 2d, ..
+    full:    the same layout, each sample once; the last micro-batches are smaller or empty
 
 Each sampler is a function of the consumed samples: resuming needs one integer. The tensor, pipeline and context ranks
 of a replica read the same samples.
@@ -144,7 +144,11 @@ class CyclicSampler:
 
 @dataclass(frozen=True)
 class FullSampler:
-    """Each sample once, for full validation. Some ranks get one sample fewer; the last micro-batch may be smaller or empty."""
+    """Each sample once, for full validation. One micro-batch may be smaller, and those of later ranks empty.
+
+    So the samples of a micro-batch do not depend on the number of ranks. With micro-batches of one sample this is
+    Megatron-LM's order, which records one sample at a time.
+    """
 
     shard: DataShard
     total_samples: int
@@ -161,6 +165,6 @@ class FullSampler:
 
     def indices(self, consumed_samples: int, microbatch: int) -> range:
         """See `Sampler`."""
-        shard = self.shard
-        start = consumed_samples + microbatch * shard.global_micro_batch_size + shard.dp_rank
-        return range(start, min(start + shard.global_micro_batch_size, self.total_samples), shard.dp_size)
+        size = self.shard.micro_batch_size
+        start = consumed_samples + microbatch * self.shard.global_micro_batch_size + self.shard.dp_rank * size
+        return range(start, max(start, min(start + size, self.total_samples)))

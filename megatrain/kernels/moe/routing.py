@@ -4,8 +4,8 @@
 
 All functions run on any device without synchronizing the host; the probabilities are differentiable. Arithmetic is in the
 accumulation dtype. On GPUs a fused kernel selects experts, unless they are in groups; its scores differ by a rounding or
-two. Ties go to the expert with the lowest index, and within the capacity to the earlier token, so that every layout
-selects the same experts.
+two. Ties go to the expert with the lowest index, and within the capacity, also up to rounding, to the earlier token, so
+that every layout selects the same experts.
 
 Sources: Shazeer et al., arXiv:1701.06538 (top-k), Fedus et al., arXiv:2101.03961 (capacity), DeepSeek-V3,
 arXiv:2412.19437 (sigmoid scores, bias, groups), Lewis et al., arXiv:2103.16716 (balanced assignment); rules and
@@ -31,6 +31,8 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
 
 _LEAST_SUM = 1e-20
+_ROUNDING = {torch.float64: 2.0**-36, torch.float32: 2.0**-15}
+"""Largest relative difference of probabilities that are equal up to rounding in a model of this dtype; others: one rounding."""
 _SINKHORN_ROUNDS = 64
 _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_EPSILON = 1e-8
@@ -262,12 +264,20 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
     return rows[:, None] * values * columns
 
 
-def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
-    if experts.dim() == 3 and is_fused(experts):
+def tokens_per_expert(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+    """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E].
+
+    Args:
+        kept: bool like `experts`, the assignments that count; None: all.
+    """
+    if kept is None and experts.dim() == 3 and is_fused(experts):
         return fused.tokens_per_expert(experts, num_experts)
     selected = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
-    return selected.scatter_(-1, experts, 1).sum(0, dtype=torch.int64)
+    if kept is None:
+        selected.scatter_(-1, experts, 1)
+    else:
+        selected.scatter_(-1, experts, kept.to(torch.uint8))
+    return selected.sum(0, dtype=torch.int64)
 
 
 def expert_capacity(factor: float, *, top_k: int, num_tokens: int, num_experts: int) -> int:
@@ -278,18 +288,47 @@ def expert_capacity(factor: float, *, top_k: int, num_tokens: int, num_experts: 
 def within_capacity(experts: Tensor, probs: Tensor, capacity: int, policy: DropPolicy) -> Tensor:
     """Return the assignments within the experts' capacity: those with the largest probabilities, or the first ones.
 
+    Tokens with the same past have the same probabilities up to rounding, which depends on the layout. Probabilities that
+    differ from the last one within the capacity by rounding at most count as equal to it: of them, the first are kept.
+
     Args:
         experts, probs: of all tokens of a micro-batch in order, [T, k].
     Returns:
         bool [T, k].
     """
     flat = experts.flatten()
-    order = torch.arange(flat.numel(), device=flat.device)
-    if policy == "probs":
-        order = probs.detach().flatten().sort(descending=True, stable=True).indices
-    sorted_experts, by_expert = flat[order].sort(stable=True)
-    position = torch.arange(flat.numel(), device=flat.device)
-    first = torch.searchsorted(sorted_experts, sorted_experts)  # position of the expert's first assignment
+    keys = flat if policy == "position" else 3 * flat + _ranks_by_capacity(flat, probs, capacity)
+    order = keys.sort(stable=True).indices
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order[by_expert]] = position - first < capacity
+    kept[order] = _places(flat[order]) < capacity
     return kept.view(experts.shape)
+
+
+def _ranks_by_capacity(experts: Tensor, probs: Tensor, capacity: int) -> Tensor:
+    """Compare each probability with its expert's last one within the capacity.
+
+    Args:
+        experts: [T k].
+        probs: [T, k].
+    Returns:
+        0 for larger ones, 1 for equal ones, 2 for smaller ones, int64 [T k].
+    """
+    values = probs.detach().flatten()
+    by_prob = values.sort(descending=True, stable=True).indices
+    sorted_experts, by_expert = experts[by_prob].sort(stable=True)
+    order = by_prob[by_expert]
+    last = torch.searchsorted(sorted_experts, sorted_experts, right=True) - 1
+    places = _places(sorted_experts)
+    last_kept = torch.arange(len(order), device=order.device) - places + (capacity - 1)
+    found = values[order].to(accumulation_dtype(values.dtype))
+    least = found[torch.minimum(last_kept, last)]
+    margin = least * _ROUNDING.get(values.dtype, torch.finfo(values.dtype).eps)
+    ranks = torch.empty_like(order)
+    ranks[order] = 1 + (found < least - margin).long() - (found > least + margin).long()
+    return ranks
+
+
+def _places(sorted_experts: Tensor) -> Tensor:
+    """Return the place of each assignment among those of its expert, from 0."""
+    places = torch.arange(len(sorted_experts), device=sorted_experts.device)
+    return places - torch.searchsorted(sorted_experts, sorted_experts)

@@ -114,8 +114,11 @@ class _Graph:
         self._batch = _copy(batch)
         device = batch.tokens.device
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
+        self._router_scale = torch.zeros((), dtype=torch.float64, device=device)
         self._first_sample = torch.zeros((), dtype=torch.int64, device=device)
-        self._info = PassInfo(loss_scale=self._scale, first_sample=self._first_sample)
+        self._info = PassInfo(
+            loss_scale=self._scale, router_loss_scale=self._router_scale, first_sample=self._first_sample
+        )
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
         self.recorded = record(lambda: executor.run(passes, [self._batch], [self._info]))
 
@@ -124,6 +127,7 @@ class _Graph:
         for mine, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
             mine.copy_(given)
         self._scale.fill_(info.loss_scale)
+        self._router_scale.fill_(info.router_loss_scale)
         self._first_sample.fill_(info.first_sample)
         self.recorded.replay()
         info.sums |= {name: value.clone() for name, value in self._info.sums.items()}

@@ -282,7 +282,7 @@ def _chunk_means() -> AbstractContextManager[Any]:
 def _unscaled_losses_on_early_stages() -> AbstractContextManager[Any]:
     def whole(**values: Any) -> PassInfo:
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        return PassInfo(**(values if is_last else {**values, "loss_scale": 1.0}))
+        return PassInfo(**(values if is_last else {**values, "router_loss_scale": 1.0}))
 
     return mock.patch.object(engine, "PassInfo", whole)
 

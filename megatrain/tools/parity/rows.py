@@ -38,8 +38,8 @@ MAX_PASSES = 4
 QUICK_ROWS = 32
 ALWAYS = (
     "tp2 sp cp2 pp2 mixtral ep2 auxloss",
-    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1",
-    "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss",
+    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1 documents",
+    "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
 )

@@ -12,7 +12,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Piece
 from megatrain.training.engine import Engine
 from megatrain.training.planning.memory_plan import resident_memory
-from megatrain.training.planning.model_tree import active_elements
+from megatrain.training.planning.model_tree import active_parameters, expert_elements
 
 
 def model_summary(engine: Engine) -> str:
@@ -67,9 +67,10 @@ def _whole_model(engine: Engine) -> str:
         for piece in entry.layout.pieces
         if grid.is_first_of(piece.copies)
     ]
-    num_active = sum(active_elements(piece.name, math.prod(piece.local_shape), routers) for piece in pieces)
-    counts = torch.tensor([_numel(pieces), num_active], device=engine.device)
-    total, active = all_reduce(counts, grid.world).tolist()
+    experts = expert_elements(((piece.name, math.prod(piece.local_shape)) for piece in pieces), routers)
+    counts = torch.tensor([_numel(pieces), *experts.values()], device=engine.device)
+    total, *of_experts = all_reduce(counts, grid.world).tolist()
+    active = active_parameters(total, dict(zip(experts, of_experts, strict=True)), routers)
     return f"{total:,} parameters" + (f", {active:,} active per token" if routers else "")
 
 

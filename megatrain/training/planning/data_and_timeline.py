@@ -6,6 +6,8 @@ sequences, as if all sequences had the same length; so epochs are estimates.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
 from megatrain.config.derive.data_plans import evaluations, samples_of_phases
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.plan import continues_optimizer
 from megatrain.data.samples.blend import blend_counts, normalized
 from megatrain.data.samples.mock import MOCK_SPLIT
 from megatrain.training.build import build_schedules
@@ -96,7 +99,7 @@ def _samples(
 
 @dataclass(frozen=True, kw_only=True)
 class Landmark:
-    """An iteration at which the learning rate or the batch size enters another phase."""
+    """An iteration at which the learning rate or the batch size enters another phase; not a skipped one."""
 
     what: str
     iteration: int
@@ -135,7 +138,7 @@ class Timeline:
 
 
 def timeline_of(plan: Plan, facts: Facts, data: Sequence[DatasetUse]) -> Timeline:
-    """Return the timeline of a plan with these datasets, assuming that no step is skipped."""
+    """Return the timeline of a plan with these datasets, assuming that no step is skipped but those of --iterations-to-skip."""
     derived = plan.derived
     return Timeline(
         start_iteration=derived.start_iteration,
@@ -148,40 +151,69 @@ def timeline_of(plan: Plan, facts: Facts, data: Sequence[DatasetUse]) -> Timelin
     )
 
 
+class _Course:
+    """Samples of the iterations to come, which count from 0: consumed, and those by which the schedules go.
+
+    Iterations of --iterations-to-skip consume samples and leave the schedules where they are.
+    """
+
+    def __init__(self, plan: Plan, facts: Facts) -> None:
+        derived, stored = plan.derived, facts.checkpoint
+        self.sizes = batch_sizes(plan.config, data_parallel_size=derived.data_parallel_size)
+        self.left = max(0, derived.train_iters - derived.start_iteration)
+        self.start, self.scheduled_start = derived.start_consumed_samples, 0
+        if stored is not None and continues_optimizer(plan.config, facts):  # otherwise schedules restart
+            known = stored.scheduled_samples
+            self.scheduled_start = stored.consumed_train_samples if known is None else known
+        numbers = (number - derived.start_iteration for number in plan.config.training.iterations_to_skip)
+        self.skipped = sorted({number for number in numbers if 0 <= number < self.left})
+        batches = [self.sizes.at(self.consumed(number)) for number in self.skipped]
+        self._skipped_samples = [0, *itertools.accumulate(batches)]
+
+    def consumed(self, iterations: int) -> int:
+        """Return the samples consumed before this iteration."""
+        return self.sizes.samples_after(iterations, consumed=self.start)
+
+    def scheduled(self, iterations: int) -> int:
+        """Return the position of the schedules before this iteration."""
+        skipped = self._skipped_samples[bisect.bisect_left(self.skipped, iterations)]
+        return self.scheduled_start + self.consumed(iterations) - self.start - skipped
+
+    def iteration_at(self, scheduled: float) -> int:
+        """Return the first iteration at or after this position of the schedules; `left`: there is none."""
+        return bisect.bisect_left(range(self.left), scheduled, key=self.scheduled)
+
+    def trained(self, iterations: int, step: int = 1) -> int:
+        """Return this iteration, or if it is skipped the next (step 1) or last (step -1) one that is not."""
+        while iterations in self.skipped:
+            iterations += step
+        return iterations
+
+
 def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
-    derived, schedule = plan.derived, plan.derived.schedule
-    sizes = batch_sizes(plan.config, data_parallel_size=derived.data_parallel_size)
-    start, left = derived.start_consumed_samples, derived.train_iters - derived.start_iteration
-    # Schedules that restart, as with --no-load-optim, count samples from the checkpoint.
-    continues = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
-    offset = 0 if continues or facts.checkpoint is None else start
-    schedules = build_schedules(plan)
-    if left <= 0 or plan.config.training.only_evaluates:
+    schedule, course, schedules = plan.derived.schedule, _Course(plan, facts), build_schedules(plan)
+    if plan.config.training.only_evaluates:
         return
-    marks: list[tuple[str, int]] = [("start", 0)]
-
-    def mark(what: str, samples: float) -> None:
-        """Add the first iteration after this number of samples of the schedules."""
-        consumed = math.ceil(samples) + offset
-        if consumed > start:
-            marks.append((what, sizes.iterations_to(consumed, consumed=start, fills_up=True)))
-
-    mark("warm-up ends", schedule.lr_warmup_samples)
+    ends: list[tuple[str, float]] = [("warm-up ends", schedule.lr_warmup_samples)]
     if schedule.lr_wsd_decay_samples is not None:
-        mark("decay starts", schedule.lr_decay_samples - schedule.lr_wsd_decay_samples)
+        ends.append(("decay starts", schedule.lr_decay_samples - schedule.lr_wsd_decay_samples))
     if schedule.lr_decay_style != "constant":
-        mark("decay ends", schedule.lr_decay_samples)
-    marks += [(f"batch grows to {size}", iterations) for iterations, size in _growth(sizes, start, left)]
-    marks.append(("last iteration", left - 1))
+        ends.append(("decay ends", schedule.lr_decay_samples))
+    marks = [("start", 0)]
+    marks += [(what, course.iteration_at(at)) for what, at in ends if at > course.scheduled_start]
+    growth = _growth(course.sizes, course.start, course.left)
+    marks += [(f"batch grows to {size}", iterations) for iterations, size in growth]
+    marks = [(what, course.trained(iterations)) for what, iterations in marks]
+    marks.append(("last iteration", course.trained(course.left - 1, -1)))
     for what, iterations in sorted(marks, key=lambda entry: entry[1]):
-        if iterations < left:
-            consumed = sizes.samples_after(iterations, consumed=start)
+        if 0 <= iterations < course.left:
+            consumed = course.consumed(iterations)
             yield Landmark(
                 what=what,
-                iteration=derived.start_iteration + iterations + 1,
+                iteration=plan.derived.start_iteration + iterations + 1,
                 consumed_samples=consumed,
-                lr=schedules.at(consumed - offset).lr,
-                global_batch_size=sizes.at(consumed),
+                lr=schedules.at(course.scheduled(iterations)).lr,
+                global_batch_size=course.sizes.at(consumed),
             )
 
 

@@ -94,9 +94,10 @@ def model_tree(
                 blocks=known.blocks,
             )
         trees[structure] = tree
+    parameters = sum(whole.values())
     return ModelTree(
-        parameters=sum(whole.values()),
-        active_parameters=sum(active_elements(name, count, routers) for name, count in whole.items()),
+        parameters=parameters,
+        active_parameters=active_parameters(parameters, expert_elements(whole.items(), routers), routers),
         by_part=_by_part(whole.items()),
         stages=tuple(trees.values()),
     )
@@ -118,12 +119,29 @@ def part_of(name: str) -> str:
     return "mlp" if ".mlp." in name else "other"
 
 
-def active_elements(name: str, count: int, routers: Mapping[str, RouterSpec]) -> int:
-    """Return how many of a tensor's `count` elements are used per token, as the mean over experts."""
-    if part_of(name) != "experts":
-        return count
-    router = routers[f"{name.partition('.mlp.')[0]}.mlp.router"]
-    return count * router.top_k // router.num_experts
+def expert_elements(counts: Iterable[tuple[str, int]], routers: Mapping[str, RouterSpec]) -> dict[str, int]:
+    """Return the elements of each router's experts, by the router's name, from those of canonical tensors or parts of them."""
+    found = dict.fromkeys(routers, 0)
+    for name, count in counts:
+        if part_of(name) == "experts":
+            found[f"{name.partition('.mlp.')[0]}.mlp.router"] += count
+    return found
+
+
+def active_parameters(
+    parameters: int, expert_parameters: Mapping[str, int], routers: Mapping[str, RouterSpec]
+) -> int:
+    """Return the parameters used per token: all but those of unselected experts.
+
+    Args:
+        parameters: of the whole model.
+        expert_parameters: those of each router's experts, which are equally large: see `expert_elements`.
+    """
+    unselected = (
+        expert_parameters[name] * (router.num_experts - router.top_k) // router.num_experts
+        for name, router in routers.items()
+    )
+    return parameters - sum(unselected)
 
 
 def segment_name(registry: ParamRegistry, segment: int) -> str:

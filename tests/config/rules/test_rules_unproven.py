@@ -17,6 +17,12 @@ CASES = {
         None,
         "global_aux_loss",
     ),
+    "order_of_cyclic_samples": ("--dataloader-type cyclic", None, "--dataloader-type cyclic"),
+    "decreased_batches": (
+        "--micro-batch-size 2 --global-batch-size 6 --decrease-batch-size-if-needed",
+        Facts(world_size=2),
+        "--decrease-batch-size-if-needed rounds the batch down to a multiple of 2 * dp 2",
+    ),
     "stream_of_the_shared_expert": (
         "--num-experts 4 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --bf16",
         Facts(device="cuda"),
@@ -77,6 +83,11 @@ def test_a_proven_run_has_no_such_line(plan_of):
         "--require-parity --tensor-model-parallel-size 2 --sequence-parallel", facts=Facts(world_size=2)
     )
     assert not any("not proven" in note for note in plan.notes)
+
+
+def test_batches_that_need_no_decrease_are_proven(plan_of):
+    flags = "--micro-batch-size 2 --global-batch-size 8 --decrease-batch-size-if-needed --require-parity"
+    assert plan_of(flags, facts=Facts(world_size=2)).derived.num_microbatches == 2
 
 
 def test_every_rule_has_a_case():

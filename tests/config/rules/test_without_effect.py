@@ -15,6 +15,10 @@ CASES = [
      ("--moe-aux-loss-coeff 0.01", "--moe-router-load-balancing-type")),
     ("--num-experts 4 --moe-router-bias-update-rate 0.01", "",
      ("--moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias")),
+    (("--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
+     " --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"), "",
+     ("--moe-router-enable-expert-bias, --moe-router-bias-update-rate 0.01 have no effect",
+      "--moe-pad-expert-input-to-capacity")),
     ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5", "",
      ("--moe-router-topk-scaling-factor 2.5", "sinkhorn")),
     ("--num-experts 4 --moe-router-quantile-balancing-ema 0.5", "",
@@ -45,6 +49,9 @@ CASES = [
     ("--multi-latent-attention --use-rope-scaling", "", ("--use-rope-scaling", "with --multi-latent-attention")),
     ("--multi-latent-attention --kv-channels 32", "", ("--kv-channels 32", "with --multi-latent-attention", "192")),
     ("--multi-latent-attention --rotary-percent 0.5", "", ("--rotary-percent 0.5", "--rope-type yarn")),
+    (("--position-embedding-type yarn --yarn-original-max-position-embeddings 16 --rotary-percent 0.5"
+     " --rotary-seq-len-interpolation-factor 2"), "",
+     ("--rotary-percent 0.5, --rotary-seq-len-interpolation-factor 2 have", "--position-embedding-type yarn")),
     ("--recompute-activations --recompute-modules mla_up_proj", "",
      ("--recompute-modules mla_up_proj", "--multi-latent-attention")),
     ("--window-attn-skip-freq 2", "", ("--window-attn-skip-freq 2", "--window-size")),

@@ -174,10 +174,10 @@ def test_a_mask_matches_its_definition():
 
 def test_full_validation_pads_the_last_batch_without_loss():
     shard = DataShard(micro_batch_size=2, dp_rank=1, dp_size=2)
-    sampler = FullSampler(shard, 6)
-    with BatchLoader(Numbered(6), sampler, seq_length=2) as loader:
+    sampler = FullSampler(shard, 7)
+    with BatchLoader(Numbered(7), sampler, seq_length=2) as loader:
         batches = loader.microbatches(0, sampler.num_microbatches)
-    assert numbers(batches) == [[1, 3], [5, 0]]
+    assert numbers(batches) == [[2, 3], [6, 0]]
     assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
 
 

@@ -134,3 +134,18 @@ def test_full_reads_every_sample_once_in_equal_passes(total, size, dp_size):
     ]
     assert sorted(read) == list(range(total))
     assert all(len(sampler.indices(0, sampler.num_microbatches)) == 0 for sampler in samplers)
+
+
+@given(**sizes)
+def test_the_micro_batches_of_full_validation_do_not_depend_on_the_number_of_ranks(total, size, dp_size):
+    samplers = [
+        FullSampler(DataShard(micro_batch_size=size, dp_rank=rank, dp_size=dp_size), total)
+        for rank in range(dp_size)
+    ]
+    read = [
+        list(sampler.indices(0, number))
+        for number in range(samplers[0].num_microbatches)
+        for sampler in samplers
+    ]
+    expected = [list(range(first, min(first + size, total))) for first in range(0, total, size)]
+    assert read == expected + [[]] * (len(read) - len(expected))

@@ -118,7 +118,7 @@ def routed(
         router.bias = torch.linspace(-0.4, 0.4, E, dtype=torch.float64)
     x, dprobs = micro_batch(replica)
     own = x[positions].requires_grad_()
-    info = PassInfo(first_sample=replica * B, loss_scale=0.5)
+    info = PassInfo(first_sample=replica * B, router_loss_scale=0.5)
     routing = router(own, info)
     routing.probs.backward(dprobs[positions].flatten(0, 1))
     assert own.grad is not None

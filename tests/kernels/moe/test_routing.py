@@ -217,6 +217,10 @@ def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
     for b, e in itertools.product(range(3), range(4)):
         assert by_sequence[b, e] == sum(e in experts[s, b].tolist() for s in range(6))
     assert torch.equal(tokens_per_expert(experts.flatten(0, 1), 4), by_sequence.sum(0))
+    kept = torch.rand(experts.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    of_kept = tokens_per_expert(experts, 4, kept)
+    for b, e in itertools.product(range(3), range(4)):
+        assert of_kept[b, e] == sum(e in experts[s, b][kept[s, b]].tolist() for s in range(6))
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 3), (1.25, 4), (0.5, 2), (100.0, 300)])
@@ -236,6 +240,33 @@ def test_capacity_drops_what_a_loop_drops(policy: DropPolicy, capacity: int) -> 
         if policy == "probs":
             own.sort(key=lambda one: -probs[one].item())
         assert [bool(kept[one]) for one in own] == [n < capacity for n in range(len(own))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 0.0)]
+)
+def test_rounding_does_not_decide_which_of_equal_tokens_is_dropped(dtype: torch.dtype, noise: float) -> None:
+    """Tokens of documents that start alike have equal probabilities up to rounding: the first are kept."""
+    generator = torch.Generator().manual_seed(3)
+    experts, alike = select_experts(_logits(tokens=8).repeat(6, 1), TopKRule(top_k=2))
+    probs = alike.to(dtype).to(torch.float64)
+    kept = within_capacity(experts, probs.to(dtype), 7, "probs")
+    for expert in range(8):
+        own = [one for one in itertools.product(range(48), range(2)) if experts[one] == expert]
+        own.sort(key=lambda one: -probs[one].item())  # stable: of equal ones the first
+        assert [bool(kept[one]) for one in own] == [n < 7 for n in range(len(own))]
+    assert not kept.all()
+    for _ in range(20):
+        noisy = probs * (1 + noise * (2 * torch.rand(48, 2, dtype=torch.float64, generator=generator) - 1))
+        assert torch.equal(within_capacity(experts, noisy.to(dtype), 7, "probs"), kept)
+
+
+def test_many_probabilities_close_to_one_another_are_still_ordered() -> None:
+    """Only those near the last kept one count as equal to it, however dense the others are."""
+    probs = torch.linspace(0.5, 1, 20_000).flip(0)[torch.randperm(20_000)].unsqueeze(1)
+    kept = within_capacity(torch.zeros(20_000, 1, dtype=torch.int64), probs, 5_000, "probs").flatten()
+    assert kept.sum() == 5_000
+    assert probs[kept].min() > probs[~kept].max() * (1 - 1e-4)
 
 
 def test_the_balance_loss_is_its_formula_and_1_for_even_loads() -> None:
