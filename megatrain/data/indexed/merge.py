@@ -81,9 +81,15 @@ def _merge_loss_masks(
             f"{masked} has a loss mask ({loss_mask_of(masked)}.bin and .idx), and {plain} has none",
             fix="merge conversations and documents separately, and name both with --data-path",
         )
+    output = loss_mask_of(str(output_prefix))
+    if not any(has_mask.values()) and Path(f"{output}.idx").exists():
+        raise ConfigError(
+            f"{output}.idx: is the loss mask of other data, and the datasets have none",
+            fix="give another --output-prefix, or remove the loss mask",
+        )
     if any(has_mask.values()):
         masks = [loss_mask_of(dataset.prefix) for dataset in datasets if len(dataset)]
-        merge(masks, loss_mask_of(str(output_prefix)), index_cache=datasets[0].index_cache, log=log)
+        merge(masks, output, index_cache=datasets[0].index_cache, log=log)
 
 
 _DOCUMENTS: Final = 1 << 16
@@ -168,7 +174,8 @@ def _merged_description(
             log(f"{missing[0]}.json is missing, so the result gets no description")
         return None
     parts = [known[dataset.prefix] for dataset in datasets]
-    shared = {name: {json.dumps(part.get(name)) for part in parts} for name in _SHARED}
+    names = [name for name in _SHARED if any(name in part for part in parts)]
+    shared = {name: {json.dumps(part.get(name)) for part in parts} for name in names}
     return {
         name: json.loads(values.pop()) if len(values) == 1 else None for name, values in shared.items()
     } | {

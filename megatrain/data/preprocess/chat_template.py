@@ -29,7 +29,6 @@ RENDER_SECONDS: Final = 10.0
 MEMORY_BYTES: Final = 1 << 31
 """Address space of the process that renders."""
 _PROGRAM: Final = Path(__file__).with_name("template_program.py")
-_CORRECT: Final = "correct the template, or give --chat-template FILE with another one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ class ChatTemplate:
             self._process = self._start()
         except _FailedError as error:
             raise InputError(
-                f"{self._settings.file}: the chat template is not valid: {error}", fix=_CORRECT
+                f"{self._settings.file}: the chat template is not valid: {error}", fix="correct it, or give --chat-template FILE with another one"
             ) from None
 
     def segments(self, request: Mapping[str, Any]) -> list[tuple[str, bool]]:
@@ -149,7 +148,7 @@ class ChatTemplate:
         except _FailedError as error:
             raise InvalidDocumentError(
                 f"rejected by the chat template {self._settings.file}: {error}",
-                fix=f"correct the line, or {_CORRECT}",
+                fix="correct the line or the template, or give --chat-template FILE with another one",
             ) from None
         return [(str(text), bool(has_loss)) for text, has_loss in found]
 
