@@ -130,7 +130,8 @@ class ChatTemplate:
             self._process = self._start()
         except _FailedError as error:
             raise InputError(
-                f"{self._settings.file}: the chat template is not valid: {error}", fix="correct it, or give --chat-template FILE with another one"
+                f"{self._settings.file}: the chat template is not valid: {error}",
+                fix="correct it, or give --chat-template FILE with another one",
             ) from None
 
     def segments(self, request: Mapping[str, Any]) -> list[tuple[str, bool]]:

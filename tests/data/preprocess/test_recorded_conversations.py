@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from preprocessing import run
 
+from megatrain.config.derive.datasets import Blend
 from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 
@@ -92,3 +95,28 @@ def test_conversations_are_those_of_megatron_lm(sentences, tmp_path, prompt_form
         for name in FIELDS:
             stacked = np.array([sample[name] for sample in samples], "<i8")
             assert hashlib.sha256(stacked.tobytes()).hexdigest() == case["all"][name]
+
+
+def test_packed_samples_have_the_tokens_labels_and_masks_of_megatron_lm(sentences, tmp_path):
+    """The packing is ours: each conversation is in one sample, with positions and attention of its own."""
+    prompt_format, eod = "nemotron-nano-v2", 2
+    flags = ["--sft", "--sft-tokenizer-prompt-format", prompt_format]
+    flags += ["--tokenizer-model", sentences / "sft-tokenizer"]
+    assert run("--input", sentences / "conversations.jsonl", *flags, prefix=tmp_path / "out") == 0
+    prefix = str(tmp_path / "out_messages_document")
+    options = SampleOptions(seq_length=256, eod=eod, vocab_size=420, conversations=True)
+    plans = SamplePlans(train=(1,), valid=(0,), test=(0,), seed=1)
+    samples = SplitBuilder(options, log=pytest.fail).build({"all": Blend((prefix,))}, "1,0,0", plans).train
+    found = []
+    for sample in (samples[k] for k in range(len(samples))):
+        for start, end in zip(sample.document_starts, [*sample.document_starts[1:], 256], strict=True):
+            assert sample.position_ids[start:end].tolist() == list(range(end - start))
+            labels = np.where(sample.loss_mask, sample.labels, MASKED)[start:end]
+            if sample.tokens[start:end].any():  # else padding
+                found.append((sample.tokens[start:end].tolist(), labels.tolist()))
+    expected = [
+        (ids, [*targets[1:], eod])
+        for line in conversations_of(prefix, prompt_format, eod)
+        for ids, targets in line
+    ]
+    assert sorted(found) == sorted(expected)
