@@ -33,7 +33,7 @@ class DatasetFacts:
     from_iteration: int = 0
     """Completed iterations at which training begins to read it: that of its phase in --data-schedule, or 0."""
     has_loss_mask: bool = False
-    """True if it has conversations: the loss mask that preprocess_data.py --sft writes is beside it."""
+    """True if it has conversations: the loss mask that preprocess_data.py --sft writes is next to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,7 @@ def loss_masks_are_not_read(draft: Draft) -> Iterator[str]:
     masked = [one.prefix for one in draft.facts.datasets if one.has_loss_mask]
     if masked and not draft.config.data.sft:
         yield (
-            f"{', '.join(dict.fromkeys(masked))}: conversations with a loss mask beside them, which is not read without"
+            f"{', '.join(dict.fromkeys(masked))}: conversations with a loss mask next to them, which is not read without"
             " --sft: prompts have loss, too"
         )
 

@@ -2,7 +2,7 @@
 
     a.bin/.idx/.json, b.bin/.idx/.json -> out.bin/.idx/.json
 
-Loss masks of conversations beside all datasets are merged, too. Memory is bounded, and the output appears when it is complete.
+Loss masks of conversations are merged, too. Memory is bounded, and the output appears when it is complete.
 """
 
 from __future__ import annotations
@@ -174,11 +174,7 @@ def _merged_description(
             log(f"{missing[0]}.json is missing, so the result gets no description")
         return None
     parts = [known[dataset.prefix] for dataset in datasets]
-    names = [name for name in _SHARED if any(name in part for part in parts)]
-    shared = {name: {json.dumps(part.get(name)) for part in parts} for name in names}
-    return {
-        name: json.loads(values.pop()) if len(values) == 1 else None for name, values in shared.items()
-    } | {
+    return _shared_fields(parts) | {
         "sources": [source for part in parts for source in _list(part.get("sources"))],
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
@@ -189,6 +185,13 @@ def _merged_description(
         "eod_count": _sum(parts, "eod_count"),
         "skipped_lines": _sum(parts, "skipped_lines"),
     }
+
+
+def _shared_fields(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields that any description has, with their value if all agree, else null."""
+    present = [name for name in _SHARED if any(name in part for part in parts)]
+    values = {name: {json.dumps(part.get(name)) for part in parts} for name in present}
+    return {name: json.loads(found.pop()) if len(found) == 1 else None for name, found in values.items()}
 
 
 def _require_same_tokenizer(descriptions: Mapping[str, dict[str, Any]]) -> None:

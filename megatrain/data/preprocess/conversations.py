@@ -104,16 +104,16 @@ def special_words(settings: ConversationSettings) -> list[str]:
 
 
 def message_keys(key: str) -> tuple[str, ...]:
-    """Return the keys of which one has the messages of a row."""
+    """Return the keys that may have the messages of a row; the first that is there counts."""
     return (key, SHAREGPT) if key == MESSAGES else (key,)
 
 
 TEMPLATE_KEYS: Final = ("tools", "documents", "chat_template_kwargs")
-"""Keys of a row that a chat template reads beside the messages."""
+"""Keys of a row that a chat template reads in addition to the messages."""
 ROW_KEYS: Final = (*TEMPLATE_KEYS, "system")
-"""Keys of a row that are read beside the messages; `system` has ShareGPT's system message."""
+"""Keys of a row that are read in addition to the messages; `system` has ShareGPT's system message."""
 _MESSAGE_KEYS: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message, beside role and content, that a chat template writes."""
+"""Keys of a message, in addition to role and content, that a chat template writes."""
 
 
 def _messages(row: Row, key: str) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class ChunkReader:
     text_documents: Literal["file", "line"] = "file"
     """The part of a text file that is a document."""
     row_keys: Sequence[str] = ()
-    """Keys that are read beside the messages of a conversation; empty: documents are texts."""
+    """Keys that are read in addition to the messages of a conversation; empty: documents are texts."""
 
     def require_readable(self) -> None:
         """Raise ConfigError with all missing packages and columns."""

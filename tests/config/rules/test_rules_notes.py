@@ -82,13 +82,16 @@ def test_gradients_in_another_format_are_noted(plan_of):
         assert any(words in note for note in plan_of(flags).notes) == is_noted
 
 
-@pytest.mark.parametrize("flags", ["--data-path talk", "--data-path talk --sft"])
+TALK = "--data-path talk --tokenizer-type NullTokenizer --eval-iters 0"
+
+
+@pytest.mark.parametrize("flags", ["", "--sft"])
 def test_conversations_that_are_read_without_sft_are_noted(plan_of, flags):
     data = {"split": "all", "prefix": "talk", "weight": None, "num_sequences": 9, "num_tokens": 9000}
     facts = Facts(datasets=(DatasetFacts(**data, digest="d", has_loss_mask=True),))
     noted = [
         note
-        for note in plan_of(flags, without="--mock-data", facts=facts).notes
+        for note in plan_of(f"{TALK} {flags}", without="--mock-data", facts=facts).notes
         if note.startswith("talk: conversations with a loss")
     ]
     assert len(noted) == ("--sft" not in flags)

@@ -53,7 +53,7 @@ def sample_of(line, case):
     """Return the sample that Megatron-LM makes of the conversations of a line."""
     length, pad = case["sequence_length"], case["pad"]
     multiple = 2 * case["context_parallel_size"] if case["context_parallel_size"] > 1 else 1
-    tokens, targets, positions, borders = [], [], [], [0]
+    tokens, targets, positions, bounds = [], [], [], [0]
 
     def add_padding(count):
         tokens.extend([pad] * count)
@@ -65,16 +65,16 @@ def sample_of(line, case):
         targets += wanted
         positions += range(len(ids))
         add_padding(-len(tokens) % multiple)
-        borders.append(len(tokens))
+        bounds.append(len(tokens))
         if len(tokens) > length:
             break
     add_padding(max(length + 1 - len(tokens), 0))
-    tokens[length:], targets[length:], borders[-1] = [pad], [pad], length
+    tokens[length:], targets[length:], bounds[-1] = [pad], [pad], length
     labels = targets[1:]
     loss_mask = [int(label not in (pad, MASKED)) for label in labels]
     return dict(zip(FIELDS, (tokens[:-1], labels, loss_mask, positions[:length]), strict=True)) | {
-        "cu_seqlens": sorted(set(borders)),
-        "max_seqlen": int(np.diff(borders).max()),
+        "cu_seqlens": sorted(set(bounds)),
+        "max_seqlen": int(np.diff(bounds).max()),
     }
 
 
