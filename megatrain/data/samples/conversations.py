@@ -83,7 +83,8 @@ def build_conversation_index(
         used = part.start + np.flatnonzero(counted_labels(mask, part, seq_length))
         if not len(used):
             raise ConfigError(
-                f"conversations {part.start} to {part.stop} (excluded) have no token of the assistant",
+                f"conversations {part.start} to {part.stop} (excluded) have no label of the assistant within --seq-length"
+                f" {seq_length}",
                 fix="choose a --split that includes some, a larger --seq-length, or other data",
             )
         sizes = lengths[used].astype(np.int64) - 1

@@ -148,7 +148,7 @@ def test_data_without_a_loss_mask_is_an_error(tmp_path):
     with pytest.raises(InputError, match="its sequences are not those of"):
         build(prefix)
     silent = write(tmp_path / "c", [[(1, 0), (2, 0)]])
-    with pytest.raises(ConfigError, match="no token of the assistant"):
+    with pytest.raises(ConfigError, match="no label of the assistant within --seq-length 32"):
         build(silent)
 
 
