@@ -32,6 +32,8 @@ class DatasetFacts:
     """Digest of the contents, independent of the path."""
     from_iteration: int = 0
     """Completed iterations at which training begins to read it: that of its phase in --data-schedule, or 0."""
+    has_loss_mask: bool = False
+    """True if it has conversations: the loss mask that preprocess_data.py --sft writes is next to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,15 @@ def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
         yield draft.facts.tokenizer_note
 
 
+def loss_masks_are_not_read(draft: Draft) -> Iterator[str]:
+    masked = [one.prefix for one in draft.facts.datasets if one.has_loss_mask]
+    if masked and not draft.config.data.sft:
+        yield (
+            f"{', '.join(dict.fromkeys(masked))}: conversations with a loss mask next to them, which is not read without"
+            " --sft: prompts have loss, too"
+        )
+
+
 def datasets_are_duplicated(draft: Draft) -> Iterator[str]:
     keys = [(one.from_iteration, one.split, one.digest) for one in draft.facts.datasets]
     counts = Counter(keys)
@@ -391,6 +400,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     run_ends_before_the_decay,
     split_has_no_effect,
     datasets_are_duplicated,
+    loss_masks_are_not_read,
     phases_are_not_reached,
     end_of_document_was_guessed,
     rotary_positions_are_relative,

@@ -2,7 +2,7 @@
 
     a.bin/.idx/.json, b.bin/.idx/.json -> out.bin/.idx/.json
 
-Memory is bounded, and the output appears when it is complete.
+Loss masks of conversations are merged, too. Memory is bounded, and the output appears when it is complete.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from typing import Any, Final
 import numpy as np
 
 from megatrain.config.errors import ConfigError, InputError, Problem
-from megatrain.data.indexed.object_store import is_url
-from megatrain.data.indexed.reader import IndexedDataset, read_description
+from megatrain.data.indexed.object_store import exists, is_url
+from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.indexed.writer import IndexedWriter
 
-_SHARED: Final = ("tokenizer_type", "tokenizer_fingerprint", "vocab_size", "eod", "append_eod", "json_key")
+_SHARED: Final = (
+    "tokenizer_type",
+    "tokenizer_fingerprint",
+    "vocab_size",
+    "eod",
+    "append_eod",
+    "json_key",
+    "prompt_format",
+)
 """Fields that are copied if all descriptions agree, else null."""
 
 
@@ -42,6 +50,7 @@ def merge(
     _require_other_output(prefixes, Path(output_prefix))
     datasets = [IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes]
     _require_compatible(datasets)
+    _merge_loss_masks(datasets, output_prefix, log)
     description = _merged_description(datasets, log)
     with IndexedWriter(output_prefix, datasets[0].dtype) as writer:
         for dataset in datasets:
@@ -56,6 +65,31 @@ def merge(
         f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_sequences:,} sequences, "
         f"{writer.num_tokens:,} tokens of {writer.dtype.name}, from {len(datasets)} datasets"
     )
+
+
+def _merge_loss_masks(
+    datasets: Sequence[IndexedDataset], output_prefix: str | Path, log: Callable[[str], None]
+) -> None:
+    """Merge the loss masks of conversations. Raises ConfigError if only some datasets have one."""
+    has_mask = {
+        dataset.prefix: exists(f"{loss_mask_of(dataset.prefix)}.idx") for dataset in datasets if len(dataset)
+    }
+    if len(set(has_mask.values())) > 1:
+        masked = next(prefix for prefix, has in has_mask.items() if has)
+        plain = next(prefix for prefix, has in has_mask.items() if not has)
+        raise ConfigError(
+            f"{masked} has a loss mask ({loss_mask_of(masked)}.bin and .idx), and {plain} has none",
+            fix="merge conversations and documents separately, and name both with --data-path",
+        )
+    output = loss_mask_of(str(output_prefix))
+    if not any(has_mask.values()) and Path(f"{output}.idx").exists():
+        raise ConfigError(
+            f"{output}.idx: is the loss mask of other data, and the datasets have none",
+            fix="give another --output-prefix, or remove the loss mask",
+        )
+    if any(has_mask.values()):
+        masks = [loss_mask_of(dataset.prefix) for dataset in datasets if len(dataset)]
+        merge(masks, output, index_cache=datasets[0].index_cache, log=log)
 
 
 _DOCUMENTS: Final = 1 << 16
@@ -140,10 +174,7 @@ def _merged_description(
             log(f"{missing[0]}.json is missing, so the result gets no description")
         return None
     parts = [known[dataset.prefix] for dataset in datasets]
-    shared = {name: {json.dumps(part.get(name)) for part in parts} for name in _SHARED}
-    return {
-        name: json.loads(values.pop()) if len(values) == 1 else None for name, values in shared.items()
-    } | {
+    return _shared_fields(parts) | {
         "sources": [source for part in parts for source in _list(part.get("sources"))],
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
@@ -154,6 +185,13 @@ def _merged_description(
         "eod_count": _sum(parts, "eod_count"),
         "skipped_lines": _sum(parts, "skipped_lines"),
     }
+
+
+def _shared_fields(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields that any description has, with their value if all agree, else null."""
+    present = [name for name in _SHARED if any(name in part for part in parts)]
+    values = {name: {json.dumps(part.get(name)) for part in parts} for name in present}
+    return {name: json.loads(found.pop()) if len(found) == 1 else None for name, found in values.items()}
 
 
 def _require_same_tokenizer(descriptions: Mapping[str, dict[str, Any]]) -> None:

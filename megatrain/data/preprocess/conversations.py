@@ -1,27 +1,44 @@
-"""Conversations as text: a list of messages to segments, each with or without loss.
+"""Conversations as text: a row with a list of messages to segments, each with or without loss.
 
-    [{"role": "user", "content": ..}, ..] -> prompt format -> [(text, has_loss), ..]      loss on the assistant's text only
+    row -> messages, read -> cut at each system message -> prompt format -> [(text, has_loss), ..]  loss on the assistant's text only
 
 Each segment is tokenized alone, as a prompt is when text is generated, so that no token spans both.
 The texts of the formats are those of Megatron-LM's `--sft-tokenizer-prompt-format`; `default` is the tokenizer's chat template.
+Messages have OpenAI's names (role, content, tool_calls) or ShareGPT's (from, value).
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple
 
-from megatrain.config.errors import ConfigError, InputError
-from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.files import optional_package
+from megatrain.data.preprocess.chat_template import ChatTemplate, TemplateSettings
 from megatrain.data.preprocess.documents import InvalidDocumentError, Row
-from megatrain.data.tokenizers.files import read_json
-from megatrain.data.tokenizers.special_tokens import named_tokens
 
 PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
 Message = Mapping[str, Any]
+
+MESSAGES: Final = "messages"
+"""The key of messages, unless another one is named."""
+SHAREGPT: Final = "conversations"
+"""The key of messages where a row has no `messages`."""
+_ROLES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's names of roles, and OpenAI's."""
+_USE_TEMPLATE: Final = (
+    "use --sft-tokenizer-prompt-format default, the tokenizer's chat template, or correct the line"
+)
 
 
 class Segment(NamedTuple):
@@ -29,6 +46,17 @@ class Segment(NamedTuple):
 
     text: str
     has_loss: bool
+    num_prompt_tokens: int = 0
+    """Tokens at its start that have no loss."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as text."""
+
+    segments: Sequence[Segment]
+    ends_with_answer: bool
+    """True if its last message is the assistant's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,189 +66,237 @@ class ConversationSettings:
     key: str
     """Key of the messages."""
     prompt_format: PromptFormat
-    chat_template: str = ""
-    """Source of the Jinja template of the format `default`."""
-    special_tokens: tuple[tuple[str, str], ...] = ()
-    """Texts of special tokens by role, which templates use."""
+    template: TemplateSettings | None = None
+    """The chat template of the format `default`."""
 
 
-def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Segment]]:
-    """Return the function that converts an object with messages into segments.
+def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Conversation]]:
+    """Return the function that converts an object with messages into conversations.
 
-    It raises InvalidDocumentError if the object has no conversation with text of the assistant.
+    It raises InvalidDocumentError if one of them has no text of the assistant.
     """
-    build = _template(settings) if settings.prompt_format == "default" else _BUILT_IN[settings.prompt_format]
+    if settings.template is not None:
+        build = _template_builder(settings.template)
+    else:
+        build = _built_in_builder(settings.prompt_format)
 
-    def segments(row: Row) -> list[Segment]:
-        found = [segment for segment in build(_messages(row, settings.key)) if segment.text]
-        if not any(segment.has_loss for segment in found):
-            raise InvalidDocumentError("the conversation has no text of the assistant")
+    def conversations(row: Row) -> list[Conversation]:
+        parts = _cut(_messages(row, settings.key))
+        found = []
+        for number, messages in enumerate(parts, start=1):
+            segments = [segment for segment in build(messages, row) if segment.text]
+            if not any(segment.has_loss for segment in segments):
+                which = f"conversation {number} of {len(parts)}" if len(parts) > 1 else "the conversation"
+                raise InvalidDocumentError(f"{which} has no text of the assistant")
+            _require_characters(segments)
+            found.append(Conversation(segments, _is_answer(messages[-1])))
         return found
 
-    return segments
+    return conversations
 
 
-def load_template(tokenizer: TokenizerConfig, file: str | None) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the source of a chat template and the special tokens that it may use.
-
-    Args:
-        tokenizer: its folder has the template, unless `file` is given.
-
-    Raises:
-        ConfigError: there is no template, or it is not valid.
-    """
-    path = Path(tokenizer.tokenizer_model or "")
-    folder = path if path.is_dir() else path.parent
-    config_file = folder / "tokenizer_config.json"
-    config = read_json(config_file) if tokenizer.tokenizer_model and config_file.is_file() else {}
-    source = config.get("chat_template") if isinstance(config, dict) else None
-    named_file = Path(file) if file is not None else folder / "chat_template.jinja"
-    if file is not None or named_file.is_file():
-        try:
-            source = named_file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{named_file}: cannot be read: {error}", fix="give --chat-template a text file"
-            ) from error
-    if isinstance(source, list):  # several templates by name
-        source = next((one["template"] for one in source if one.get("name") == "default"), None)
-    if not isinstance(source, str):
-        raise ConfigError(
-            f"--sft-tokenizer-prompt-format default: {folder} has no chat template",
-            fix="give --chat-template FILE, or another format, such as --sft-tokenizer-prompt-format nemotron-h-aligned",
-        )
-    try:
-        _compiled(source)
-    except _jinja().TemplateError as error:
-        raise InputError(f"the chat template is not valid: {error}", fix="correct the template") from error
-    roles = named_tokens(folder).roles if tokenizer.tokenizer_model else {}
-    return source, tuple(sorted(roles.items()))
+def special_words(settings: ConversationSettings) -> list[str]:
+    """Return the words of a prompt format that should be one token each."""
+    if settings.template is None:
+        return list(_WORDS[settings.prompt_format])
+    sources = "\n".join(source for _, source in settings.template.sources)
+    return list(dict.fromkeys(re.findall(r"<[|\uff5c][^|\uff5c<>{}'\"\s]+[|\uff5c]>", sources)))
 
 
-def _messages(row: Row, key: str) -> list[Message]:
-    messages = row.get(key)
-    if not isinstance(messages, list) or not messages:
+def message_keys(key: str) -> tuple[str, ...]:
+    """Return the keys that may have the messages of a row; the first that is there counts."""
+    return (key, SHAREGPT) if key == MESSAGES else (key,)
+
+
+TEMPLATE_KEYS: Final = ("tools", "documents", "chat_template_kwargs")
+"""Keys of a row that a chat template reads in addition to the messages."""
+ROW_KEYS: Final = (*TEMPLATE_KEYS, "system")
+"""Keys of a row that are read in addition to the messages; `system` has ShareGPT's system message."""
+_MESSAGE_KEYS: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message, in addition to role and content, that a chat template writes."""
+
+
+def _messages(row: Row, key: str) -> list[dict[str, Any]]:
+    """Return the messages of a row under OpenAI's names."""
+    found = next((row[name] for name in message_keys(key) if row.get(name) is not None), None)
+    if not isinstance(found, list) or not found:
         present = ", ".join(map(repr, list(row)[:8])) or "nothing"
         raise InvalidDocumentError(
             f"key {key!r} has no list of messages; the keys are {present}",
             fix="name the key of the messages with --json-keys, or correct the line",
         )
-    for number, message in enumerate(messages, start=1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise InvalidDocumentError(f"message {number} has no role and content that are strings")
-        try:
-            content.encode()
-        except UnicodeEncodeError:
-            raise InvalidDocumentError(
-                f"message {number} contains half of a surrogate pair, which is not a character"
-            ) from None
+    messages = [_message(number, message) for number, message in enumerate(found, start=1)]
+    system = row.get("system")
+    is_sharegpt = any("from" in message for message in found)
+    if is_sharegpt and isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _nemotron_h_aligned(messages: Sequence[Message]) -> list[Segment]:
-    texts = {
-        "system": "<SPECIAL_10>System\n{}\n",
-        "user": "<SPECIAL_11>User\n{}\n<SPECIAL_11>Assistant\n",
-        "assistant": "{}\n",
-    }
-    return [
-        Segment(_by_role(texts, message).replace("{}", message["content"].strip()), _is_answer(message))
-        for message in messages
-    ]
+def _message(number: int, given: object) -> dict[str, Any]:
+    if isinstance(given, dict) and "role" not in given and "from" in given:
+        others = {name: value for name, value in given.items() if name not in ("from", "value")}
+        role = given["from"]
+        role = _ROLES.get(role, role) if isinstance(role, str) else role
+        given = {"role": role, "content": given.get("value"), **others}
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise InvalidDocumentError(f"message {number} has no role that is a string")
+    if "content" not in given and not any(given.get(name) for name in _MESSAGE_KEYS):
+        raise InvalidDocumentError(f"message {number} has no content")
+    content = given.get("content")
+    is_text = isinstance(content, str | None)
+    if not is_text and not (
+        isinstance(content, list) and all(isinstance(part, str | dict) for part in content)
+    ):
+        raise InvalidDocumentError(
+            f"the content of message {number} is not a string, a list of parts, or null"
+        )
+    return given
 
 
-def _nemotron_nano_v2(messages: Sequence[Message]) -> list[Segment]:
-    texts = {
-        "system": "<SPECIAL_10>System\n{}\n",
-        "user": "<SPECIAL_11>User\n{}\n",
-        "assistant": "{}\n<SPECIAL_12>\n",
-    }
-    segments = []
-    for message in messages:
-        text, content = _by_role(texts, message), message["content"]
-        if _is_answer(message):
-            segments.append(Segment("<SPECIAL_11>Assistant\n", has_loss=False))
-        else:
-            content = content.replace("/think", "").replace("/no_think", "")
-        segments.append(Segment(text.replace("{}", content.strip()), _is_answer(message)))
-    return segments
+def _cut(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Cut messages into conversations: each system message begins a new one, as in Megatron-LM."""
+    starts = [number for number, message in enumerate(messages) if number and message["role"] == "system"]
+    return [list(messages[start:end]) for start, end in zip([0, *starts], [*starts, None], strict=True)]
 
 
-def _identity(messages: Sequence[Message]) -> list[Segment]:
-    return [Segment(message["content"], _is_answer(message)) for message in messages]
-
-
-_BUILT_IN: Final[Mapping[str, Callable[[Sequence[Message]], list[Segment]]]] = {
-    "nemotron-h-aligned": _nemotron_h_aligned,
-    "nemotron-nano-v2": _nemotron_nano_v2,
-    "identity": _identity,
-}
+def _require_characters(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        try:
+            segment.text.encode()
+        except UnicodeEncodeError:
+            raise InvalidDocumentError(
+                "the conversation contains half of a surrogate pair, which is not a character"
+            ) from None
 
 
 def _is_answer(message: Message) -> bool:
     return bool(message["role"] == "assistant")
 
 
-def _by_role(texts: Mapping[str, str], message: Message) -> str:
-    if message["role"] not in texts:
-        raise InvalidDocumentError(
-            f"the prompt format has no role {message['role']!r}, only {', '.join(texts)}",
-            fix="correct the line, or use --sft-tokenizer-prompt-format default, the tokenizer's chat template",
-        )
-    return texts[message["role"]]
+Builder = Callable[[Sequence[Message], Row], list[Segment]]
 
 
-def _template(settings: ConversationSettings) -> Callable[[Sequence[Message]], list[Segment]]:
-    """Return the function that renders a chat template and finds the text of the assistant.
+def _template_builder(settings: TemplateSettings) -> Builder:
+    """Return the function that renders a conversation with a chat template, as transformers' `apply_chat_template` does."""
+    template = ChatTemplate(settings)
 
-    The text of an answer is what the conversation up to it has, and the prompt for it has not.
-    """
-    template = _compiled(settings.chat_template)
-    errors = _jinja().TemplateError
+    def build(messages: Sequence[Message], row: Row) -> list[Segment]:
+        request = {
+            "messages": messages,
+            "tools": _parsed(row, "tools"),
+            "documents": _parsed(row, "documents"),
+        }
+        variables = _parsed(row, "chat_template_kwargs")
+        found = template.segments(request | {"variables": variables or {}})
+        return [Segment(text, has_loss) for text, has_loss in found]
 
-    def render(messages: Sequence[Message], *, is_prompt: bool) -> str:
+    return build
+
+
+def _parsed(row: Row, key: str) -> Any:
+    """Return the value of a key: tables often hold it as JSON in a string."""
+    value = row.get(key)
+    kind = dict if key == "chat_template_kwargs" else list
+    if isinstance(value, str):
         try:
-            return str(
-                template.render(
-                    messages=list(messages), add_generation_prompt=is_prompt, **dict(settings.special_tokens)
-                )
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise InvalidDocumentError(f"key {key!r} is a string that is not JSON: {error}") from None
+    items = value if isinstance(value, list) else []
+    if value is not None and (not isinstance(value, kind) or not all(isinstance(one, dict) for one in items)):
+        raise InvalidDocumentError(
+            f"key {key!r} is not {'an object' if kind is dict else 'a list of objects'}"
+        )
+    return value
+
+
+def _built_in_builder(prompt_format: PromptFormat) -> Builder:
+    """Return the function that writes a conversation in a format of Megatron-LM's."""
+    write = _BUILT_IN[prompt_format]
+
+    def build(messages: Sequence[Message], row: Row) -> list[Segment]:
+        left_out = [key for key in TEMPLATE_KEYS if row.get(key)]
+        left_out += [key for message in messages for key in _MESSAGE_KEYS if message.get(key)]
+        if left_out:
+            raise InvalidDocumentError(
+                f"the prompt format {prompt_format} does not write {' and '.join(dict.fromkeys(left_out))}",
+                fix=_USE_TEMPLATE,
             )
-        except (errors, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidDocumentError(f"rejected by the chat template: {error}") from None
+        return write([(message["role"], _text_of(message)) for message in messages])
 
-    def segments(messages: Sequence[Message]) -> list[Segment]:
-        found: list[Segment] = []
-        text = ""
-        for number, message in enumerate(messages):
-            if _is_answer(message):
-                for end, is_prompt in ((number, True), (number + 1, False)):
-                    longer = render(messages[:end], is_prompt=is_prompt)
-                    if not longer.startswith(text):
-                        raise InvalidDocumentError(
-                            f"the chat template changes the text before message {number + 1} when it is added",
-                            fix="give --chat-template FILE with a template that keeps it, or correct the line",
-                        )
-                    found.append(Segment(longer[len(text) :], not is_prompt))
-                    text = longer
-        whole = render(messages, is_prompt=False)
-        return [*found, Segment(whole[len(text) :], has_loss=False)]
+    return build
 
+
+def _text_of(message: Message) -> str:
+    """Return the content of a message; null is empty, and parts are joined."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part if isinstance(part, str) else part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
+        raise InvalidDocumentError(
+            f"a message has a part of type {', '.join(sorted(kinds))}, which is not text"
+        )
+    return "".join(texts)
+
+
+Turns = Sequence[tuple[str, str]]
+"""Role and content of each message."""
+
+
+def _nemotron_h_aligned(turns: Turns) -> list[Segment]:
+    texts = {
+        "system": "<SPECIAL_10>System\n{}\n",
+        "user": "<SPECIAL_11>User\n{}\n<SPECIAL_11>Assistant\n",
+        "assistant": "{}\n",
+    }
+    return [
+        Segment(_by_role(texts, role).replace("{}", content.strip()), role == "assistant")
+        for role, content in turns
+    ]
+
+
+def _nemotron_nano_v2(turns: Turns) -> list[Segment]:
+    texts = {
+        "system": "<SPECIAL_10>System\n{}\n",
+        "user": "<SPECIAL_11>User\n{}\n",
+        "assistant": "<SPECIAL_11>Assistant\n{}\n<SPECIAL_12>\n",
+    }
+    segments = []
+    for role, given in turns:
+        is_answer = role == "assistant"
+        content = given if is_answer else given.replace("/think", "").replace("/no_think", "")
+        text = _by_role(texts, role).replace("{}", content.strip())
+        segments.append(Segment(text, is_answer, _NANO_PROMPT_TOKENS * is_answer))
     return segments
 
 
-def _jinja() -> Any:
-    return optional_package("jinja2", needed_for="--sft-tokenizer-prompt-format default (a chat template)")
+_NANO_PROMPT_TOKENS: Final = 3
+"""Tokens of `<SPECIAL_11>Assistant\\n` in the tokenizer of Nemotron Nano; Megatron-LM counts three with any tokenizer."""
 
 
-def _compiled(source: str) -> Any:
-    """Compile a template in a sandbox: it comes with the tokenizer, and may not run code."""
-    _jinja()
-    sandbox = optional_package("jinja2.sandbox", needed_for="a chat template")
+def _identity(turns: Turns) -> list[Segment]:
+    return [Segment(content, role == "assistant") for role, content in turns]
 
-    def raise_exception(message: str) -> NoReturn:
-        raise _jinja().TemplateError(message)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(source)
+_BUILT_IN: Final[Mapping[str, Callable[[Turns], list[Segment]]]] = {
+    "nemotron-h-aligned": _nemotron_h_aligned,
+    "nemotron-nano-v2": _nemotron_nano_v2,
+    "identity": _identity,
+}
+_WORDS: Final[Mapping[str, Sequence[str]]] = {
+    "nemotron-h-aligned": ("<SPECIAL_10>", "<SPECIAL_11>"),
+    "nemotron-nano-v2": ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+    "identity": (),
+}
+
+
+def _by_role(texts: Mapping[str, str], role: str) -> str:
+    if role not in texts:
+        raise InvalidDocumentError(
+            f"the prompt format has no role {role!r}, only {', '.join(texts)}",
+            fix=_USE_TEMPLATE,
+        )
+    return texts[role]

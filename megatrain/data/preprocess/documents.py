@@ -115,12 +115,10 @@ def _decoded(content: bytes, unit: Unit) -> str:
 
 
 def parse_line(line: bytes) -> Row:
-    """Parse a line. If a key occurs twice, its last value counts, as usual in JSON."""
-    text = _decoded(line, "line")
+    """Parse a line, without a byte-order mark. If a key occurs twice, its last value counts, as usual in JSON."""
+    text = _decoded(line.removeprefix(codecs.BOM_UTF8), "line")
     if not text or text.isspace():
         raise InvalidDocumentError("blank line")
-    if text.startswith("\ufeff"):
-        raise InvalidDocumentError("starts with a byte-order mark, which is not valid JSON")
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -134,6 +132,13 @@ def parse_line(line: bytes) -> Row:
     if not isinstance(document, dict):
         raise InvalidDocumentError(f"is {_kind(document)}, not an object")
     return document
+
+
+def without_null(value: Any) -> Any:
+    """Return a value of a table without the keys whose value is null: a table cannot leave them out."""
+    if isinstance(value, dict):
+        return {key: without_null(one) for key, one in value.items() if one is not None}
+    return [without_null(one) for one in value] if isinstance(value, list) else value
 
 
 def sentences_of(document: Row, keys: Sequence[str]) -> list[list[str]]:

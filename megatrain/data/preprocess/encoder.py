@@ -20,7 +20,7 @@ import numpy.typing as npt
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.indexed.reader import Elements
 from megatrain.data.indexed.writer import token_dtype
-from megatrain.data.preprocess.conversations import ConversationSettings, Segment, make_formatter
+from megatrain.data.preprocess.conversations import Conversation, ConversationSettings, make_formatter
 from megatrain.data.preprocess.documents import (
     BadLine,
     Chunk,
@@ -30,6 +30,7 @@ from megatrain.data.preprocess.documents import (
     parse_line,
     parse_text,
     sentences_of,
+    without_null,
 )
 from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
@@ -166,43 +167,78 @@ class ChunkEncoder:
         bad = BadLine(chunk.file, chunk.first + index, str(error), chunk.unit, fix=error.fix)
         if not self._settings.keep_bad_lines:
             return bad
-        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        raw = content if isinstance(content, bytes) else json.dumps(content, default=str).encode()
         return replace(bad, content=raw, num_bytes=len(raw))
 
 
 class ConversationEncoder(ChunkEncoder):
-    """Encodes conversations, each as one sequence, to ids and a loss mask: 1 for tokens of the assistant."""
+    """Encodes conversations, each as one sequence, to ids and a loss mask: 1 for tokens of the assistant.
+
+    A line is a document of one conversation or several.
+    """
 
     def __init__(self, settings: EncoderSettings, tokenizer: Tokenizer) -> None:
         super().__init__(settings, tokenizer)
         assert settings.conversations is not None
-        self._segments = make_formatter(settings.conversations)
+        self._conversations = make_formatter(settings.conversations)
+        self._has_template = settings.conversations.template is not None
 
-    def _sentences(self, content: bytes | Row, chunk: Chunk) -> list[Segment]:
+    def _sentences(self, content: bytes | Row, chunk: Chunk) -> list[Conversation]:
         assert not chunk.is_text, "checked before the workers start"
-        return self._segments(parse_line(content) if isinstance(content, bytes) else content)
+        return self._conversations(
+            parse_line(content) if isinstance(content, bytes) else without_null(content)
+        )
 
-    def _encode(self, documents: list[list[Segment]]) -> list[EncodedKey]:
-        flat = list(itertools.chain.from_iterable(documents))
-        encoded = iter(self._tokenizer.encode_batch([segment.text for segment in flat]))
+    def _encode(self, documents: list[list[Conversation]]) -> list[EncodedKey]:
+        conversations = list(itertools.chain.from_iterable(documents))
+        texts = [segment.text for conversation in conversations for segment in conversation.segments]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        eod = self._tokenizer.eod
+        assert eod is not None, "checked before the workers start"
         ids: list[list[int]] = []
         masks: list[list[int]] = []
-        for segments in documents:
-            parts = [(next(encoded), int(segment.has_loss)) for segment in segments]
-            if self._settings.append_eod:
-                assert self._tokenizer.eod is not None, "checked before the workers start"
-                parts.append(([self._tokenizer.eod], parts[-1][1]))
-            ids.append([number for part, _ in parts for number in part])
-            masks.append([has_loss for part, has_loss in parts for _ in part])
-        return [self._encoded(ids, self._dtype, self._tokenizer.eod), self._encoded(masks, MASK_DTYPE, None)]
+        for conversation in conversations:
+            tokens: list[int] = []
+            mask: list[int] = []
+            for segment in conversation.segments:
+                part = next(encoded)
+                num_prompt = min(segment.num_prompt_tokens, len(part)) if segment.has_loss else len(part)
+                tokens += part
+                mask += [0] * num_prompt + [1] * (len(part) - num_prompt)
+            if not self._has_end(tokens, eod):
+                tokens.append(eod)
+                mask.append(int(conversation.ends_with_answer))
+            ids.append(tokens)
+            masks.append(mask)
+        counts = np.fromiter(map(len, documents), np.int64, len(documents))
+        return [
+            self._encoded(ids, counts, self._dtype, eod),
+            self._encoded(masks, counts, MASK_DTYPE, None),
+        ]
 
-    def _encoded(self, sequences: list[list[int]], dtype: np.dtype[Any], eod: int | None) -> EncodedKey:
+    def _has_end(self, tokens: list[int], eod: int) -> bool:
+        """Return whether a conversation ends with its end token, after which a chat template may write white space."""
+        tail = tokens[-_END_TOKENS:] if self._has_template else tokens[-1:]
+        if eod not in tail:
+            return False
+        return not self._tokenizer.decode(tail[len(tail) - tail[::-1].index(eod) :]).strip()
+
+    def _encoded(
+        self,
+        sequences: list[list[int]],
+        counts: npt.NDArray[np.int64],
+        dtype: np.dtype[Any],
+        eod: int | None,
+    ) -> EncodedKey:
         lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
         total = int(lengths.sum(dtype=np.int64))
         elements = np.fromiter(itertools.chain.from_iterable(sequences), dtype, total)
         eod_count = 0 if eod is None else int(np.count_nonzero(elements == eod))
-        ones = np.ones(len(sequences), np.int64)
-        return EncodedKey(elements, lengths, ones, int(elements.max()) if total else -1, eod_count)
+        return EncodedKey(elements, lengths, counts, int(elements.max()) if total else -1, eod_count)
+
+
+_END_TOKENS: Final = 8
+"""Tokens at the end of a conversation among which its end token is looked for."""
 
 
 def make_encoder(settings: EncoderSettings) -> ChunkEncoder:

@@ -175,7 +175,10 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
             "MB",
             "megabytes above which a line is a bad line; a worker needs about 150 times the longest line in memory",
         ),
-        "--append-eod": (None, "append the end-of-document id to every document"),
+        "--append-eod": (
+            None,
+            "append the end-of-document id to every document; conversations always end with it",
+        ),
     },
     "conversations": {
         "--sft": (

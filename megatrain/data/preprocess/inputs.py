@@ -183,7 +183,9 @@ def _check(path: Path, folder: Path | None, input_format: InputFormat) -> InputF
         content = input_format
     return (
         _mismatch(path, "parquet" if content == "parquet" else compression, start)
-        or _other_content(path, content, input_format, "" if compression else start.decode(errors="replace"))
+        or _other_content(
+            path, content, input_format, "" if compression else start.decode("utf-8-sig", "replace")
+        )
         or InputFile(path, content, compression, status.st_size, status.st_mtime_ns, folder)
     )
 

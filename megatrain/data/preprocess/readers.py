@@ -32,6 +32,8 @@ class ChunkReader:
     chunk_bytes: int = CHUNK_BYTES
     text_documents: Literal["file", "line"] = "file"
     """The part of a text file that is a document."""
+    row_keys: Sequence[str] = ()
+    """Keys that are read in addition to the messages of a conversation; empty: documents are texts."""
 
     def require_readable(self) -> None:
         """Raise ConfigError with all missing packages and columns."""
@@ -41,7 +43,7 @@ class ChunkReader:
                 if file.compression == "zst":
                     _zstandard()
                 if file.content == "parquet":
-                    require_columns(file, self.json_keys)
+                    (require_messages if self.row_keys else require_texts)(file, self.json_keys)
             except ConfigError as error:
                 problems |= dict.fromkeys(error.problems)
         if problems:
@@ -136,7 +138,8 @@ class ChunkReader:
         return after, bad
 
     def _rows(self, file: InputFile, position: Position, bytes_before: int) -> Iterator[Chunk]:
-        for rows in read_rows(file, self.json_keys, start=position.document, batch_bytes=self.chunk_bytes):
+        columns = [*self.json_keys, *self.row_keys]
+        for rows in read_rows(file, columns, start=position.document, batch_bytes=self.chunk_bytes):
             first = position.document + 1
             position = replace(
                 position,
@@ -301,25 +304,38 @@ class Rows:
     """Share of the file up to the end of these rows."""
 
 
-def require_columns(file: InputFile, names: Sequence[str]) -> None:
+def require_texts(file: InputFile, names: Sequence[str]) -> None:
     """Raise InputError unless the file can be opened and has these text columns."""
     with _open_parquet(file) as table:
-        schema = table.schema_arrow
         for name in names:
-            if name not in schema.names:
-                raise InputError(
-                    f"{file.path}: has no column {name!r}, only {', '.join(map(repr, schema.names))}",
-                    fix="give --json-keys names of its columns",
-                )
-            if not _is_text(schema.field(name).type):
-                raise InputError(
-                    f"{file.path}: column {name!r} has type {schema.field(name).type}, not strings or lists of strings",
-                    fix="give --json-keys the name of a text column",
-                )
+            _require_column(file, table.schema_arrow, name, "strings or lists of strings", _is_text)
+
+
+def require_messages(file: InputFile, names: Sequence[str]) -> None:
+    """Raise InputError unless the file can be opened and the first of these columns that it has is one of messages."""
+    with _open_parquet(file) as table:
+        schema = table.schema_arrow
+        name = next((name for name in names if name in schema.names), names[0])
+        _require_column(file, schema, name, "lists of messages", _is_messages)
+
+
+def _require_column(
+    file: InputFile, schema: Any, name: str, wanted: str, is_wanted: Callable[[Any], bool]
+) -> None:
+    if name not in schema.names:
+        raise InputError(
+            f"{file.path}: has no column {name!r}, only {', '.join(map(repr, schema.names))}",
+            fix="give --json-keys names of its columns",
+        )
+    if not is_wanted(schema.field(name).type):
+        raise InputError(
+            f"{file.path}: column {name!r} has type {schema.field(name).type}, not {wanted}",
+            fix=f"give --json-keys the name of a column of {wanted}",
+        )
 
 
 def read_rows(file: InputFile, columns: Sequence[str], *, start: int, batch_bytes: int) -> Iterator[Rows]:
-    """Yield all rows from index `start` on, in batches of about `batch_bytes`."""
+    """Yield all rows from index `start` on, in batches of about `batch_bytes`, with those columns that the file has."""
     row = start
     errors = _arrow().ArrowException
     try:
@@ -369,6 +385,11 @@ def _row_batches(
             end += batch.num_rows
             if end > start:
                 yield batch.slice(max(start - (end - batch.num_rows), 0)), end
+
+
+def _is_messages(kind: Any) -> bool:
+    types = _arrow().types
+    return bool((types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type))
 
 
 def _is_text(kind: Any) -> bool:

@@ -29,7 +29,13 @@ from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.reader import loss_mask_of
 from megatrain.data.indexed.writer import token_dtype
 from megatrain.data.preprocess.bad_lines import BadLines
-from megatrain.data.preprocess.conversations import ConversationSettings, load_template
+from megatrain.data.preprocess.chat_template import load_template
+from megatrain.data.preprocess.conversations import (
+    ROW_KEYS,
+    ConversationSettings,
+    message_keys,
+    special_words,
+)
 from megatrain.data.preprocess.documents import CHUNK_BYTES, Chunk, Position
 from megatrain.data.preprocess.encoder import MASK_DTYPE, EncoderSettings, make_encoder
 from megatrain.data.preprocess.flags import WITHOUT_EFFECT, PreprocessSettings, parse_settings
@@ -41,7 +47,7 @@ from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Version of the journal and of the output; a run with another version is not resumed."""
 
 
@@ -81,7 +87,8 @@ def preprocess(
         log_to_stderr(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
     reader = ChunkReader(
         files=find_inputs(settings.input, settings.input_format),
-        json_keys=settings.json_keys,
+        json_keys=message_keys(settings.json_keys[0]) if settings.sft else settings.json_keys,
+        row_keys=ROW_KEYS if settings.sft else (),
         text_documents=settings.text_documents,
         max_line_bytes=settings.max_line_mb * 1_000_000,
         chunk_bytes=chunk_bytes,
@@ -89,8 +96,7 @@ def preprocess(
     encoder = _encoder_settings(settings)
     tokenizer = load_tokenizer(settings.tokenizer)
     _check_inputs(settings, reader, encoder, tokenizer)
-    if settings.append_eod and tokenizer.note:
-        log_to_stderr(tokenizer.note)
+    _log_notes(settings, encoder, tokenizer)
     with (
         Journal(settings.output_prefix, log_to_stderr) as journal,
         Outputs(
@@ -99,7 +105,7 @@ def preprocess(
             _dtypes(settings, tokenizer),
             BadLines(settings.on_bad_line, settings.output_prefix, log_to_stderr),
             log_to_stderr,
-            settings=_fingerprint(settings, reader, tokenizer),
+            settings=_fingerprint(settings, reader, encoder, tokenizer),
             journal_seconds=journal_seconds,
         ) as outputs,
     ):
@@ -171,13 +177,39 @@ def _check_inputs(
         )
 
 
+def _log_notes(settings: PreprocessSettings, encoder: EncoderSettings, tokenizer: Tokenizer) -> None:
+    """Log what the user may not expect of the tokenizer and the prompt format."""
+    if (settings.append_eod or settings.sft) and tokenizer.note:
+        log_to_stderr(tokenizer.note)
+    if settings.sft and settings.append_eod:
+        log_to_stderr("--append-eod has no effect: conversations end with the end-of-document token")
+    conversations = encoder.conversations
+    if conversations is None or settings.tokenizer.tokenizer_type == "NullTokenizer":
+        return
+    # Twice as long: some tokenizers write a space before a text.
+    lacking = [
+        word
+        for word in special_words(conversations)
+        if len(tokenizer.encode(word * 2)) - len(tokenizer.encode(word)) != 1
+    ]
+    if lacking:
+        log_to_stderr(
+            f"the tokenizer has no token {', '.join(lacking)}, which the prompt format {conversations.prompt_format}"
+            f" writes: {'it becomes' if len(lacking) == 1 else 'each becomes'} several tokens of text"
+        )
+    if conversations.template is not None and conversations.template.now:
+        log_to_stderr(
+            f"the chat template writes the time: that of this run, {conversations.template.now[:16]}"
+        )
+
+
 def _require_one_key(settings: PreprocessSettings, files: Sequence[InputFile]) -> None:
     """Raise ConfigError if text files would make several datasets; log if --text-documents has no effect."""
     texts = [file for file in files if file.content == "text"]
     if texts and settings.sft:
         raise ConfigError(
             f"{texts[0].path}: is text, and --sft reads conversations",
-            fix="give --input JSON Lines with messages",
+            fix="give --input JSON Lines or Parquet with messages",
         )
     if texts and len(settings.json_keys) > 1:
         raise ConfigError(
@@ -204,13 +236,10 @@ def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
 
 
 def _conversation_settings(settings: PreprocessSettings) -> ConversationSettings:
-    found = ConversationSettings(
-        key=settings.json_keys[0], prompt_format=settings.sft_tokenizer_prompt_format
-    )
-    if found.prompt_format != "default":
-        return found
-    template, tokens = load_template(settings.tokenizer, settings.chat_template)
-    return replace(found, chat_template=template, special_tokens=tokens)
+    prompt_format = settings.sft_tokenizer_prompt_format
+    is_template = prompt_format == "default"
+    template = load_template(settings.tokenizer, settings.chat_template) if is_template else None
+    return ConversationSettings(key=settings.json_keys[0], prompt_format=prompt_format, template=template)
 
 
 def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -> None:
@@ -225,8 +254,9 @@ def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -
 
 
 def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
-    if settings.append_eod and tokenizer.eod is None:
-        raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by="--append-eod")])
+    if (settings.append_eod or settings.sft) and tokenizer.eod is None:
+        flag = "--sft" if settings.sft else "--append-eod"
+        raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by=flag)])
 
 
 def _require_tokens(outputs: Outputs) -> None:
@@ -242,7 +272,9 @@ def _require_tokens(outputs: Outputs) -> None:
         )
 
 
-def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> dict[str, Any]:
+def _fingerprint(
+    settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Return everything that determines the bytes of the output, under the names that messages use."""
     return {
         "format": FORMAT,
@@ -251,12 +283,20 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
         "--json-keys": list(settings.json_keys),
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod],
         "--append-eod": settings.append_eod,
-        "--sft": repr(_conversation_settings(settings)) if settings.sft else None,
+        "--sft": repr(_of_one_day(encoder.conversations)),
         "sentences": [settings.split_sentences, settings.keep_newlines, settings.lang],
         "--max-line-mb": settings.max_line_mb,
         "--on-bad-line": settings.on_bad_line,
         "library versions": _library_versions(settings),
     }
+
+
+def _of_one_day(conversations: ConversationSettings | None) -> ConversationSettings | None:
+    """Return the settings without the time of day: a run that is resumed on the same day writes the same date."""
+    if conversations is None or conversations.template is None:
+        return conversations
+    template = conversations.template
+    return replace(conversations, template=replace(template, now=template.now[:10]))
 
 
 def _digest(files: Sequence[InputFile]) -> str:
@@ -270,7 +310,8 @@ def _digest(files: Sequence[InputFile]) -> str:
 
 def _library_versions(settings: PreprocessSettings) -> dict[str, str | None]:
     """Return the versions of tokenizer libraries. An upgrade may change ids, so a run does not resume across versions."""
-    names = ["tokenizers", "sentencepiece", "tiktoken"] + ["nltk"] * settings.split_sentences
+    names = ["tokenizers", "sentencepiece", "tiktoken"]
+    names += ["nltk"] * settings.split_sentences + ["jinja2"] * settings.sft
     return {name: _version(name) for name in names}
 
 
@@ -290,7 +331,7 @@ def _description(
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "append_eod": settings.append_eod,
+        "append_eod": settings.append_eod or settings.sft,
         **({"prompt_format": settings.sft_tokenizer_prompt_format} if settings.sft else {}),
         "sources": _sources(files),
     }

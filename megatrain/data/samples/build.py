@@ -31,7 +31,11 @@ from megatrain.data.samples.blend import (
     counts_with_surplus,
     normalized,
 )
-from megatrain.data.samples.conversations import ConversationDataset, build_conversation_index
+from megatrain.data.samples.conversations import (
+    ConversationDataset,
+    ConversationIndex,
+    build_conversation_index,
+)
 from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
@@ -135,6 +139,7 @@ class SplitBuilder:
         self._surplus = surplus
         self._digests = digests or {}
         self._opened: dict[str, IndexedDataset] = {}
+        self._logged: set[str] = set()
 
     def build(
         self, blends: Mapping[str, Blend], split: str, plans: SamplePlans, *, named_valid: bool = False
@@ -329,6 +334,7 @@ class SplitBuilder:
             if mask is not None:
                 conversations = build_conversation_index(source.lengths, mask, part, **order)
                 built_dataset = ConversationDataset(source, mask, conversations, self.options)
+                self._log_conversations(source, len(part), conversations, name)
             else:
                 built_dataset = GPTDataset(source, build_index(source.lengths, part, **order), self.options)
         except ConfigError as error:
@@ -348,6 +354,21 @@ class SplitBuilder:
             )
             self._on_built(built)
         return built_dataset
+
+    def _log_conversations(
+        self, source: SequenceSource, count: int, index: ConversationIndex, name: str
+    ) -> None:
+        """Log once how many conversations of a split are not read, or not whole."""
+        start = f"{source.name}: of {count:,} conversations of the {name} data"
+        length = self.options.seq_length
+        lines = [
+            f"{start}, {index.num_left_out:,} are left out: no label of the assistant within --seq-length {length}",
+            f"{start}, {index.num_cut:,} are cut at their end: longer than --seq-length {length}",
+        ]
+        for number, line in zip((index.num_left_out, index.num_cut), lines, strict=True):
+            if number and line not in self._logged:
+                self._logged.add(line)
+                self._log(line)
 
     def _build_blend_index(
         self, weights: Sequence[float], num_samples: int, seed: int, name: str, *, is_exhaustive: bool = False

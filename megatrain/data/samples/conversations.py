@@ -4,7 +4,7 @@
     sample k -> tokens, labels, loss on tokens of the assistant, positions and attention within each conversation
 
 A conversation of L tokens takes L - 1 positions: its last token is a label only. One that is longer than a sample is cut
-at the end; one without a label of the assistant is left out.
+at the end; one without a label of the assistant is left out. Both are counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 OPEN_SAMPLES: Final = 256
 """Samples that further conversations may still join; the oldest is completed first."""
+_FORMAT: Final = 2
+"""Version of the arrays of a cached index."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class ConversationIndex:
     starts: Integers
     """Position in `sequences` at which each sample starts, and their end, [samples + 1]."""
     num_epochs: int
+    num_left_out: int
+    """Conversations without a label of the assistant within a sample."""
+    num_cut: int
+    """Other conversations that are longer than a sample."""
 
     def __len__(self) -> int:
         """Return the samples of all epochs: at least as many as were requested."""
@@ -77,10 +83,13 @@ def build_conversation_index(
         used = part.start + np.flatnonzero(counted_labels(mask, part, seq_length))
         if not len(used):
             raise ConfigError(
-                f"conversations {part.start} to {part.stop} (excluded) have no token of the assistant",
+                f"conversations {part.start} to {part.stop} (excluded) have no label of the assistant within --seq-length"
+                f" {seq_length}",
                 fix="choose a --split that includes some, a larger --seq-length, or other data",
             )
-        sizes = np.minimum(lengths[used].astype(np.int64) - 1, seq_length)
+        sizes = lengths[used].astype(np.int64) - 1
+        is_cut = sizes > seq_length
+        sizes = np.minimum(sizes, seq_length)
         random = np.random.RandomState(seed)
         sequences: list[npt.NDArray[np.int64]] = []
         starts = [np.zeros(1, np.int64)]
@@ -97,7 +106,7 @@ def build_conversation_index(
         return {
             "sequences": np.concatenate(sequences),
             "starts": np.concatenate(starts),
-            "num_epochs": np.array([num_epochs]),
+            "counts": np.array([num_epochs, len(part) - len(used), np.count_nonzero(is_cut)]),
         }
 
     rows = max(num_samples or 0, len(part))
@@ -112,9 +121,10 @@ def build_conversation_index(
             "seed": seed,
             "samples": num_samples,
             "open_samples": OPEN_SAMPLES,
+            "format": _FORMAT,
         }
         arrays = cache.get_or_build("conversations", key, build)
-    return ConversationIndex(arrays["sequences"], arrays["starts"], int(arrays["num_epochs"][0]))
+    return ConversationIndex(arrays["sequences"], arrays["starts"], *map(int, arrays["counts"]))
 
 
 def packed(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:

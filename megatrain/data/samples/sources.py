@@ -129,6 +129,7 @@ def _facts_of(prefix: str, *, conversations: bool, index_cache: str | None) -> D
         num_sequences=len(dataset),
         num_tokens=dataset.num_tokens,
         digest=dataset_digest(dataset, conversations=conversations),
+        has_loss_mask=conversations or exists(f"{loss_mask_of(prefix)}.idx"),
     )
 
 

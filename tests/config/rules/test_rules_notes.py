@@ -1,6 +1,9 @@
 """Notes name the flags of settings without effect and of defaults that surprise."""
 
+import pytest
+
 from megatrain.config import Facts, Origin, parse
+from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Derived, Draft
 from megatrain.config.rules.notes import dropout_by_default
 from megatrain.config.schema.tree import settings
@@ -77,3 +80,18 @@ def test_gradients_in_another_format_are_noted(plan_of):
         ("--fp8-format hybrid --fp8-recipe tensorwise", False),
     ):
         assert any(words in note for note in plan_of(flags).notes) == is_noted
+
+
+TALK = "--data-path talk --tokenizer-type NullTokenizer --eval-iters 0"
+
+
+@pytest.mark.parametrize("flags", ["", "--sft"])
+def test_conversations_that_are_read_without_sft_are_noted(plan_of, flags):
+    data = {"split": "all", "prefix": "talk", "weight": None, "num_sequences": 9, "num_tokens": 9000}
+    facts = Facts(datasets=(DatasetFacts(**data, digest="d", has_loss_mask=True),))
+    noted = [
+        note
+        for note in plan_of(f"{TALK} {flags}", without="--mock-data", facts=facts).notes
+        if note.startswith("talk: conversations with a loss")
+    ]
+    assert len(noted) == ("--sft" not in flags)

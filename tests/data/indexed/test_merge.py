@@ -79,6 +79,30 @@ def test_descriptions_are_merged(tmp_path):
     assert not (tmp_path / "out.json").exists()
 
 
+def conversations(tmp_path, name, texts):
+    (tmp_path / f"{name}.jsonl").write_text(
+        "".join(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n" for text in texts)
+    )
+    flags = ["--sft", "--sft-tokenizer-prompt-format", "identity", *NULL]
+    assert run("--input", tmp_path / f"{name}.jsonl", *flags, prefix=tmp_path / name) == 0
+    return tmp_path / f"{name}_messages_document"
+
+
+def test_loss_masks_of_conversations_are_merged(tmp_path):
+    first, second = conversations(tmp_path, "a", ["1 2", "3"]), conversations(tmp_path, "b", ["4"])
+    merge([second, first], tmp_path / "out", log=str)
+    mask = IndexedDataset(tmp_path / "out_loss_mask")
+    assert mask.dtype.name == "uint8"
+    assert mask.lengths.tolist() == IndexedDataset(tmp_path / "out").lengths.tolist() == [2, 3, 2]
+    assert json.loads((tmp_path / "out.json").read_text())["prompt_format"] == "identity"
+    plain = described(tmp_path, "c", ["1 2"])
+    with pytest.raises(ConfigError, match=f"{first} has a loss mask .*, and {plain} has none"):
+        merge([first, plain], tmp_path / "new", log=str)
+    with pytest.raises(ConfigError, match=r"out_loss_mask.idx: is the loss mask of other data"):
+        merge([plain], tmp_path / "out", log=str)
+    assert not list(tmp_path.glob("new*"))
+
+
 def test_incompatible_datasets_are_errors(tmp_path):
     small, wide = tmp_path / "small", tmp_path / "wide"
     write_dataset(small, [[[1]]])

@@ -118,7 +118,9 @@ CASES = {
     "blank line": bad(b"", "blank line"),
     "spaces only": bad(b" \t ", "blank line"),
     "no-break spaces only": bad("\u00a0".encode(), "blank line"),
-    "BOM": Case(containing(b"\xef\xbb\xbf", GOOD), "{file}:1: starts with a byte-order mark"),
+    "BOM": Case(containing(b"\xef\xbb\xbf", GOOD), tokens=(2,)),
+    "BOM of a second file": Case(containing(b"\xef\xbb\xbf", GOOD, b"\xef\xbb\xbf", GOOD), tokens=(2, 2)),
+    "BOM alone": Case(containing(b"\xef\xbb\xbf\n"), "{file}:1: blank line"),
     "UTF-16": Case(lambda path: path.write_text('{"text": "1"}\n', "utf-16"), "{file}: is UTF-16, not UTF-8"),
     "UTF-16 without mark": Case(
         lambda path: path.write_text('{"text": "1"}\n', "utf-16-be"), "{file}: is UTF-16"

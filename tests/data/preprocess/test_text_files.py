@@ -74,6 +74,11 @@ def test_a_format_can_be_given_for_any_name(tmp_path):
 ERRORS = {
     "folder of other files": ({"in/a.png": b"x"}, ["in"], "in: is a folder without a file of .jsonl"),
     "lines of JSON": ({"a.txt": b'{"text": "1"}\n'}, ["a.txt"], "a.txt: has the suffix of a text file, but"),
+    "JSON array after a BOM": (
+        {"a.json": b'\xef\xbb\xbf[{"text": "1"}]'},
+        ["a.json"],
+        "a.json: is a JSON array; JSON Lines",
+    ),
     "JSON array": ({"a.json": b'[\n  {"text": "1"}\n]'}, ["a.json"], "a.json: is a JSON array; JSON Lines"),
     "two keys": ({"a.txt": b"1"}, ["a.txt", "--json-keys", "a", "b"], "a.txt: is text, which has no keys"),
     "not UTF-8": ({"a.txt": b"1\n2 \xff"}, ["a.txt"], "a.txt: not UTF-8: byte 0xff at line 2, position 4"),

@@ -100,6 +100,21 @@ def test_a_long_conversation_is_cut_at_its_end(tmp_path):
     assert found_in(samples[0]) == [long[: SEQ_LENGTH + 1]]
 
 
+def test_conversations_that_are_left_out_or_cut_are_counted_once(tmp_path):
+    long = [(number % 98 + 1, int(number > 10)) for number in range(100)]
+    silent = [(1, int(number > 80)) for number in range(100)]
+    prefix = write(tmp_path / "a", [long, silent, long, [(1, 0), (2, 1)]])
+    logged: list[str] = []
+    build(prefix, plans=(20, 15), log=logged.append)
+    assert [line.partition("of 4 conversations of the train data, ")[2] for line in logged] == [
+        "1 are left out: no label of the assistant within --seq-length 32",
+        "2 are cut at their end: longer than --seq-length 32",
+    ]
+    logged.clear()
+    build(write(tmp_path / "b", random_conversations()), log=logged.append)
+    assert not [line for line in logged if "cut" in line], "a conversation of the length of a sample is whole"
+
+
 def test_a_cached_index_equals_a_built_one(tmp_path, monkeypatch):
     prefix = write(tmp_path / "a", random_conversations())
     monkeypatch.setattr("megatrain.data.samples.index_cache.CACHED_ROWS", 1, raising=False)
@@ -109,6 +124,7 @@ def test_a_cached_index_equals_a_built_one(tmp_path, monkeypatch):
     found = build(prefix, 50, cache_folder=tmp_path / "cache")
     assert (built.index.sequences == found.index.sequences).all()
     assert (built.index.starts == found.index.starts).all()
+    assert (built.index.num_left_out, built.index.num_cut) == (found.index.num_left_out, found.index.num_cut)
 
 
 def test_plans_and_splits_hold_for_conversations(tmp_path):
@@ -132,7 +148,7 @@ def test_data_without_a_loss_mask_is_an_error(tmp_path):
     with pytest.raises(InputError, match="its sequences are not those of"):
         build(prefix)
     silent = write(tmp_path / "c", [[(1, 0), (2, 0)]])
-    with pytest.raises(ConfigError, match="no token of the assistant"):
+    with pytest.raises(ConfigError, match="no label of the assistant within --seq-length 32"):
         build(silent)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,6 +126,14 @@ def test_facts_match_the_dataset(names):
         num_tokens=int(dataset.lengths.sum()),
         digest=content_digest(dataset),
     )
+
+
+def test_a_loss_mask_beside_a_dataset_is_a_fact(names):
+    for suffix in ("bin", "idx"):
+        Path(f"{names[0]}_loss_mask.{suffix}").write_bytes(Path(f"{names[0]}.{suffix}").read_bytes())
+    blend = {"all": Blend((names[0], names[1]))}
+    facts, _ = inspect_datasets(blend, vocab_size=VOCAB, tokenizer_fingerprint=None)
+    assert [one.has_loss_mask for one in facts] == [True, False]
 
 
 def test_every_problem_is_reported_once(names, tmp_path):
