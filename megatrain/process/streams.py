@@ -109,4 +109,4 @@ def _open_closed_descriptors() -> None:
 
 
 def _to_nowhere() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 (for the rest of the process)
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 (for the rest of the process)

@@ -44,6 +44,9 @@ def path_problems(request: Request) -> Iterator[Problem]:
     try:
         if path is not None and path.is_dir():
             yield Problem(f"--metrics-file {path} is a folder", "name a file")
+        elif path is not None and path.exists() and not path.is_file():  # its content may have no end
+            what = "--save" if given is None else "--metrics-file"
+            yield Problem(f"{what}: {path} is not a regular file", "remove it, or give --metrics-file a file")
         elif path is not None and given is not None and not is_metrics_file(path):
             yield Problem(
                 f"--metrics-file {path} has other content, which would be lost", "name another file"

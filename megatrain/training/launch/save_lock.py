@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain.config.errors import ConfigError, describe
-from megatrain.data.files import describe_write_error, fsync_folder, write_all
+from megatrain.data.files import describe_write_error, fsync_folder, open_regular, write_all
 
 LOCK_NAME = "run.lock"
 SECONDS_BETWEEN_TOUCHES = 10.0
@@ -300,7 +300,7 @@ def _create(path: Path, content: bytes) -> bool:
 def _look(path: Path) -> tuple[bytes, int] | None:
     """Return content and modification time in nanoseconds, or None if there is no lock. Opening asks an NFS server anew."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:
