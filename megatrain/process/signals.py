@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes longer to import than this module
     from collections.abc import Callable
     from types import FrameType, TracebackType
-    from typing import Self
+    from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_EARLY = 75
@@ -54,7 +54,7 @@ class Signals:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         self._former = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-        self._previous = {}
+        self._previous: dict[int, Any] = {}
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._catch(number)
