@@ -136,7 +136,7 @@ class Signals:
         except Exception as error:  # noqa: BLE001 (the process ends in any case, and says this)
             text += f"\n{error!r}"
         finally:
-            with contextlib.suppress(OSError):  # nobody reads stderr
+            with contextlib.suppress(OSError):  # stderr is closed
                 os.write(_STDERR, f"{text}\n".encode())
             os._exit(code)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `typing` takes longer to import than this module
     from typing import Any, Self, TextIO
 
 _CLOSED_PIPE = 141
-"""Exit code of a program whose output nobody reads, as a shell shows it after SIGPIPE."""
+"""Exit code of a program whose standard output is closed, as a shell shows it after SIGPIPE."""
 
 
 class StandardStreams:
@@ -63,7 +63,7 @@ class _Stream:
     def __init__(self, stream: TextIO, on_failure: Any = lambda _: None) -> None:
         self._stream, self._on_failure = stream, on_failure
         self.failure: str | None = None
-        """What failed; None: nothing did."""
+        """Description of the failure; None: there was none."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

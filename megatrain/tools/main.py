@@ -57,7 +57,7 @@ _MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code. It ends, quietly, if nobody reads its output."""
+    """Run a subcommand; return its exit code. It ends, quietly, if its output is closed."""
     try:
         with StandardStreams(ends_program=True):
             return _run(sys.argv[1:] if argv is None else argv)

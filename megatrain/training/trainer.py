@@ -365,7 +365,7 @@ class Trainer:
         self.ranks.signals.before_exit = record
 
     def _has_console_failed(self) -> bool:
-        """Return whether the run stops because nobody reads its output."""
+        """Return whether the run stops because its output is closed or cannot be written."""
         is_needed = self.ranks.is_main and self.plan.config.logging.on_log_failure == "stop"
         return is_needed and output_failure() is not None
 

@@ -116,7 +116,7 @@ def test_signals_of_another_handler_are_no_requests() -> None:
 def start(
     folder: Path, flags: dict[str, str | None], *before: str, **streams: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a run that saves to `folder / "run"`, with `before` in front of its command, and stderr in `folder / "errors"`."""
+    """Start a run that saves to `folder / "run"`, with `before` before its command, and stderr in `folder / "errors"`."""
     flags = {"--save": str(folder / "run"), "--train-iters": "3000", "--log-interval": "1"} | flags
     words = [*before, sys.executable, "-u", "pretrain.py", *command_line(flags)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
