@@ -64,8 +64,8 @@ def remove_older(
         older = [candidate for candidate in list_candidates(folder) if candidate.iteration < newest]
     except CheckpointError as error:
         return [f"no older checkpoint is removed: {error.problems[0].text}"]
-    known = (one.path for one in older if one.path.resolve() in intact) if rule.keep_last != 1 else ()
-    stays = next(iter(known), None)
+    is_alone = rule.keep_last == 1
+    stays = None if is_alone else next((one.path for one in older if one.path.resolve() in intact), None)
     return [remove_candidate(one, disk) for one in superseded(older, rule) if one.path != stays]
 
 
@@ -83,13 +83,13 @@ def superseded(
         num_newer: valid checkpoints that are newer than `candidates`.
         is_valid: whether a checkpoint counts as kept; the default looks at its manifest and file sizes.
     """
-    is_narrow, is_valid = rule.keep_last is None, is_valid or _is_valid
+    is_narrow, counts = rule.keep_last is None, is_valid or _is_valid
     num_valid, keep = num_newer, rule.keep_last or 2
     for candidate in candidates:
         if is_of_megatron(candidate.path):
             continue
         if num_valid < keep:
-            num_valid += is_valid(candidate)
+            num_valid += counts(candidate)
             continue
         is_retained = rule.retain_interval is not None and candidate.iteration % rule.retain_interval == 0
         if not is_retained and candidate.path.exists():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatrain.process.signals import Signals
@@ -55,7 +55,9 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals as requests, from now on."""
-        with nullcontext() if self.signals.is_active else self.signals:
+        with ExitStack() as until_end:
+            if not self.signals.is_active:
+                until_end.enter_context(self.signals)
             self.signals.become_requests(self.report, before_exit=self.before_kill, also=self.exit_signal)
             yield
 
