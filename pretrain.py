@@ -7,24 +7,27 @@ parse ─┬─> join the ranks (facts, plan, groups) ─> Trainer ─> resume �
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the rest is imported in functions, so that an interrupt of any import leaves no traceback
-    from megatrain.config import Request
-    from megatrain.training.logging.console import Phases
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # all is imported in functions: first what catches signals
+    from megatrain.process.signals import Signals
+    from megatrain.process.streams import StandardStreams
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 other errors."""
     try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # before the training loop, which saves and stops
+        from megatrain.process.signals import Signals
+        from megatrain.process.streams import StandardStreams
+
+        with Signals() as signals, StandardStreams(ends_program=True) as streams:
+            return run(sys.argv[1:] if argv is None else argv, signals, streams)
+    except KeyboardInterrupt:  # of the first milliseconds
         print("interrupted", file=sys.stderr)
         return 130
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     """Parse the command line; print the dry run, or train."""
     from megatrain.config import parse
     from megatrain.config.environment import read_environment
@@ -33,27 +36,23 @@ def run(argv: Sequence[str]) -> int:
 
     end_with_launcher(read_environment())
     request = parse(argv)
-    is_dry = request.known("training.dry_run") is not None
+    streams.ends_program = is_dry = request.known("training.dry_run") is not None
     phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
     with phases.phase("importing PyTorch"):  # after parsing, so that --help answers at once
-        from megatrain.training.launch.ranks import report_errors
+        from megatrain.training.launch.ranks import joined_ranks, report_errors
         from megatrain.training.planning.dry_run_output import print_dry_run
+        from megatrain.training.trainer import Trainer
 
-    return report_errors(lambda: print_dry_run(request) if is_dry else train(request, phases))
+    def train() -> int:
+        with joined_ranks(request, phases, signals) as ranks:
+            trainer = Trainer(ranks)
+            trainer.resume()
+            return trainer.train()
 
-
-def train(request: Request, phases: Phases) -> int:
-    """Run the training on this rank."""
-    from megatrain.training.launch.ranks import joined_ranks
-    from megatrain.training.trainer import Trainer
-
-    with joined_ranks(request, phases) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        return trainer.train()
+    return report_errors(lambda: print_dry_run(request) if is_dry else train())
 
 
 if __name__ == "__main__":
-    from megatrain.training.launch.exit_deadline import run_program
+    from megatrain.process.exit_deadline import run_program
 
     run_program(main)

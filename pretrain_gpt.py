@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.training.launch.exit_deadline import run_program
+from megatrain.process.exit_deadline import run_program
 from pretrain import main
 
 if __name__ == "__main__":

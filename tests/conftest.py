@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from free_ports import free_port
 
 GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {
@@ -45,6 +46,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+class PromptFailures:
+    """Prints the name and the error of a failed test when it fails; the report of all follows at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            error = str(crash.message if crash is not None else report.longrepr).strip().splitlines()
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {error[0] if error else ''}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(PromptFailures(config))
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
     """A check that fails if a second process of this test run repeats the same set-up."""
@@ -74,6 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def small_mock_data() -> Iterator[None]:
     """Mock data has 1,000 sequences in this process and those that it forks: an index of all 100,000 takes a second in each rank."""
     with patch("megatrain.data.samples.mock.NUM_SEQUENCES", 1000):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def port_of_torchrun() -> Iterator[None]:
+    """torchrun's default port is one for all test processes; each uses its own."""
+    with patch.dict(os.environ, {"PET_MASTER_PORT": str(free_port())}):
         yield
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from free_ports import free_port
 
 import pretrain
 from megatrain.training.engine import Engine
@@ -54,9 +54,7 @@ class ForkedJob:
         self.folder = folder
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank of the processes that have exited; -N means killed by signal N."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         torch.set_num_threads(1)  # a process forked while torch's threads run hangs
         self.pids = []
         for rank in range(num_ranks):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from megatrain.checkpoint.errors import DamagedError
+from megatrain.data.files import open_regular
 
 _PIECE: Final = 64 << 20
 """Bytes after which the disk begins to write."""
@@ -102,13 +102,9 @@ def open_regular_file(path: Path) -> FileIO:
         DamagedError: it is a link, a pipe or a device, or cannot be opened.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return FileIO(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "r")
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise DamagedError(f"{path}: not a regular file")
-    return FileIO(handle, "r")
 
 
 def read_small_file(path: Path, *, max_bytes: int) -> bytes:

@@ -2,9 +2,11 @@
 
 newest first   400 ── 300 ── 200 ── 100
                just committed: its manifest and file sizes are read again
-                      newest older one that is valid: always kept
+                      newest older one that is valid: always kept, and the newest older one that this run wrote or loaded
                               multiple of --save-retain-interval, or among the --keep-last newest: kept
                                      removed: renamed away, then deleted, so that no half checkpoint remains
+
+A run does not read the data of older checkpoints again: those that it wrote or loaded are known to be intact.
 
 Nothing here raises an error: a checkpoint that cannot be removed stays, and a line says so.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -46,8 +48,15 @@ class Retention:
         return self.keep_last is not None or self.retain_interval is not None
 
 
-def remove_older(folder: Path, newest: int, rule: Retention, disk: Disk) -> list[str]:
-    """Remove the checkpoints that `rule` does not keep after iteration `newest` was committed; return a line for each."""
+def remove_older(
+    folder: Path, newest: int, rule: Retention, disk: Disk, *, intact: Collection[Path] = ()
+) -> list[str]:
+    """Remove the checkpoints that `rule` does not keep after iteration `newest` was committed; return a line for each.
+
+    Args:
+        intact: resolved folders of checkpoints that this process wrote or loaded. If `rule` keeps more than the newest
+            checkpoint, the newest of these stays, too: a valid one may have damaged data.
+    """
     if not rule.removes:
         return []
     try:
@@ -55,21 +64,32 @@ def remove_older(folder: Path, newest: int, rule: Retention, disk: Disk) -> list
         older = [candidate for candidate in list_candidates(folder) if candidate.iteration < newest]
     except CheckpointError as error:
         return [f"no older checkpoint is removed: {error.problems[0].text}"]
-    return [remove_candidate(candidate, disk) for candidate in superseded(older, rule)]
+    is_alone = rule.keep_last == 1
+    stays = None if is_alone else next((one.path for one in older if one.path.resolve() in intact), None)
+    return [remove_candidate(one, disk) for one in superseded(older, rule) if one.path != stays]
 
 
-def superseded(older: Sequence[Candidate], rule: Retention) -> Iterator[Candidate]:
-    """Yield the checkpoints that `rule` does not keep, of those `older` than the newest one, newest first.
+def superseded(
+    candidates: Sequence[Candidate],
+    rule: Retention,
+    *,
+    num_newer: int = 1,
+    is_valid: Callable[[Candidate], bool] | None = None,
+) -> Iterator[Candidate]:
+    """Yield the checkpoints that `rule` does not keep, newest first. Checkpoints of Megatron-LM stay.
 
-    Checkpoints of Megatron-LM stay.
+    Args:
+        candidates: newest first.
+        num_newer: valid checkpoints that are newer than `candidates`.
+        is_valid: whether a checkpoint counts as kept; the default looks at its manifest and file sizes.
     """
-    is_narrow = rule.keep_last is None
-    num_valid, keep = 1, rule.keep_last or 2
-    for candidate in older:
+    is_narrow, counts = rule.keep_last is None, is_valid or _is_valid
+    num_valid, keep = num_newer, rule.keep_last or 2
+    for candidate in candidates:
         if is_of_megatron(candidate.path):
             continue
         if num_valid < keep:
-            num_valid += _is_valid(candidate)
+            num_valid += counts(candidate)
             continue
         is_retained = rule.retain_interval is not None and candidate.iteration % rule.retain_interval == 0
         if not is_retained and candidate.path.exists():

@@ -380,8 +380,13 @@ def merge_reports(
     )
 
 
-def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) -> None:
-    """Turn a folder with all shards into the checkpoint `final`, which replaces an older one of the iteration.
+def commit_save(
+    temporary: Path, final: Path, manifest: Manifest, disk: Disk, *, replaces: bool = True
+) -> None:
+    """Turn a folder with all shards into the checkpoint `final`.
+
+    Args:
+        replaces: it replaces an older one of the iteration; otherwise an older one is an OSError.
 
     Raises:
         CheckpointError: rank 0 does not see all files as they were written.
@@ -390,7 +395,7 @@ def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) ->
         check_written(temporary / name, stored)
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
-    rename_whole(temporary, final, manifest, disk)
+    rename_whole(temporary, final, manifest, disk, replaces=replaces)
 
 
 def check_written(path: Path, stored: StoredFile) -> None:
@@ -404,9 +409,20 @@ def check_written(path: Path, stored: StoredFile) -> None:
         ) from error
 
 
-def rename_whole(temporary: Path, final: Path, manifest: Manifest, disk: Disk) -> None:
-    """Give a complete temporary folder its name, and name it in the tracker."""
-    if final.exists() or final.is_symlink():
+def rename_whole(
+    temporary: Path, final: Path, manifest: Manifest, disk: Disk, *, replaces: bool = True
+) -> None:
+    """Give a complete temporary folder its name, and name it in the tracker.
+
+    Raises:
+        CheckpointError: a link took the place of the temporary folder.
+    """
+    if temporary.is_symlink():
+        raise CheckpointError(
+            f"{temporary}: a link took the place of the folder that the save had created",
+            fix="find the program that changes --save; older checkpoints are intact",
+        )
+    if replaces and (final.exists() or final.is_symlink()):
         kind = "megatron" if is_of_megatron(final) else "old"  # the former is never removed
         disk.rename(final, final.with_name(f"{final.name}.{kind}-{_save_id(temporary)}"))
     disk.rename(temporary, final)

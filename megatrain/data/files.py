@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -62,11 +63,35 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of a folder, for reading by default; return its descriptor.
+
+    Raises:
+        OSError: it is a pipe, a device or a folder, whose reading or writing may never end, or it cannot be opened.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced since then
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises OSError if it is larger than `max_bytes`, too."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than the limit of {max_bytes}", str(path))
+        return file.read(size)
+
+
 def is_start_intact(path: Path, *, num_bytes: int, crc32: int) -> bool:
     """Return whether the first `num_bytes` bytes of a file exist and have this crc32."""
     found, rest = 0, num_bytes
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             while rest and (data := file.read(min(rest, _READ_BYTES))):
                 found, rest = zlib.crc32(data, found), rest - len(data)
     except FileNotFoundError:
@@ -154,7 +179,7 @@ class FileLock:
 
     def _open_locked(self) -> IO[bytes]:
         while True:
-            file = self._path.open("ab")
+            file = os.fdopen(open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:

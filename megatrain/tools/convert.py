@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from megatrain.checkpoint.disk import Disk, write_file
+from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, newest_of_megatron
 from megatrain.config.errors import ConfigError, NoCheckpointError
+from megatrain.data.files import replace_file
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
@@ -75,8 +76,7 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
             export.write(temporary, progress.add)
             disk.sync_folder(temporary)
             disk.rename(temporary, final)
-        write_file(disk, target / TRACKER_NAME, str(reader.manifest.iteration).encode())
-        disk.sync_folder(target)
+        replace_file(target / TRACKER_NAME, str(reader.manifest.iteration).encode())
         num_plans = len(reader.manifest.state.get("data_plans", {}).get("train", ()))
     if num_plans > 1:
         print(

@@ -16,6 +16,8 @@ from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
 from megatrain.config.schema.tree import closest_name
+from megatrain.process.exit_deadline import run_program
+from megatrain.process.streams import StandardStreams
 from megatrain.tools import convert_flags, report, trace, watch
 from megatrain.tools.checkpoint import flags as checkpoint_flags
 from megatrain.tools.data import flags as data_flags
@@ -24,7 +26,6 @@ from megatrain.tools.generation import flags as generation_flags
 from megatrain.tools.parity import flags as parity_flags
 from megatrain.tools.plan import flags as plan_flags
 from megatrain.tools.port import cli as port
-from megatrain.training.launch.exit_deadline import run_program
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,8 +58,17 @@ _MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code."""
-    words = plan_flags.with_action(sys.argv[1:] if argv is None else argv)
+    """Run a subcommand; return its exit code. It ends, quietly, if its output is closed."""
+    try:
+        with StandardStreams(ends_program=True):
+            return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    words = plan_flags.with_action(argv)
     arguments, others = _parser(with_help=bool({"-h", "--help"} & set(words))).parse_known_args(words)
     if others and not arguments.takes_run_flags:
         arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")

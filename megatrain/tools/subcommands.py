@@ -6,8 +6,6 @@ This module does not import torch.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -49,11 +47,5 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
 def run_action(
     actions: Mapping[str, Callable[[argparse.Namespace], int]], arguments: argparse.Namespace
 ) -> int:
-    """Run the action of `arguments`; return the exit code, which is 0 if the reader of the output ends first."""
-    try:
-        exit_code = actions[arguments.action](arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return exit_code
+    """Run the action of `arguments`; return the exit code."""
+    return actions[arguments.action](arguments)

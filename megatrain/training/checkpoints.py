@@ -136,7 +136,7 @@ def _restore_scales(engine: Engine, loaded: Loaded) -> None:
 
 
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:
-    progress.iteration = loaded.iteration
+    progress.iteration, progress.loaded = loaded.iteration, loaded.path
     progress.consumed_train_samples = loaded.consumed_train_samples
     progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
     progress.is_evaluation_pending = loaded.state["is_evaluation_left"]

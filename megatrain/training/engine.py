@@ -100,15 +100,18 @@ class Engine:
         *,
         first_sample: int = 0,
         flags: Callable[[], Sequence[int]] = tuple,
+        before_update: Callable[[], None] = lambda: None,
     ) -> PendingStep:
         """Enqueue one optimizer step, like `step`, without waiting for its end. At most `max_pending` others may be pending.
 
         Args:
             flags: returns numbers of this rank, called at the end of the step; the report has the maximum over all ranks.
+            before_update: called when all gradients are computed, and may raise an error on all ranks.
         """
         logging, scale = self.plan.config.logging, self.loss_scaler.scale
         with self.timers.span("forward-backward"):
             losses = self.accumulate_gradients(batches, first_sample=first_sample)
+        before_update()
         with self.timers.span("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
@@ -131,15 +134,12 @@ class Engine:
         return PendingStep(metrics, functools.partial(self._report, scale))
 
     def _may_update(self, norm: Tensor, lm_loss: Tensor) -> Tensor:
-        """Return bool [] on the device: the step is finite, no spike that is skipped, and may update.
-
-        If a non-finite step ends the run, later steps update nothing either: the host may read its report after they begin.
-        """
+        """Return bool [] on the device: the step is finite, no spike that is skipped, and may update."""
         is_finite = norm.isfinite() & lm_loss.isfinite()
         loss_limit, norm_limit = self.spike_limits
         if min(self.spike_limits) < math.inf:
             is_finite &= (lm_loss < loss_limit) & (norm < norm_limit)
-        if self._may_skip:
+        if self._may_skip:  # else the run ends: steps that begin before the host knows it update nothing
             return is_finite
         self._were_finite = is_finite if self._were_finite is None else is_finite & self._were_finite
         return self._were_finite

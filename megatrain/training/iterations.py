@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
 from megatrain.training.debugging.not_finite import Explanation, explain
+from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.debugging.spikes import SpikeDetector
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import (
@@ -183,7 +185,16 @@ class Iterations:
         if self.reruns.injects(number):
             self.engine.spike_limits = -math.inf, -math.inf
         restore_scales = scales_of(self.engine)
-        step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self._flags)
+        interval = self.plan.config.training.check_weight_hash_across_dp_replicas_interval
+        is_checked = interval is not None and number % interval == 0
+        step = self.engine.begin_step(
+            batches,
+            hyperparams,
+            first_sample=consumed,
+            flags=self._flags,
+            # The update replaces weights by the shards of other ranks, and with them a bit that flipped here.
+            before_update=partial(check_replicas, self.engine, number) if is_checked else lambda: None,
+        )
         self.pending.append(
             Iteration(
                 number=number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(kw_only=True)
@@ -16,3 +17,5 @@ class Progress:
     consumed_valid_samples: int = 0
     is_evaluation_pending: bool = False
     """The run stopped before the evaluation at this iteration was complete."""
+    loaded: Path | None = None
+    """The checkpoint from which the run continues: all its data are intact."""

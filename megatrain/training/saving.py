@@ -104,6 +104,8 @@ class RunSaves:
             verifies=plan.config.checkpoint.verify_saves,
         )
         self._pending: _Pending | None = None
+        self._intact = {progress.loaded.resolve()} if progress.loaded is not None else set[Path]()
+        """Checkpoints that this run wrote or loaded."""
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -236,6 +238,7 @@ class RunSaves:
                 f"> committed iteration {save.iteration} to {path}: saved in {times.duration_ms / 1000:.1f} s,"
                 f" training waited {times.stall_ms / 1000:.1f} s"
             )
+            self._intact.add(path.resolve())
             self.on_commit(times)
             self._remove_older(save)
 
@@ -247,7 +250,7 @@ class RunSaves:
         if frequent is not None and save.folder == Path(frequent):
             rule = Retention(keep_last=1)
         if save.is_committing:
-            for line in remove_older(save.folder, save.iteration, rule, Disk()):
+            for line in remove_older(save.folder, save.iteration, rule, Disk(), intact=self._intact):
                 self.ranks.console.print(f"> {line}")
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.data.files import describe_write_error, replace_file
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
+from megatrain.process.streams import output_failure
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.checkpoints import require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
@@ -96,6 +97,7 @@ class Trainer:
         """
         self.open_data()
         self._open_outputs()
+        self._record_signals()
         if self.ranks.watch is not None:
             self.ranks.watch.on_peer_failure = self.status.record_peer_failure
             self.ranks.watch.on_late_ranks = self._write_collectives
@@ -159,12 +161,14 @@ class Trainer:
         config, start = self.plan.config, self.progress.iteration
         exit_file = config.resilience.exit_file
         stop = StopRequest(
+            self.ranks.signals,
             exit_interval=config.resilience.exit_interval,
             phase_ends=self.plan.derived.phase_transitions,
             exit_duration_in_mins=config.resilience.exit_duration_in_mins,
             exit_signal=signal_number(config.resilience.exit_signal) or signal.SIGTERM,
             exit_file=Path(exit_file) if exit_file is not None and self.ranks.is_main else None,
             has_log_failed=lambda: log.failure is not None,
+            has_console_failed=self._has_console_failed,
             report=self.ranks.console.print,
             before_kill=self.status.record_end,
         )
@@ -347,6 +351,23 @@ class Trainer:
                         fix="make the folder writable and free some space, or give --save another folder",
                     ) from error
             self.status.write(None, "running")
+
+    def _record_signals(self) -> None:
+        """Record the end of the run in its status if a signal ends it before it trains."""
+        if self.ranks.signals is None:
+            return
+        before = self.ranks.signals.before_exit
+
+        def record(exit_code: int, reason: str) -> None:
+            self.status.record_end(exit_code, reason)
+            before(exit_code, reason)
+
+        self.ranks.signals.before_exit = record
+
+    def _has_console_failed(self) -> bool:
+        """Return whether the run stops because its output is closed or cannot be written."""
+        is_needed = self.ranks.is_main and self.plan.config.logging.on_log_failure == "stop"
+        return is_needed and output_failure() is not None
 
     def _write_collectives(self) -> None:
         """Write what this rank's collectives are, for a run that hangs."""

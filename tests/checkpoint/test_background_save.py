@@ -164,6 +164,22 @@ def test_a_writer_that_fails_leaves_older_checkpoints(
     assert load(tmp_path, rank).iteration == 10
 
 
+def test_a_link_in_place_of_the_temporary_folder_is_no_checkpoint(
+    tmp_path: Path, make_writer: Callable[..., BackgroundWriter]
+) -> None:
+    rank = one_rank()
+    older = save(tmp_path / "run", rank, 10)
+    writer, pending = make_writer(rank), a_save(tmp_path / "run", rank, 20)
+    writer.begin(pending)
+    while not writer.is_ready:
+        time.sleep(0.01)
+    pending.temporary.rename(tmp_path / "elsewhere")
+    pending.temporary.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="a link took the place of the folder"):
+        writer.commit()
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [older.name]
+
+
 def assert_fails_on_two_ranks(folder: Path, build: Callable[[Rank], BackgroundWriter], message: str) -> None:
     """Save in the background on two ranks; check the error of all ranks, and that no file is left."""
     ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))

@@ -62,6 +62,24 @@ def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [20, 40]
 
 
+def flip_a_bit(checkpoint: Path) -> None:
+    shard = next(checkpoint.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def test_the_newest_one_whose_data_are_known_to_be_intact_stays(tmp_path: Path) -> None:
+    save_many(tmp_path, range(10, 40, 10), Retention())
+    flip_a_bit(tmp_path / "iter_0000030")  # the run has loaded 20
+    intact = {(tmp_path / "iter_0000020").resolve()}
+    save(tmp_path, one_rank(), 40)
+    lines = remove_older(tmp_path, 40, Retention(keep_last=2), Disk(), intact=intact)
+    assert lines == [f"removed {tmp_path}/iter_0000010"]
+    flip_a_bit(tmp_path / "iter_0000040")
+    assert load(tmp_path, one_rank()).iteration == 20
+
+
 def test_nothing_is_removed_if_the_new_checkpoint_is_not_valid(tmp_path: Path) -> None:
     save_many(tmp_path, range(10, 40, 10), Retention())
     (tmp_path / "iter_0000030" / "manifest.json").write_text("{}")

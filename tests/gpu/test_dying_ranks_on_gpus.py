@@ -1,7 +1,6 @@
 """On two GPUs with NCCL: a rank that dies or hangs makes the other exit within its time limit."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_ports import free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +45,7 @@ sys.exit(pretrain.main(sys.argv[1:]))
 def test_a_failed_rank_ends_the_other(
     spoil: str, code: int | None, words: str | None, tmp_path: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     outputs = [tmp_path / f"{rank}.log" for rank in range(2)]
     more = ["--distributed-timeout-seconds-after-init", "8"] if code is None else []
     ranks = []

@@ -180,6 +180,52 @@ def test_prune_removes_or_says_what_it_would(folder: Path, capsys: pytest.Captur
     assert "--keep-last 2" in capsys.readouterr().err
 
 
+def test_prune_counts_only_checkpoints_whose_data_are_intact(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["checkpoint", "prune", str(folder), "--keep-last", "2"]
+    for number in (4, 2):
+        flip_last_byte(folder / f"iter_000000{number}" / "shard_00000.safetensors")
+    assert main(words) == 0  # 3 and 1 are left to keep
+    printed = capsys.readouterr().out
+    assert f"{folder}/iter_0000004 is damaged, does not count and stays: " in printed
+    assert len(list(folder.glob("iter_*"))) == 4
+    for number in (3, 1):
+        flip_last_byte(folder / f"iter_000000{number}" / "shard_00000.safetensors")
+    assert main(words) == 3
+    assert "every checkpoint is damaged; nothing is removed" in capsys.readouterr().err
+    assert len(list(folder.glob("iter_*"))) == 4
+
+
+def test_a_run_that_loaded_an_older_checkpoint_keeps_it(folder: Path) -> None:
+    for number in (4, 3):
+        flip_last_byte(folder / f"iter_000000{number}" / "shard_00000.safetensors")
+    flags = ["--save", str(folder), "--load", str(folder), "--keep-last", "2", "--save-interval", "4"]
+    assert pretrain.main([*RUN, *flags]) == 0
+    assert sorted(path.name for path in folder.glob("iter_*")) == [
+        f"iter_000000{number}" for number in (2, 3, 4)
+    ]
+    assert verify(folder / "iter_0000004") == verify(folder / "iter_0000002") == []
+
+
+def test_of_two_reshards_to_one_target_one_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, write = tmp_path / "resharded", rewrite._write_files
+    words = ["checkpoint", "reshard", str(folder), str(target), "--files", "1"]
+
+    def write_after_another(*arguments: object) -> None:
+        monkeypatch.setattr(rewrite, "_write_files", write)
+        assert main(words) == 0
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rewrite, "_write_files", write_after_another)
+    assert main(words) == 2
+    assert f"{target}/iter_0000004: another process has created it" in capsys.readouterr().err
+    assert [path.name for path in target.glob("iter_*")] == ["iter_0000004"]
+    assert verify(target / "iter_0000004") == []
+
+
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_reshard_keeps_every_bit(
     folder: Path, tmp_path: Path, num_files: int, monkeypatch: pytest.MonkeyPatch

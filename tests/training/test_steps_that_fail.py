@@ -109,5 +109,5 @@ def test_a_further_signal_asks_for_the_end() -> None:
     stop = StopRequest(exit_interval=None, exit_duration_in_mins=None, exit_signal=signal.SIGUSR2)
     with stop.listening():
         os.kill(os.getpid(), signal.SIGUSR2)
-    assert stop.signal_number == signal.SIGUSR2
+    assert stop.signals.number == signal.SIGUSR2
     assert signal.getsignal(signal.SIGUSR2) == former

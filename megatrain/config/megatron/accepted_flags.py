@@ -302,7 +302,7 @@ ACCEPTED_FLAGS: Final = (
         "--test-mode",
     ),
     accepted(
-        "SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and exit",
+        "SIGTERM, SIGINT, SIGUSR1 and SIGHUP always save a checkpoint and exit",
         "--exit-signal-handler --exit-signal-handler-for-training",
     ),
     accepted(

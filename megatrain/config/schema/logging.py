@@ -15,7 +15,7 @@ class LoggingConfig(CheckedSection):
     metrics_file: str | None = None
     """File with a JSON object for each iteration and evaluation. Default: `metrics.jsonl` in --save."""
     on_log_failure: Literal["stop", "warn"] = "stop"
-    """Reaction to a `metrics.jsonl` or TensorBoard file that cannot be written, as on a full disk: save and stop with an error, or warn and continue without that log. Not in Megatron-LM."""
+    """Reaction to a `metrics.jsonl` or TensorBoard file that cannot be written, as on a full disk: save and stop with an error, or warn and continue without that log. The same holds for standard output, without an error: exit code 75. Not in Megatron-LM."""
     print_config: Literal["short", "full"] = "short"
     """Configuration printed at start: given and derived values (short), or every setting (full). Not in Megatron-LM."""
     log_throughput: bool = False

@@ -198,7 +198,7 @@ class ResilienceConfig(CheckedSection):
     exit_duration_in_mins: float | None = field(default=None, metadata=in_range(above=0))
     """Save and exit after this many minutes."""
     exit_signal: str = "SIGTERM"
-    """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do."""
+    """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do, and SIGHUP unless it is ignored."""
     on_nan: tuple[str, ...] = ("stop",)
     """Response to a loss or gradient that is infinite or NaN: stop; skip (the step updates nothing); or rewind N: load the newest checkpoint of at least N iterations before, and pass over the samples of the bad iteration. Not in Megatron-LM."""
     on_spike: tuple[str, ...] = ("warn",)

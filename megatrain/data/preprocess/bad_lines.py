@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
 from megatrain.config.errors import InputError
-from megatrain.data.files import fsync, is_start_intact, report_write_errors
+from megatrain.data.files import fsync, is_start_intact, open_regular, report_write_errors
 from megatrain.data.preprocess.documents import BadLine
 
 Policy = Literal["stop", "skip", "quarantine"]
@@ -46,7 +47,8 @@ class BadLines:
         """Open the partial file, and keep its first `num_bytes` bytes, written by the run that is resumed."""
         if self._policy == "quarantine":
             with report_write_errors(self._partial):
-                self._file = self._partial.open("r+b" if num_bytes else "wb")
+                new = 0 if num_bytes else os.O_CREAT | os.O_TRUNC
+                self._file = os.fdopen(open_regular(self._partial, os.O_RDWR | new), "r+b")
                 self._file.truncate(num_bytes)
                 self._file.seek(num_bytes)
 

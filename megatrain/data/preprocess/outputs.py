@@ -22,11 +22,13 @@ from typing import Any, Final, Self
 
 import numpy.typing as npt
 
-from megatrain.data.files import FileLock, fsync_folder, report_write_errors, write_json
+from megatrain.data.files import FileLock, fsync_folder, read_regular, report_write_errors, write_json
 from megatrain.data.indexed.writer import IndexedWriter, WriterState, dataset_files
 from megatrain.data.preprocess.bad_lines import BadLines, bad_lines_files
 from megatrain.data.preprocess.documents import Position
 from megatrain.data.preprocess.encoder import EncodedChunk
+
+_MAX_JOURNAL_BYTES: Final = 1 << 28
 
 JOURNAL_SECONDS: Final = 5.0
 """Seconds between two journal entries: about the work that a crash costs."""
@@ -274,7 +276,7 @@ class Journal:
     def read(self) -> dict[str, Any]:
         """Return the last written content, or an empty dict. Raises DamagedJournalError."""
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(self._path, max_bytes=_MAX_JOURNAL_BYTES))
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError) as error:

@@ -375,12 +375,14 @@ class _StoppedError(BaseException):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise SIGTERM and SIGINT as exceptions inside the context; restore their handlers after it."""
+    """Raise SIGTERM, SIGINT and a SIGHUP that is not ignored as exceptions inside the context; restore their handlers after it."""
 
     def stop(number: int, _frame: object) -> NoReturn:
         raise _StoppedError(number)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    is_hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
+    numbers = (signal.SIGTERM, signal.SIGINT, *(() if is_hangup_ignored else (signal.SIGHUP,)))
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

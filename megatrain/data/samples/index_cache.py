@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import struct
 import time
 import zlib
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from megatrain.data.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,11 +90,8 @@ def digest(array: npt.NDArray[Any]) -> str:
 
 def _read(path: Path, key: str) -> Arrays:
     """Map the arrays of a file. Raises ValueError if it is damaged or belongs to another key."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
-        raise ValueError("it is not a regular file")
-    size = status.st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(PREFIX.size)
         if len(prefix) < PREFIX.size:
             raise ValueError(f"it ends after {size} bytes")

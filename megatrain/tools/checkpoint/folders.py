@@ -18,13 +18,12 @@ from megatrain.checkpoint.find import (
     base_folder,
     find_checkpoints,
     leftovers,
-    newest_valid,
     node_files,
 )
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
-from megatrain.config.errors import ConfigError
+from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.tools.checkpoint.source import Progress, no_checkpoint, size_text
 
 DAMAGED = 3
@@ -109,10 +108,7 @@ def verify_all(arguments: argparse.Namespace) -> int:
         raise no_checkpoint(Path(arguments.path))
     num_damaged = 0
     for candidate in reversed(found):
-        problems = [candidate.problem] if candidate.problem else []
-        if not problems:
-            with Progress(f"verifying {candidate.path.name}", _size(candidate.path)) as progress:
-                problems = verify(candidate.path, progress.add)
+        problems = _problems(candidate)
         num_damaged += bool(problems)
         print(f"{candidate.path}: {'damaged' if problems else 'intact'}, {size_text(_size(candidate.path))}")
         elsewhere = None if problems else _elsewhere(candidate.path, read_manifest(candidate.path))
@@ -124,20 +120,46 @@ def verify_all(arguments: argparse.Namespace) -> int:
     return DAMAGED if num_damaged else 0
 
 
+def _problems(candidate: Candidate) -> list[str]:
+    """Read every byte of a checkpoint; return what is wrong with it."""
+    if candidate.problem:
+        return [candidate.problem]
+    with Progress(f"verifying {candidate.path.name}", _size(candidate.path)) as progress:
+        return verify(candidate.path, progress.add)
+
+
 def prune(arguments: argparse.Namespace) -> int:
-    """Remove older checkpoints, or print which ones."""
+    """Remove the checkpoints that are older than the newest N whose data are intact, or print which ones.
+
+    Raises:
+        NoCheckpointError: none is intact.
+    """
     folder = Path(arguments.folder)
     if arguments.keep_last < 2:
         raise ConfigError(
             f"--keep-last {arguments.keep_last}: the newest two checkpoints always stay",
             fix="use --keep-last 2",
         )
-    newest = newest_valid(folder)
-    if newest is None or base_folder(folder) != folder:
+    found = find_checkpoints(folder)
+    if base_folder(folder) != folder or all(one.problem for one in found):
         raise no_checkpoint(folder)
     rule = Retention(keep_last=arguments.keep_last, retain_interval=arguments.retain_interval)
-    older = [one for one in find_checkpoints(folder) if one.iteration < newest.iteration]
-    removed = list(superseded(older, rule))
+    intact: list[Path] = []
+
+    def is_intact(candidate: Candidate) -> bool:
+        problems = _problems(candidate)
+        if problems:
+            print(f"{candidate.path} is damaged, does not count and stays: {problems[0]}")
+        else:
+            intact.append(candidate.path)
+        return not problems
+
+    removed = list(superseded(found, rule, num_newer=0, is_valid=is_intact))
+    if not intact:
+        raise NoCheckpointError(
+            f"{folder}: every checkpoint is damaged; nothing is removed",
+            fix=f"restore one from a backup; `megatrain checkpoint verify {folder}` names all damage",
+        )
     for candidate in reversed(removed):
         size = size_text(_size(candidate.path))
         print(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import secrets
@@ -113,6 +114,7 @@ def temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> I
 
     Raises:
         CheckpointError: too little space is free, or writing to `target` failed.
+        ConfigError: another process has created `final`.
     """
     temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
     try:
@@ -120,6 +122,10 @@ def temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> I
         yield temporary
     except BaseException as error:
         remove_failed_save(temporary, disk)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise ConfigError(
+                f"{final}: another process has created it", fix="name another target folder"
+            ) from error
         if isinstance(error, OSError):
             raise _write_failed(error, target) from error
         raise
@@ -154,7 +160,7 @@ def _write_files(
         state=manifest.state,
         config=manifest.config,
     )
-    commit_save(temporary, final, merged, disk)
+    commit_save(temporary, final, merged, disk, replaces=False)
 
 
 def _write_weights(

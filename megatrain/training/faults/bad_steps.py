@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.files import describe_write_error
+from megatrain.data.files import describe_write_error, open_regular
 from megatrain.training.batches import Batches
 
 FILE_NAME: Final = "bad_steps.jsonl"
@@ -77,7 +78,7 @@ class BadStepLog:
         line = json.dumps(vars(step) | {"action": action, "documents": self._documents(step)}) + "\n"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:
                 file.write(line)
         except OSError as error:
             return f"> WARNING: {describe_write_error(error, path, needed_bytes=len(line))}"

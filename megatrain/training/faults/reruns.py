@@ -24,7 +24,7 @@ import torch
 
 from megatrain.checkpoint.untrusted_json import integer, list_of, parse_json, record, text
 from megatrain.config.schema.training import ResilienceConfig
-from megatrain.data.files import replace_file
+from megatrain.data.files import read_regular, replace_file
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 
@@ -200,7 +200,7 @@ class Reruns:
         """Return the content of the file; None: there is none, or it is damaged."""
         assert self._file is not None
         try:
-            stored = parse_json(self._file.read_bytes(), max_bytes=_MAX_BYTES)
+            stored = parse_json(read_regular(self._file, max_bytes=_MAX_BYTES), max_bytes=_MAX_BYTES)
             _RECORD(stored, FILE_NAME)
         except FileNotFoundError:
             return None

@@ -42,15 +42,22 @@ def path_problems(request: Request) -> Iterator[Problem]:
     given, save = request.known("logging.metrics_file"), request.known("checkpoint.save")
     path = metrics_path(save, given)
     try:
-        if path is not None and path.is_dir():
-            yield Problem(f"--metrics-file {path} is a folder", "name a file")
-        elif path is not None and given is not None and not is_metrics_file(path):
-            yield Problem(
-                f"--metrics-file {path} has other content, which would be lost", "name another file"
-            )
+        if path is not None:
+            yield from _metrics_problems(path, is_given=given is not None)
     except OSError as error:
         if given is not None:
             yield _unreadable(error, f"--metrics-file {path}")
+
+
+def _metrics_problems(path: Path, *, is_given: bool) -> Iterator[Problem]:
+    """Yield a problem if the metrics cannot be written to this file; `is_given`: the user named it."""
+    if path.is_dir():
+        yield Problem(f"--metrics-file {path} is a folder", "name a file")
+    elif path.exists() and not path.is_file():  # its content may have no end
+        what = "--metrics-file" if is_given else "--save"
+        yield Problem(f"{what}: {path} is not a regular file", "remove it, or give --metrics-file a file")
+    elif is_given and not is_metrics_file(path):
+        yield Problem(f"--metrics-file {path} has other content, which would be lost", "name another file")
 
 
 def _folder_problems(path: Path, flag: str) -> Iterator[Problem]:

@@ -35,10 +35,11 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.schedule import V_SHAPED
 from megatrain.parallel.process_groups import collective_calls, destroy_groups, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
+from megatrain.process.exit_deadline import exit_deadline
+from megatrain.process.signals import Signals
 from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
-from megatrain.training.launch.exit_deadline import exit_deadline
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.save_lock import SaveLocks
@@ -65,6 +66,8 @@ class Ranks:
     """Timer of start-up phases."""
     watch: RankWatch | None = None
     """Watch over the other ranks; None with a single rank, or if another program watches them."""
+    signals: Signals | None = None
+    """Stop signals of this process; None: another program handles them."""
 
     @property
     def console(self) -> Console:
@@ -91,7 +94,7 @@ def report_errors(run: Callable[[], int]) -> int:
             print_error(error)
         exit_code = exit_code_of(error)
     except BaseException as error:
-        if not (isinstance(error, Exception) or dist.is_initialized()):
+        if isinstance(error, SystemExit) and not dist.is_initialized():
             raise
         exit_code = exit_code_of(error)
         if isinstance(error, KeyboardInterrupt):
@@ -125,8 +128,14 @@ def _raise_open_file_limit() -> None:
 
 
 @contextmanager
-def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ranks]:
-    """Resolve the plan and create the process groups, which `report_errors` destroys. `phases` continues an earlier timer.
+def joined_ranks(
+    request: Request, phases: Phases | None = None, signals: Signals | None = None
+) -> Iterator[Ranks]:
+    """Resolve the plan and create the process groups; `report_errors` destroys them.
+
+    Args:
+        phases: continues an earlier timer.
+        signals: stop signals of this process, which this rank reports to the others until it trains.
 
     Raises:
         MegatrainError: on every rank, before the first collective, if one rank finds a problem.
@@ -140,6 +149,8 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
         watch.before_exit = locks.release
+    if signals is not None:
+        signals.before_exit = functools.partial(_stop_by_signal, locks, watch)
     try:
         with phases.phase("reading inputs and planning"):
             facts, plan = agreed_plan(request, environment, store, locks)
@@ -165,6 +176,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             local_rank=environment.local_rank,
             phases=phases,
             watch=watch,
+            signals=signals,
         )
         if store is not None:
             dist.barrier()  # a rank that exits early can abort the others
@@ -177,6 +189,15 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         locks.release()
     if watch is not None:
         watch.leave()
+
+
+def _stop_by_signal(locks: SaveLocks, watch: RankWatch | None, exit_code: int, reason: str) -> None:
+    """Release the locks, and end the other ranks, before a signal ends this process."""
+    locks.release()
+    if watch is not None:
+        error = MegatrainError(reason, fix="run the same command again")
+        error.exit_code = exit_code
+        watch.fail(error)
 
 
 def _join_groups(

@@ -3,7 +3,7 @@ non-persistent checkpoints.
 
     no lock                              create it (O_EXCL), touch it every ten seconds, remove it at the end
     its process is gone                  take it over, and print that
-    its process runs                     refuse to start
+    its process runs                     refuse to start; removed by hand ─> the run creates it again
     its process is on another machine    watch the lock: touched again ─> refuse; not touched for two minutes ─> take it over
 
 A touch is compared with the one before it, so that the clocks of two machines need not agree. Creation and renames are atomic
@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain.config.errors import ConfigError, describe
-from megatrain.data.files import describe_write_error, fsync_folder, write_all
+from megatrain.data.files import describe_write_error, fsync_folder, open_regular, write_all
 
 LOCK_NAME = "run.lock"
 SECONDS_BETWEEN_TOUCHES = 10.0
@@ -124,6 +124,7 @@ class SaveLock:
         self._touch_seconds, self._stale_seconds = touch_seconds, stale_seconds
         self._content = b""
         self._released = threading.Event()
+        self._touching = threading.Lock()
 
     @property
     def _path(self) -> Path:
@@ -158,7 +159,7 @@ class SaveLock:
         """Remove the lock if this run holds it. An error is ignored: the next run finds that this process is gone."""
         self._released.set()
         if self._content:
-            with contextlib.suppress(OSError):
+            with self._touching, contextlib.suppress(OSError):
                 if _read(self._path) == self._content:
                     self._path.unlink()
             self._content = b""
@@ -214,9 +215,8 @@ class SaveLock:
         """Touch the lock until it is released: main function of the thread."""
         while not self._released.wait(self._touch_seconds):
             try:
-                found = _read(self._path)
-                if found == self._content:
-                    os.utime(self._path)
+                with self._touching:
+                    found = self._touch_once()
             except OSError:
                 continue  # the folder is gone, or its storage is: a write of the run reports it
             if found not in (b"", self._content) and not self._released.is_set():
@@ -224,6 +224,15 @@ class SaveLock:
                     f"{self._path} was taken over by another run, {Owner.from_bytes(found) or 'unknown'}"
                 )
                 return
+
+    def _touch_once(self) -> bytes:
+        """Touch the lock, or create it again if it was removed; return the content that it had."""
+        found = _read(self._path)
+        if found == self._content:
+            os.utime(self._path)
+        elif not found and not self._released.is_set() and _create(self._path, self._content):
+            self._say(f"> WARNING: {self._path} was removed during the run; it is there again")
+        return found
 
 
 class SaveLocks:
@@ -300,7 +309,7 @@ def _create(path: Path, content: bytes) -> bool:
 def _look(path: Path) -> tuple[bytes, int] | None:
     """Return content and modification time in nanoseconds, or None if there is no lock. Opening asks an NFS server anew."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:

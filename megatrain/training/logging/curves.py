@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.config import LoggingConfig
-from megatrain.data.files import replace_file
+from megatrain.data.files import open_regular, read_regular, replace_file
 from megatrain.training.logging.metrics_file import report_log_errors
 
 VS_SAMPLES = " vs samples"
@@ -159,7 +160,8 @@ class TensorBoardCurves:
 def remove_later_events(path: Path, *, iteration: int, consumed_samples: int) -> None:
     """Remove the points after this iteration or sample count from an event file, and an incomplete record at its end."""
     kept, is_changed = [], False
-    content = path.read_bytes()
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read()
     for record, event in _records(content):
         points = event.summary.value
         is_late = any(
@@ -258,7 +260,8 @@ class WandbCurves:
         folder = Path(config.wandb_save_dir or (save / "wandb" if save else "."))
         folder.mkdir(parents=True, exist_ok=True)
         id_file = save / _RUN_ID_FILE if save else None
-        run_id = id_file.read_text(encoding="utf-8").strip() if id_file and id_file.exists() else ""
+        has_id = id_file is not None and id_file.exists()
+        run_id = read_regular(id_file, max_bytes=1000).decode().strip() if id_file and has_id else ""
         run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,

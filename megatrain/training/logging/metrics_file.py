@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.files import describe_write_error, fsync, fsync_folder, write_all
+from megatrain.data.files import describe_write_error, fsync, fsync_folder, open_regular, write_all
 
 _MAX_NAMED = 3
 """Damaged lines that the log names."""
@@ -67,7 +67,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self.note = _remove_later_lines(path, resumed_iteration)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._size = os.fstat(self._descriptor).st_size
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ def is_metrics_file(path: Path) -> bool:
     """Return whether the file may be changed: it does not exist, is empty, or has a line of metrics near its start."""
     if not path.exists():
         return True
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_MAX_FIRST_BYTES)
     return not start.strip() or any(_Line.parse(line) is not None for line in start.splitlines())
 
@@ -134,16 +134,16 @@ class _Line:
 
 def _remove_later_lines(path: Path, iteration: int) -> str | None:
     """Keep the lines up to an iteration, and damaged ones in a file of their own; return a note about those."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         parsed = [_Line.parse(line) for line in file]
     damaged = _damaged_lines(parsed)
     aside = _unused_name(path)
     if damaged:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             _write_lines(aside, (line for at, line in enumerate(file) if at in damaged))
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         lines = enumerate(zip(parsed, file, strict=True))
         kept = (
             line if line.endswith(b"\n") else line + b"\n"

@@ -16,8 +16,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.files import describe_write_error, replace_file, write_all
+from megatrain.data.files import (
+    describe_write_error,
+    open_regular,
+    read_regular,
+    replace_file,
+    write_all,
+)
 from megatrain.training.launch.failure import Failure
+
+_MAX_BYTES = 1 << 20
 
 
 class StatusFile:
@@ -99,7 +107,7 @@ def write_status(
 def write_refused_start(folder: Path, *, exit_code: int, reason: str) -> None:
     """Record a start that was refused: next to the status of an earlier run, or as the status if there is none."""
     try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        status = json.loads(read_regular(folder / "status.json", max_bytes=_MAX_BYTES))
         has_run = status["iteration"] is not None
     except (OSError, ValueError, KeyError, TypeError):
         has_run = False
@@ -134,7 +142,7 @@ def _write(folder: Path, status: dict[str, Any]) -> None:
 def _write_in_place(path: Path, content: bytes) -> None:
     """Overwrite the status without new disk space; remove it if that fails, since it would say that the run is active."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             write_all(descriptor, content)
             os.ftruncate(descriptor, len(content))

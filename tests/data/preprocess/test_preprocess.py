@@ -261,7 +261,7 @@ def test_all_problems_of_a_command_line_are_reported_at_once(capsys):
 
 
 def test_the_command_restores_the_handlers_of_signals():
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     assert main(["--workers", "0"]) == 2
     assert [signal.getsignal(number) for number in numbers] == before

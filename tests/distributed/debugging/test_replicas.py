@@ -1,6 +1,7 @@
 """--check-weight-hash-across-dp-replicas-interval: one flipped bit of a weight is found, and the rank that holds it is named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,37 @@ def test_a_flipped_bit_names_the_rank(
     for rank in range(world_size):
         assert (f"rank {rank} on " in answers[0]) == (rank in named)
     assert (name in answers[0]) == bool(named)
+
+
+def error_of_run(rank: int, world_size: int, flags: list[str]) -> str:
+    """Flip a bit of a weight of another rank's shard on the last rank, at the begin of the second step; return the error."""
+    trainer = make_trainer(rank, world_size, flags)
+    begin, calls = trainer.engine.accumulate_gradients, []
+
+    def spoiled(*arguments: Any, **more: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2 and rank == world_size - 1:
+            trainer.engine.data_parallel.wait_for_weights()
+            trainer.engine.buffers.weights.full[0].view(torch.int32)[0] ^= 1 << 20
+        return begin(*arguments, **more)
+
+    trainer.engine.accumulate_gradients = spoiled
+    trainer.resume()
+    try:
+        trainer.train()
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bit_that_the_update_would_replace_is_found_before_it(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ["--train-iters", "4", "--lr-warmup-iters", "0", "--eval-iters", "0"]
+    flags += ["--save", str(tmp_path), "--check-weight-hash-across-dp-replicas-interval", "2"]
+    world_size, words = LAYOUTS["tp2 dp2"]
+    (error,) = set(pool.run(world_size, error_of_run, [*words, *flags]))
+    assert error.startswith("iteration 2: weights differ from those of the other ranks that hold them")
+    assert "rank 3 on " in error
+    assert not list(tmp_path.glob("iter_*"))
 
 
 @pytest.mark.parametrize(("layout", "flags"), [("tp2 dp2", "--bf16"), ("dp4", ZERO_3)])

@@ -134,19 +134,28 @@ def test_the_saved_configuration_reproduces_the_run(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("module", ["yaml", "torch"])
-def test_an_interrupt_while_the_program_is_imported_leaves_no_traceback(module: str, tmp_path: Path) -> None:
-    (tmp_path / f"{module}.py").write_text(
-        "import os, signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup and after `&`\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
+@pytest.mark.parametrize(
+    ("module", "name", "end"),
+    [
+        ("yaml", "SIGINT", (130, "interrupted\n")),
+        ("torch", "SIGINT", (130, "interrupted\n")),
+        ("torch", "SIGTERM", (75, "stopped by SIGTERM\n")),
+        ("torch", "SIGHUP", (75, "stopped by SIGHUP\n")),
+    ],
+)
+def test_a_signal_while_the_program_is_imported_ends_it(
+    module: str, name: str, end: tuple[int, str], tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text(  # swallows exceptions, as libraries do
+        f"import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.{name})\n    time.sleep(60)\n"
+        "except BaseException:\n    pass\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    words = [sys.executable, "pretrain.py", *command_line({})]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = ["env", "--default-signal=HUP", sys.executable, "pretrain.py", *command_line({})]
     ended = subprocess.run(
         words, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60
     )
-    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+    assert (ended.returncode, ended.stderr) == end
 
 
 def test_an_interrupt_of_the_start_leaves_no_traceback(

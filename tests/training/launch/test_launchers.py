@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from free_ports import free_port
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -16,13 +17,6 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_
 
 def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_two_tasks_of_srun_train_together() -> None:

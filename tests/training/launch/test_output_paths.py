@@ -1,7 +1,9 @@
 """A --save that cannot be written is found before anything is built: exit code 2, path, errno and remedy."""
 
 import errno
+import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,25 @@ def test_a_folder_that_cannot_be_written(
     assert f"errno {number}" in error
     assert str(tmp_path / save_lock.LOCK_NAME) in error
     assert ("bytes free" in error) == (number in (errno.ENOSPC, errno.EDQUOT))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "run.lock", "iter_0000001/manifest.json"])
+def test_a_file_of_the_run_that_is_no_regular_file_blocks_nothing(
+    tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mknod(path, (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK) | 0o600)
+    code = pretrain.main(command_line({"--save": str(tmp_path)}))
+    if name in ("metrics.jsonl", "run.lock"):
+        assert code == 2
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert "not a regular file" in error or "symbolic link" in error
+    else:
+        assert code == 0
+        assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 0

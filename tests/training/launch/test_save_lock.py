@@ -137,6 +137,19 @@ def test_a_lock_is_touched(tmp_path: Path) -> None:
     assert time.monotonic() < deadline
 
 
+def test_a_lock_that_was_removed_is_created_again(tmp_path: Path) -> None:
+    again, lines = threading.Event(), list[str]()
+    lock = SaveLock(tmp_path, lambda line: (lines.append(line), again.set())[1], touch_seconds=0.05)
+    lock.acquire()
+    content = (tmp_path / LOCK_NAME).read_bytes()
+    (tmp_path / LOCK_NAME).unlink()
+    assert again.wait(10)
+    assert (tmp_path / LOCK_NAME).read_bytes() == content
+    assert "was removed during the run" in lines[0]
+    lock.release()
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
 def test_a_run_that_lost_its_lock_ends(tmp_path: Path) -> None:
     lost = threading.Event()
     problems: list[str] = []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from megatrain.training.stopping import StopRequest
 
 BLOCKED = """
 import ctypes, sys, time
+from megatrain.process import signals
 from megatrain.training import stopping
-stopping._SECONDS_OF_REPEATED_SIGNALS = 0.2
+signals._SECONDS_OF_REPEATED_SIGNALS = 0.2
 def write(text):
     open(sys.argv[1], "a").write(text + "\\n")
 stop = stopping.StopRequest(
@@ -83,9 +85,9 @@ def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
     stop = StopRequest(
         exit_interval=None, exit_duration_in_mins=None, exit_signal=15, exit_file=tmp_path / "x"
     )
-    assert stop.flags() == (0, 0, 0, 0)
+    assert stop.flags() == (0, 0, 0, 0, 0)
     (tmp_path / "x").touch()
-    assert stop.flags() == (0, 0, 0, 0)
+    assert stop.flags() == (0, 0, 0, 0, 0)
 
 
 def test_a_file_system_that_fails_for_a_moment_stops_nothing(
@@ -94,7 +96,7 @@ def test_a_file_system_that_fails_for_a_moment_stops_nothing(
     monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
     too_long = tmp_path / ("x" * 300)  # the system call fails
     stop = StopRequest(exit_interval=None, exit_duration_in_mins=None, exit_signal=15, exit_file=too_long)
-    assert stop.flags() == (0, 0, 0, 0)
+    assert stop.flags() == (0, 0, 0, 0, 0)
     stop.exit_file = tmp_path
     assert any(stop.flags())
 
@@ -108,4 +110,96 @@ def test_signals_of_another_handler_are_no_requests() -> None:
     with stop.listening():
         os.kill(os.getpid(), signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, former)
-    assert (seen, stop.signal_number) == ([signal.SIGUSR2], 0)
+    assert (seen, stop.signals.number) == ([signal.SIGUSR2], 0)
+
+
+def start(
+    folder: Path, flags: dict[str, str | None], *before: str, **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Start a run that saves to `folder / "run"`, with `before` before its command, and stderr in `folder / "errors"`."""
+    flags = {"--save": str(folder / "run"), "--train-iters": "3000", "--log-interval": "1"} | flags
+    words = [*before, sys.executable, "-u", "pretrain.py", *command_line(flags)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(words, cwd=ROOT, env=environment, **({"stderr": errors} | streams))
+
+
+def assert_saved(folder: Path, process: subprocess.Popen[bytes], reason: str) -> None:
+    """Check that a run stopped for this reason after a save, without a traceback."""
+    assert process.wait(60) == 75
+    status = json.loads((folder / "run" / "status.json").read_text())
+    assert (status["exit_code"], status["reason"]) == (75, reason)
+    assert (folder / "run" / f"iter_{status['iteration']:07d}").is_dir()
+    assert status["iteration"] < 3000
+    assert "Traceback" not in (folder / "errors").read_text()
+
+
+@pytest.mark.parametrize("is_stderr_closed", [False, True])
+def test_a_closed_console_saves_and_stops_the_run(tmp_path: Path, is_stderr_closed: bool) -> None:
+    both = {"stderr": subprocess.STDOUT} if is_stderr_closed else {}
+    process = start(tmp_path, {}, stdout=subprocess.PIPE, **both)
+    assert process.stdout is not None
+    while b" iteration        1/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    assert_saved(tmp_path, process, "standard output cannot be written")
+    if not is_stderr_closed:
+        assert "standard output cannot be written: Broken pipe" in (tmp_path / "errors").read_text()
+
+
+def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(tmp_path: Path) -> None:
+    flags = {"--train-iters": "3", "--on-log-failure": "warn"}
+    with Path("/dev/full").open("w") as full:
+        process = start(tmp_path, flags, stdout=full)
+        assert process.wait(60) == 0
+    assert (tmp_path / "errors").read_text() == (
+        "error: standard output cannot be written: No space left on device (errno 28)\n"
+    )
+    assert (tmp_path / "run" / "iter_0000003").is_dir()
+
+
+def test_a_run_without_standard_streams_trains(tmp_path: Path) -> None:
+    process = start(tmp_path, {"--train-iters": "2"}, "bash", "-c", '"$@" <&- >&- 2>&-', "bash")
+    assert process.wait(60) == 0
+    assert (tmp_path / "run" / "iter_0000002").is_dir()
+
+
+def test_a_closed_terminal_saves_and_stops_the_run_unless_it_is_started_by_nohup(tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = start(tmp_path, {}, "env", "--default-signal=HUP", stdout=subprocess.DEVNULL)
+    wait_for(metrics, lines=1)
+    process.send_signal(signal.SIGHUP)
+    assert_saved(tmp_path, process, "signal SIGHUP")
+    more: dict[str, str | None] = {"--load": str(tmp_path / "run")}
+    process = start(tmp_path, more, "env", "--ignore-signal=HUP", stdout=subprocess.DEVNULL)
+    wait_for(metrics, lines=len(metrics.read_text().splitlines()) + 1)
+    process.send_signal(signal.SIGHUP)
+    wait_for(metrics, lines=len(metrics.read_text().splitlines()) + 3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert_saved(tmp_path, process, "signal SIGTERM")
+
+
+def catches_signals(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process has its handlers: Python alone does not catch SIGTERM."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 60))]
+)
+def test_a_signal_at_any_moment_of_the_start_is_not_lost(tmp_path: Path, seed: int) -> None:
+    moments = random.Random(seed)
+    process = start(tmp_path, {"--save-interval": "100000"}, stdout=subprocess.DEVNULL)
+    while not catches_signals(process):
+        assert process.poll() is None
+    time.sleep(moments.uniform(0, 8) if seed else 0)
+    number = moments.choice((signal.SIGINT, signal.SIGTERM))
+    process.send_signal(number)
+    assert process.wait(30) in ((130, 75) if number == signal.SIGINT else (75,))
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+    status = tmp_path / "run" / "status.json"
+    if status.exists():
+        assert json.loads(status.read_text())["exit_code"] == process.returncode

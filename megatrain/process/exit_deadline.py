@@ -3,23 +3,24 @@
     work done ─> destroy process groups ─> join threads ─> exit handlers, the first registered last ─> os._exit(exit code)
              └─> after the deadline, in a thread: print the stack of the main thread ─> os._exit(exit code)
 
-Destructors of libraries, which run after all Python code and could hang unseen, do not run. The first module that a program
-imports, so it imports no other at the top.
+Destructors of libraries, which run after all Python code and could hang unseen, do not run.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, NoReturn
 
-SECONDS_TO_LEAVE: Final = 20.0
-_STACK_LINES: Final = 6
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # modules that take longer to import than this one are imported where they are used
+    import threading
+    from collections.abc import Callable, Iterator
+    from typing import NoReturn
+
+SECONDS_TO_LEAVE = 20.0
+_STACK_LINES = 6
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
@@ -50,6 +51,8 @@ def exit_deadline(exit_code: int, seconds: float = SECONDS_TO_LEAVE) -> Iterator
 
 
 def _start_timer(exit_code: int, seconds: float) -> threading.Timer:
+    import threading  # noqa: PLC0415
+
     timer = threading.Timer(seconds, _end_hanging, (exit_code, seconds))
     timer.name, timer.daemon = "exit-deadline", True
     timer.start()
@@ -57,13 +60,14 @@ def _start_timer(exit_code: int, seconds: float) -> threading.Timer:
 
 
 def _end_hanging(exit_code: int, seconds: float) -> None:
-    from megatrain.config.environment import read_environment  # noqa: PLC0415
-    from megatrain.training.faults.position import main_thread_frames, stack_lines  # noqa: PLC0415
+    import threading  # noqa: PLC0415
+    import traceback  # noqa: PLC0415
 
-    stack = "".join(f"\n    {line}" for line in stack_lines(main_thread_frames())[:_STACK_LINES])
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 (the documented way)
+    stack = traceback.format_list(reversed(traceback.extract_stack(frame)[-_STACK_LINES:]))
     print(
-        f"rank {read_environment().rank} is done (exit code {exit_code}), but its process has not ended for {seconds:.0f} s:"
-        f" it ends now. Its main thread was at{stack}",
+        f"process {os.getpid()} is done (exit code {exit_code}), but has not ended for {seconds:.0f} s: it ends now."
+        f" Its main thread was here, innermost call first:\n{''.join(stack).rstrip()}",
         file=sys.stderr,
         flush=True,
     )
@@ -72,6 +76,8 @@ def _end_hanging(exit_code: int, seconds: float) -> None:
 
 def _exit(exit_code: int) -> NoReturn:
     """End the process at once, after what was printed is written."""
+    import ctypes  # noqa: PLC0415
+
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)  # what libraries printed
