@@ -17,6 +17,7 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.derive.fp8 import gathers_codes
 from megatrain.config.parity_features.number_formats import FP8_MODULES
+from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
@@ -34,6 +35,9 @@ from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 2
 _VOCAB, _SEQ, _END = 101, 24, 7
+_ALIKE, _PADDING = (5, 17), 3
+"""First tokens of documents that start alike, and the padding of samples."""
+_CHUNK_ROWS = 7
 Device = Literal["cpu", "cuda"]
 
 
@@ -99,7 +103,11 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     """Run two steps of the tiny model on one rank of a layout."""
     plan = plan_of(job, world_size)
     layout = job.layout
-    with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():
+    with (
+        planted(job.fault),
+        _rounded_sums() if job.are_sums_rounded else nullcontext(),
+        chunked_loss() if layout.has("chunkedloss") else nullcontext(),
+    ):
         engine = engine_of(plan, rank)
         batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
         gradients = _noted_gradients(engine)
@@ -129,6 +137,11 @@ def _rounded_sums() -> AbstractContextManager[Any]:
         mark_ready(self, number, is_last=is_last)
 
     return mock.patch.object(GradientReduction, "mark_ready", rounded)
+
+
+def chunked_loss() -> AbstractContextManager[Any]:
+    """Compute the loss in chunks of a few tokens, as with a large vocabulary."""
+    return mock.patch.object(head, "chunk_rows", lambda tokens, _columns, _itemsize: min(max(tokens, 1), _CHUNK_ROWS))
 
 
 def _losses_of(report: StepReport) -> Iterator[float]:
@@ -221,11 +234,15 @@ def own_batches(
 ) -> Iterator[Batch]:
     """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0."""
     rng = np.random.default_rng(step)
-    tokens = torch.from_numpy(_tokens(rng, layout.global_batch))
+    tokens = torch.from_numpy(_tokens(rng, layout.global_batch, are_alike=layout.has("alike")))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
     labels = tokens[:, 1:].clone()
     if layout.has("hollow"):
         mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
+    if layout.has("tails"):
+        padding = torch.arange(_SEQ) >= torch.from_numpy(rng.integers(_SEQ // 2, _SEQ, (layout.global_batch, 1)))
+        tokens[:, :-1][padding] = labels[padding] = _PADDING
+        mask[padding] = 0
     if layout.has("ignored"):
         labels[mask == 0] = 10 * _VOCAB
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
@@ -241,18 +258,24 @@ def own_batches(
         )
 
 
-def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
-    """Return ids [samples, s + 1] such that no two documents of a micro-batch start with the same token.
+def _tokens(rng: np.random.Generator, num_samples: int, *, are_alike: bool) -> npt.NDArray[np.int64]:
+    """Return ids [samples, s + 1] whose documents all start with the same two tokens, or each with another token.
 
-    Equal starts have equal scores up to rounding, which would then decide which token an expert drops.
+    Equal starts have equal scores up to rounding: a layout must not decide by them which token an expert drops.
     """
     tokens = rng.integers(0, _VOCAB, (num_samples, _SEQ + 1))
+    starts = _ALIKE if are_alike else ()
     first_tokens = itertools.cycle(rng.permutation(_VOCAB))
     for sample in tokens:
-        before = _END
+        since_end = 0
         for place, number in enumerate(sample):
-            sample[place] = number if before % _END else next(first_tokens)
-            before = sample[place]
+            if since_end < len(starts):
+                sample[place] = starts[since_end]
+            elif not since_end:
+                sample[place] = next(first_tokens)
+            else:
+                sample[place] = number
+            since_end = since_end + 1 if sample[place] % _END else 0
     return tokens
 
 

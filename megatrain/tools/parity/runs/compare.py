@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
-from unittest import mock
 
 from megatrain.config import ConfigError, Problem, parse, resolve
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.model import head
 from megatrain.tools.parity.compare import TOLERANCE
 from megatrain.tools.parity.faults import planted
+from megatrain.tools.parity.measure import chunked_loss
 from megatrain.tools.parity.runs.case import Case, Start
 from megatrain.tools.parity.runs.outcome import Outcome, differences, dry_run_differences
 from megatrain.tools.parity.runs.program import Ended, Patch, run_program
@@ -27,7 +25,6 @@ from megatrain.training.launch.facts import gather_facts
 Kind = Literal["equal", "refused", "differs", "crashes", "hangs"]
 _REFUSED: Final = 2
 """Exit code of a run that was refused before it started."""
-_CHUNK_ROWS: Final = 7
 _MOST_KEPT: Final = 4
 
 
@@ -114,7 +111,7 @@ class RunComparer:
         return self._references[start]
 
     def _patches(self, case: Case) -> list[Patch]:
-        return [lambda: planted(self.fault)] + [_chunked_loss] * case.has_chunks
+        return [lambda: planted(self.fault)] + [chunked_loss] * case.has_chunks
 
     def _run(self, start: Start, save: Path, name: str, patches: Sequence[Patch] = ()) -> Ended:
         """Run a start; raise _RunError unless it ends with the expected exit code."""
@@ -161,16 +158,3 @@ def _require(ended: Ended, exit_code: int, name: str) -> None:
 def _end_of(text: str) -> list[str]:
     """Return the last lines of an output."""
     return [line for line in text.splitlines() if line.strip()][-6:]
-
-
-def _chunked_loss() -> AbstractContextManager[Any]:
-    """Compute the loss in chunks of a few tokens."""
-
-    def few(tokens: int, columns: int, itemsize: int) -> int:
-        del columns, itemsize
-        return min(max(tokens, 1), _CHUNK_ROWS)
-
-    return mock.patch.object(head, "chunk_rows", few)
-
-
-Compare = Callable[[Case], Verdict]
