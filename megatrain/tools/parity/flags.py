@@ -30,7 +30,9 @@ def add_flags(commands: Any) -> None:
         "--self-test", action="store_true", help="plant known faults instead and check that each is found"
     )
     which.add_argument(
-        "--runs", action="store_true", help="whole runs: sampler, evaluation, save and resume, dry run; in fp64 on a CPU"
+        "--runs",
+        action="store_true",
+        help="whole runs: sampler, evaluation, save and resume, dry run; in fp64 on a CPU",
     )
     which.add_argument(
         "--random",
@@ -40,10 +42,14 @@ def add_flags(commands: Any) -> None:
     )
     parity.add_argument("--seed", type=int, default=0, help="seed of --random (default: 0)")
     parity.add_argument(
-        "--minutes", type=float, help="time after which --random draws no further configuration (default: no limit)"
+        "--minutes",
+        type=float,
+        help="time after which --random draws no further configuration (default: no limit)",
     )
     parity.add_argument(
-        "--output", metavar="FOLDER", help="folder of the datasets and whole runs (default: a new one in the temporary folder)"
+        "--output",
+        metavar="FOLDER",
+        help="folder of the datasets and whole runs (default: a new one in the temporary folder)",
     )
     parity.add_argument("--slice", metavar="I/N", help="only every Nth row, starting with row I")
     parity.add_argument(

@@ -141,7 +141,9 @@ def _rounded_sums() -> AbstractContextManager[Any]:
 
 def chunked_loss() -> AbstractContextManager[Any]:
     """Compute the loss in chunks of a few tokens, as with a large vocabulary."""
-    return mock.patch.object(head, "chunk_rows", lambda tokens, _columns, _itemsize: min(max(tokens, 1), _CHUNK_ROWS))
+    return mock.patch.object(
+        head, "chunk_rows", lambda tokens, _columns, _itemsize: min(max(tokens, 1), _CHUNK_ROWS)
+    )
 
 
 def _losses_of(report: StepReport) -> Iterator[float]:
@@ -240,7 +242,9 @@ def own_batches(
     if layout.has("hollow"):
         mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
     if layout.has("tails"):
-        padding = torch.arange(_SEQ) >= torch.from_numpy(rng.integers(_SEQ // 2, _SEQ, (layout.global_batch, 1)))
+        padding = torch.arange(_SEQ) >= torch.from_numpy(
+            rng.integers(_SEQ // 2, _SEQ, (layout.global_batch, 1))
+        )
         tokens[:, :-1][padding] = labels[padding] = _PADDING
         mask[padding] = 0
     if layout.has("ignored"):

@@ -1,6 +1,6 @@
 """Apply the fix of a refusal to a command line, as a user would: a fix that is refused in turn is a finding.
 
-    "use --seq-length 21, or remove --sequence-parallel"  ─>  --seq-length 21        the first alternative; other texts: None
+"use --seq-length 21, or remove --sequence-parallel"  ─>  --seq-length 21        the first alternative; other texts: None
 """
 
 from __future__ import annotations

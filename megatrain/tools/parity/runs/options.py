@@ -97,7 +97,10 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "softcap": "--attn-logit-softcapping 2",
     },
     "gate": {"outputgate": "--attention-output-gate"},
-    "dropout": {"hiddendropout": "--hidden-dropout 0.2", "nodropout": "--hidden-dropout 0 --attention-dropout 0"},
+    "dropout": {
+        "hiddendropout": "--hidden-dropout 0.2",
+        "nodropout": "--hidden-dropout 0 --attention-dropout 0",
+    },
     "router": {
         "sigmoid": "--moe-router-score-function sigmoid",
         "presoftmax": "--moe-router-pre-softmax",
@@ -106,7 +109,10 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "bias": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "routerfp64": "--moe-router-dtype fp64",
     },
-    "momentum": {"betas": "--adam-beta1 0.8 --adam-beta2 0.95", "heavysgd": "--optimizer sgd --sgd-momentum 0.5"},
+    "momentum": {
+        "betas": "--adam-beta1 0.8 --adam-beta2 0.95",
+        "heavysgd": "--optimizer sgd --sgd-momentum 0.5",
+    },
     "log": {
         "paramsnorm": "--log-params-norm",
         "zeros": "--log-num-zeros-in-grad",

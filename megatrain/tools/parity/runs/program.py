@@ -81,7 +81,9 @@ def run_program(
             _run_rank(flags, rank, world_size or num_ranks, port, _output(folder, rank), patches)
         pids.append(pid)
     codes, is_late = _wait(pids, timeout_seconds)
-    texts = tuple(_output(folder, rank).read_text(encoding="utf-8", errors="replace") for rank in range(num_ranks))
+    texts = tuple(
+        _output(folder, rank).read_text(encoding="utf-8", errors="replace") for rank in range(num_ranks)
+    )
     return Ended(codes, texts, is_late)
 
 

@@ -40,7 +40,11 @@ def shrunk_words(words: Sequence[str], data: Path, fails: Callable[[Case], bool]
     rest = smallest(words, of_words_fails)
     for place, word in enumerate(rest):
         option = OPTION_OF[word]
-        sizes = [other for other in OPTIONS[option] if 1 < size_of(other) < size_of(word)] if option in SIZES else []
+        sizes = (
+            [other for other in OPTIONS[option] if 1 < size_of(other) < size_of(word)]
+            if option in SIZES
+            else []
+        )
         for other in sorted(sizes, key=size_of):
             if of_words_fails([*rest[:place], other, *rest[place + 1 :]]):
                 rest[place] = other

@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -132,7 +132,9 @@ class RunTable:
             again = problems_of(better, save) if better else ()
             if better and again:
                 proposed = " | ".join(f"{one.text}; fix: {one.fix}" for one in problems)
-                text = f"{proposed}\n    then: {again[0].text}; fix: {again[0].fix}\n    {start.command(save)}"
+                text = (
+                    f"{proposed}\n    then: {again[0].text}; fix: {again[0].fix}\n    {start.command(save)}"
+                )
                 self.findings.refused_fixes.setdefault(
                     _without_numbers(" ".join(one.text for one in problems)), text
                 )
@@ -142,7 +144,9 @@ class RunTable:
         began = time.monotonic()
         verdict = self.comparer.compare(Case.of(words, self.data))
         self.findings.kinds[verdict.kind] += 1
-        print(f"{number:4d}  {verdict.kind:<8} {time.monotonic() - began:6.1f} s  {' '.join(words)}", flush=True)
+        print(
+            f"{number:4d}  {verdict.kind:<8} {time.monotonic() - began:6.1f} s  {' '.join(words)}", flush=True
+        )
         if verdict.kind == "refused":
             self.findings.refusals[_without_numbers(verdict.lines[0])] += 1
         for line in verdict.lines if verdict.is_finding else ():
@@ -181,7 +185,9 @@ class RunTable:
         for words in found.cases:
             print(f"finding  {words}")
         print(
-            ", ".join(f"{found.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs"))
+            ", ".join(
+                f"{found.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs")
+            )
             + f", {len(found.refused_fixes)} fixes refused"
         )
         return not (found.cases or found.refused_fixes)
@@ -189,5 +195,3 @@ class RunTable:
 
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d[\d,.]*", "N", text)[:160]
-
-
