@@ -101,10 +101,15 @@ class Case:
         return self._start(has_layout=self.is_exact)
 
     @property
+    def unbroken(self) -> Start:
+        """The layout's run, not stopped."""
+        return self._start(has_layout=True)
+
+    @property
     def starts(self) -> tuple[Start, ...]:
         """The starts of the layout's run: two if it is stopped."""
         if not self.restart:
-            return (self._start(has_layout=True),)
+            return (self.unbroken,)
         first = self._start(has_layout=self.restart != "fromone")
         stopped = replace(first, flags=(*first.flags, ("--exit-interval", "2")), exit_code=STOPPED)
         return stopped, self._start(has_layout=self.restart != "toone")

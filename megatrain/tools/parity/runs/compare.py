@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -26,6 +26,8 @@ Kind = Literal["equal", "refused", "differs", "crashes", "hangs"]
 _REFUSED: Final = 2
 """Exit code of a run that was refused before it started."""
 _MOST_KEPT: Final = 4
+_DRY_RUN: Final = "dry run: "
+"""Start of the lines about a dry run."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class Verdict:
     @property
     def is_finding(self) -> bool:
         return self.kind not in ("equal", "refused")
+
+    @property
+    def is_of_dry_run(self) -> bool:
+        """True if only a dry run differs from its run."""
+        return self.kind == "differs" and all(_DRY_RUN in line for line in self.lines)
+
+    def is_like(self, other: Verdict) -> bool:
+        """Return whether both have the same cause, as far as their kinds and errors tell."""
+        if self.kind == other.kind == "crashes":
+            return self.lines[-1].split(":")[0] == other.lines[-1].split(":")[0]
+        return self.kind == other.kind and self.is_of_dry_run == other.is_of_dry_run
 
 
 class _RunError(Exception):
@@ -72,43 +85,43 @@ class RunComparer:
                 return found
         return ()
 
-    def compare(self, case: Case) -> Verdict:
-        """Judge a case; a refused one is not run."""
+    def compare(self, case: Case, *, has_dry_runs: bool = True) -> Verdict:
+        """Judge a case; a refused one is not run. Without dry runs it takes less time."""
         problems = self.refusal(case)
         if problems:
             return Verdict("refused", tuple(map(str, problems)))
         try:
-            return self._compared(case)
+            lines = self._compared(case)
+            if has_dry_runs and not lines:
+                lines = [*self._dry_runs(case)]
         except _RunError as error:
             return error.verdict
+        return Verdict("differs" if lines else "equal", tuple(lines))
 
-    def _compared(self, case: Case) -> Verdict:
-        tolerance = 0.0 if case.is_exact else TOLERANCE
+    def _compared(self, case: Case) -> list[str]:
         expected = self._reference(case.reference)
         save = self.folder / "layout"
         shutil.rmtree(save, ignore_errors=True)
-        dry = None if case.restart else self._dry_run(case.starts[0])
         ended = [self._run(start, save, "layout", self._patches(case)) for start in case.starts]
         found = Outcome.of(save, ended[-1].outputs[0])
-        lines = differences(expected, found, tolerance)
-        if dry is not None:
-            lines += dry_run_differences(dry, found)
-        return Verdict("differs" if lines else "equal", tuple(lines))
+        return differences(expected, found, 0.0 if case.is_exact else TOLERANCE)
 
     def _reference(self, start: Start) -> Outcome:
         if start not in self._references:
             save = self.folder / "reference"
             shutil.rmtree(save, ignore_errors=True)
-            dry = self._dry_run(start)
             ended = self._run(start, save, "reference")
-            outcome = Outcome.of(save, ended.outputs[0])
-            lines = list(dry_run_differences(dry, outcome))
-            if lines:
-                raise _RunError("differs", [f"one process: {line}" for line in lines])
             while len(self._references) >= _MOST_KEPT:
                 del self._references[next(iter(self._references))]
-            self._references[start] = outcome
+            self._references[start] = Outcome.of(save, ended.outputs[0])
         return self._references[start]
+
+    def _dry_runs(self, case: Case) -> Iterator[str]:
+        """Yield what the dry runs of both runs say and the reference, which equals the layout's run, does not show."""
+        unbroken = self._references[case.reference]
+        for name, start in {"reference": case.reference, "layout": case.unbroken}.items():
+            for line in dry_run_differences(self._dry_run(start), unbroken):
+                yield f"{_DRY_RUN}{name}: {line}"
 
     def _patches(self, case: Case) -> list[Patch]:
         return [lambda: planted(self.fault)] + [chunked_loss] * case.has_chunks

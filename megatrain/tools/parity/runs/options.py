@@ -118,11 +118,12 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "zeros": "--log-num-zeros-in-grad",
         "layerlog": "--moe-per-layer-logging",
     },
+    "save interval": {"savesoften": "--save-interval 1"},
     "skipped": {"skipsiteration": "--iterations-to-skip 2"},
     "seed": {"otherseed": "--seed 7"},
 }
 _OF_LAYOUT: Final[dict[str, dict[str, str]]] = {
-    "save": {"asyncsave": "--async-save", "savesoften": "--save-interval 1"},
+    "save": {"asyncsave": "--async-save"},
     "workers": {"noworkers": "--num-workers 0"},
     "restart": {"resumes": "", "fromone": "", "toone": ""},
     "loss chunks": {"chunkedloss": ""},

@@ -99,10 +99,10 @@ def differences(expected: Outcome, found: Outcome, tolerance: float) -> list[str
 
 
 def dry_run_differences(dry: Mapping[str, Any], run: Outcome) -> Iterator[str]:
-    """Yield the numbers of a dry run that its run does not show. The run was not resumed."""
+    """Yield the numbers of a dry run that differ from those of its run, which was not stopped."""
     model, timeline = dry["model"], dry["timeline"]
     steps = {line["iteration"]: line for line in run.metrics if "lm_loss" in line}
-    evaluated = {line["iteration"] for line in run.metrics if line.get("validation") == "valid"}
+    evaluated = {line["iteration"] for line in run.metrics if line.get("validation", "test") != "test"}
     told = {
         "parameters": (model["parameters"], run.parameters[0]),
         "active parameters": (model["active_parameters"], run.parameters[1]),
@@ -121,7 +121,7 @@ def dry_run_differences(dry: Mapping[str, Any], run: Outcome) -> Iterator[str]:
         told[f"samples before {where}"] = (mark["consumed_samples"], line["consumed_samples"] - size)
     for name, (planned, real) in told.items():
         if not math.isclose(planned, real, rel_tol=1e-9, abs_tol=1e-12):
-            yield f"dry run: {name} {planned}, in the run {real}"
+            yield f"{name} {planned}, in the run {real}"
 
 
 def _metric_differences(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # meta tensors of a dry run import it, which takes seconds; once, before the ranks are forked
 
 from megatrain.config import parse
 from megatrain.config.environment import set_unless_given

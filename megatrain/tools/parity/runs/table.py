@@ -29,10 +29,10 @@ RUN_ROWS: Final = (
     "dp2 cyclicwhole toone qwen",
     "pp2 validsets tokens maskends gpt2",
     "cp2 documents evalstart fromone",
-    "tp2 sp deepseek etp1 seqauxloss chunkedloss ramp",
+    "tp2 sp deepseek etp1 seqauxloss chunkedloss ramp micro1",
     "dp2 zero3 resumes blend mtp1 samples35",
     "tp2 pp2 tied evalbatch batch12 zeros paramsnorm",
-    "dp3 batch12 fullvalidation steps batch8 wsd",
+    "dp3 batch12 fullvalidation samples35 cosine",
     "dp2 bf16 resumes asyncsave qwenmoe ep2",
     "dp4 zero1 overlap muon heldout storeddocuments fullvalidation",
 )
@@ -51,8 +51,8 @@ class Findings:
     """By text, without its numbers."""
     refused_fixes: dict[str, str] = field(default_factory=dict)
     """Refusals of fixed command lines, by the refusal that proposed the fix."""
-    cases: list[str] = field(default_factory=list)
-    """Words of the smallest failing cases."""
+    cases: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Kind of each finding by the fewest words that show it."""
 
 
 def run_rows(arguments: argparse.Namespace) -> bool:
@@ -152,20 +152,26 @@ class RunTable:
         for line in verdict.lines if verdict.is_finding else ():
             print(f"      {line}", flush=True)
         if verdict.is_finding:
-            self._shrink(words, verdict)
+            known = next((few for few in self.findings.cases if set(few) <= set(words)), None)
+            if known is None:
+                self._shrink(words, verdict)
+            else:
+                print(f"      contains the finding {' '.join(known)}: not shrunk", flush=True)
         return verdict
 
     def _shrink(self, words: tuple[str, ...], verdict: Verdict) -> None:
-        """Print the smallest case with a verdict of the same kind, and the commands of both its runs."""
+        """Print the smallest case with a verdict like this one, and the commands of both its runs."""
         deadline = time.monotonic() + _SECONDS_TO_SHRINK
 
         def fails(case: Case) -> bool:
-            return time.monotonic() < deadline and self.comparer.compare(case).kind == verdict.kind
+            if time.monotonic() > deadline:
+                return False
+            return self.comparer.compare(case, has_dry_runs=verdict.is_of_dry_run).is_like(verdict)
 
         few = shrunk_words(words, self.data, fails)
         print(f"      smallest words: {' '.join(few)}", flush=True)
         case = shrunk(Case.of(few, self.data), fails)
-        self.findings.cases.append(f"{verdict.kind}: {' '.join(few)}")
+        self.findings.cases[few] = verdict.kind
         for line in self.comparer.compare(case).lines:
             print(f"      {line}")
         if case.has_chunks:
@@ -182,8 +188,8 @@ class RunTable:
             print(f"refused {count:4d}  {text}")
         for text in found.refused_fixes.values():
             print(f"a fix is refused in turn: {text}")
-        for words in found.cases:
-            print(f"finding  {words}")
+        for words, kind in found.cases.items():
+            print(f"{kind:<8} {' '.join(words)}")
         print(
             ", ".join(
                 f"{found.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs")
