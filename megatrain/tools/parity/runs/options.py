@@ -14,9 +14,9 @@ BASE: Final = (
     "--num-layers 4 --num-attention-heads 48 --hidden-size 48 --kv-channels 4 --ffn-hidden-size 96 --init-method-std 0.1"
     " --max-position-embeddings 64 --seq-length 24 --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2"
     " --global-batch-size 8 --lr 3e-3 --adam-eps 1e-6 --eval-iters 0 --params-dtype float64 --device cpu --log-interval 1"
-    " --require-parity"
+    " --make-vocab-size-divisible-by 1 --require-parity"
 )
-"""Flags of every run. Adam's eps is large, so that a gradient that is only rounding error moves no weight by a multiple of it."""
+"""Flags of every run. The ids are spread over all tensor-parallel ranks; Adam's eps is large, so that a gradient that is only rounding error moves no weight by a multiple of it."""
 
 _DATA = "--data-path {data}/alike --split 80,15,5"
 _VALID = "--train-data-path {data}/alike --valid-data-path"
