@@ -206,6 +206,13 @@ def test_equal_runs_and_their_dry_runs_are_equal(folder: Path) -> None:
     assert RunComparer(folder / "equal").compare(case) == Verdict("equal")
 
 
+def test_a_planted_fault_makes_runs_differ(folder: Path) -> None:
+    comparer = RunComparer(folder / "fault", fault="vocabulary shifted on later tensor ranks")
+    verdict = comparer.compare(Case.of("tp2 llama layers2".split(), folder / "data"), has_dry_runs=False)
+    assert verdict.kind == "differs"
+    assert verdict.lines[0].startswith("iteration 1: grad_norm")
+
+
 def test_a_crash_and_a_hang_are_found(folder: Path) -> None:
     def crash() -> AbstractContextManager[object]:
         return mock.patch.object(Trainer, "train", side_effect=RuntimeError("planted"))
@@ -228,6 +235,7 @@ def _sleep(_: Trainer) -> int:
     return 0
 
 
+@pytest.mark.nightly  # a minute; the test of invented faults runs always
 def test_a_planted_fault_is_found_and_shrunk_to_a_pair_of_commands(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
