@@ -110,6 +110,7 @@ FIXES = [
     ("add --swiglu and --num-layers 2", "--seq-length 20 --sequence-parallel --swiglu --num-layers 2"),
     ("use --moe-layer-freq to choose the layers", None),
     ("give one of them", None),
+    ("add --num-experts, or remove --expert-model-parallel-size", None),
 ]
 
 

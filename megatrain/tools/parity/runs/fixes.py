@@ -17,6 +17,7 @@ from megatrain.tools.parity.runs.case import Flag, Start, merged
 _FIRST: Final = re.compile(r"(use|add|give|set|remove|leave out) (--.*)")
 _END: Final = re.compile(r", or |; | or |, such as |: ")
 _CHOICES: Final = {setting.flag: set(setting.choices) for setting in settings()}
+_WITH_VALUES: Final = {setting.flag for setting in settings() if setting.kind is not bool}
 
 
 def fixed_start(start: Start, problems: Sequence[Problem]) -> Start | None:
@@ -30,6 +31,8 @@ def fixed_start(start: Start, problems: Sequence[Problem]) -> Start | None:
         names = {flag[0] for flag in named}
         if found[1] in ("remove", "leave out"):
             flags = [flag for flag in flags if flag[0] not in names]
+        elif any(len(flag) == 1 and flag[0] in _WITH_VALUES for flag in named):
+            return None  # the value is the user's choice
         else:
             flags += named
     return replace(start, flags=merged(flags))
