@@ -48,7 +48,7 @@ class Verdict:
         return self.kind == "differs" and all(_DRY_RUN in line for line in self.lines)
 
     def is_like(self, other: Verdict) -> bool:
-        """Return whether both have the same cause, as far as their kinds and errors tell."""
+        """Return whether both have the same cause, by their kinds and errors."""
         if self.kind == other.kind == "crashes":
             return self.lines[-1].split(":")[0] == other.lines[-1].split(":")[0]
         return self.kind == other.kind and self.is_of_dry_run == other.is_of_dry_run

@@ -42,7 +42,7 @@ ALWAYS: Final[dict[str, dict[str, str]]] = {
         "micro4": "--micro-batch-size 4 --global-batch-size 16",
     },
 }
-"""Options of which each run has a word; a run that names none has the first."""
+"""Each run has a word of each of these options; a run that names none has the first."""
 
 _SINGLE: Final[dict[str, dict[str, str]]] = {
     "sampler": {

@@ -1,4 +1,4 @@
-"""What a run leaves, and how two runs differ: `metrics.jsonl`, the last checkpoint, and the numbers of the dry run.
+"""Outcomes of runs and their differences: `metrics.jsonl`, the last checkpoint, and the numbers of the dry run.
 
 metrics.jsonl     ─┐
 last checkpoint   ─┼─> Outcome ──> differences of two outcomes: losses, norms, counts; weights and moments by canonical name
@@ -39,7 +39,7 @@ _MODEL_LINE: Final = re.compile(r"> model: ([\d,]+) parameters(?:, ([\d,]+) acti
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run has left."""
+    """The files and printed counts of a finished run."""
 
     metrics: list[dict[str, Any]]
     """The lines of `metrics.jsonl`."""
@@ -103,7 +103,7 @@ def dry_run_differences(dry: Mapping[str, Any], run: Outcome) -> Iterator[str]:
     model, timeline = dry["model"], dry["timeline"]
     steps = {line["iteration"]: line for line in run.metrics if "lm_loss" in line}
     evaluated = {line["iteration"] for line in run.metrics if line.get("validation", "test") != "test"}
-    told = {
+    numbers = {
         "parameters": (model["parameters"], run.parameters[0]),
         "active parameters": (model["active_parameters"], run.parameters[1]),
         "iterations": (timeline["train_iters"], max(steps)),
@@ -116,10 +116,10 @@ def dry_run_differences(dry: Mapping[str, Any], run: Outcome) -> Iterator[str]:
         if line is None:
             continue
         where, size = f"of iteration {mark['iteration']}", line["global_batch_size"]
-        told[f"learning rate {where}"] = (mark["lr"], line["learning_rate"])
-        told[f"batch size {where}"] = (mark["global_batch_size"], size)
-        told[f"samples before {where}"] = (mark["consumed_samples"], line["consumed_samples"] - size)
-    for name, (planned, real) in told.items():
+        numbers[f"learning rate {where}"] = (mark["lr"], line["learning_rate"])
+        numbers[f"batch size {where}"] = (mark["global_batch_size"], size)
+        numbers[f"samples before {where}"] = (mark["consumed_samples"], line["consumed_samples"] - size)
+    for name, (planned, real) in numbers.items():
         if not math.isclose(planned, real, rel_tol=1e-9, abs_tol=1e-12):
             yield f"{name} {planned}, in the run {real}"
 

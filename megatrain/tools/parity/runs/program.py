@@ -2,7 +2,7 @@
 
 flags ─> one forked process per rank: parse ─> joined_ranks ─> Trainer ─> exit code      output of rank N: FOLDER/rank-N.txt
 
-A forked process is the program in all but its import: its ranks meet at a port, agree on a plan and watch one another.
+A forked process is the program in all but its import: its ranks join at a port, agree on a plan and watch one another.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_program(
         folder: folder of their output.
         patches: entered in each rank before the run.
         timeout_seconds: time after which they are killed.
-        world_size: ranks of the run, of which a dry run needs only one; None: `num_ranks`.
+        world_size: ranks of the run, if a dry run uses fewer processes; None: `num_ranks`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
