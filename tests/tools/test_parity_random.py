@@ -69,7 +69,7 @@ def test_a_case_has_one_process_as_its_reference_and_stops_as_its_words_say(fold
     first, second = case.starts
     assert (first.num_ranks, first.exit_code) == (4, STOPPED)
     assert (second.num_ranks, second.exit_code) == (1, 0)
-    in_bits = Case.of(["dp2", "bf16"], folder)
+    in_bits = Case.of(["dp2", "bf16", "toone"], folder)
     assert in_bits.is_exact
     assert in_bits.reference == in_bits.unbroken
     assert [start.num_ranks for start in in_bits.starts] == [2, 2]

@@ -84,7 +84,7 @@ class Case:
             shared=merged(flag for option, own in flags.items() if option not in IS_LAYOUT for flag in own),
             layout=merged(flag for option, own in flags.items() if option in IS_LAYOUT for flag in own),
             num_ranks=math.prod(size_of(given.get(option, "")) for option in SIZES),
-            restart=given.get("restart", "resumes" if dtype else ""),
+            restart="resumes" if dtype else given.get("restart", ""),
             dtype=dtype,
             has_chunks="loss chunks" in given,
             base=flags_of(BASE),
