@@ -26,7 +26,7 @@ from megatrain.tools.parity.runs.shrink import shrunk, shrunk_words
 RUN_ROWS: Final = (
     "dp2 cyclic maskends evaluates",
     "tp2 sp dp2 mixtral ep2 etp1 dropping fullvalidation",
-    "dp2 cyclicwhole toone qwen",
+    "dp2 cyclicwhole resumes qwen",
     "pp2 validsets tokens maskends gpt2",
     "cp2 documents evalstart fromone",
     "tp2 sp deepseek etp1 seqauxloss chunkedloss ramp micro1",
@@ -59,9 +59,11 @@ def run_rows(arguments: argparse.Namespace) -> bool:
     """Run the fixed rows, or the one of --layouts; return whether all are equal."""
     rows = [" ".join(arguments.layouts)] if arguments.layouts else RUN_ROWS
     table = RunTable(_folder(arguments.output), arguments.minutes)
-    for number, row in enumerate(rows, 1):
-        table.run(number, tuple(row.split()))
-    return table.print_summary()
+    verdicts = [table.run(number, tuple(row.split())) for number, row in enumerate(rows, 1)]
+    for verdict in verdicts:
+        if verdict.kind == "refused":
+            print(f"a row is refused: {verdict.lines[0]}")
+    return table.print_summary() and all(verdict.kind == "equal" for verdict in verdicts)
 
 
 def run_random(arguments: argparse.Namespace) -> bool:
