@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
-# Runs every test, the fault bench of checkpoints (docs/reliability.md) with its mutants, then the full parity table (docs/parity.md)
-# in parallel slices that resume.
+# Runs every test, the fault bench of checkpoints (docs/reliability.md) with its mutants, real runs of fixed and of random configurations,
+# then the full parity table (docs/parity.md) in parallel slices that resume.
 #
-#   scripts/nightly.sh [FOLDER] [SLICES]
+#   scripts/nightly.sh [FOLDER] [SLICES] [SEED]
 #
-# FOLDER (default: runs/nightly-COMMIT) contains the results of each slice; SLICES defaults to a fourth of the cores.
-# Prints the cases and rows that failed. The exit code is 0 if every test, case, mutant and row passed.
+# FOLDER (default: runs/nightly-COMMIT) contains the results of each slice; SLICES defaults to a fourth of the cores, SEED of the random
+# configurations to the date, such as 20260131. Prints the cases, runs and rows that failed. The exit code is 0 if everything passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh dev
 
 folder=${1:-runs/nightly-$(git rev-parse --short HEAD)}
 slices=${2:-$(($(nproc) >= 8 ? $(nproc) / 4 : 1))}
+seed=${3:-$(date -u +%Y%m%d)}
 mkdir -p "$folder"
 code=0
 OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 --nightly 2>&1 | tee "$folder/tests.log" || code=1
 "$PYTHON" scripts/fault_bench.py --output "$folder/faults.jsonl" 2>&1 | tee "$folder/faults.log" || code=1
 "$PYTHON" scripts/fault_bench.py --mutants 2>&1 | tee "$folder/mutants.log" | tail -n 5 || code=1
+"$PYTHON" -m megatrain.tools.main parity --runs --output "$folder/fixed" 2>&1 | tee "$folder/fixed.log" | grep -v ' equal ' || code=1
+echo "random configurations: megatrain parity --random 200 --seed $seed"
+"$PYTHON" -m megatrain.tools.main parity --random 200 --seed "$seed" --minutes 120 --output "$folder/random" 2>&1 |
+  tee "$folder/random.log" | grep -v ' equal ' || code=1
 
 jobs=()
 for slice in $(seq "$slices"); do

@@ -23,6 +23,7 @@ from megatrain.tools.parity.low_precision import TIMES, LowPrecisionComparer, Lo
 from megatrain.tools.parity.measure import LOW_PRECISIONS, NUM_STEPS, Implementation, Job, Measured, measure
 from megatrain.tools.parity.results import Results
 from megatrain.tools.parity.rows import MAX_RANKS, Layout
+from megatrain.tools.parity.runs.table import run_random, run_rows
 from megatrain.tools.worker_pool import WorkerPool
 
 _WIDEST_NAME = 60
@@ -49,8 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand and print its table; return 0 if every row passes."""
     began = time.perf_counter()
     torch.set_num_threads(1)
-    if arguments.self_test:
-        _check_self_test_flags(arguments)
+    has_runs = arguments.runs or arguments.random is not None
+    if has_runs or arguments.self_test:
+        _check_flags(arguments)
+    if has_runs:
+        is_good = run_rows(arguments) if arguments.runs else run_random(arguments)
+        return _end(began, is_good=is_good)
     max_ranks = _num_ranks(arguments.device)
     rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
     results = Results.read(
@@ -62,25 +67,34 @@ def run(arguments: argparse.Namespace) -> int:
         is_good = (
             _self_test(pool) if arguments.self_test else _print_table(pool, rows, results, implementation)
         )
+    return _end(began, is_good=is_good)
+
+
+def _end(began: float, *, is_good: bool) -> int:
+    """Print the result; return the exit code."""
     print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
     return 0 if is_good else 1
 
 
-def _check_self_test_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if flags are given that --self-test ignores: it has its own layouts, in fp64."""
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if flags are given that --self-test, --runs or --random ignores: they have their own rows, in fp64."""
     given = {
-        f"--layouts {' '.join(arguments.layouts)}": bool(arguments.layouts),
         f"--slice {arguments.slice}": arguments.slice is not None,
         f"--results {arguments.results}": arguments.results is not None,
         f"--precision {arguments.precision}": arguments.precision not in (None, "fp64"),
         f"--transformer-impl {arguments.transformer_impl}": arguments.transformer_impl != "local",
     }
+    if arguments.self_test:
+        mode, what = "--self-test", "plants all its faults"
+        given[f"--layouts {' '.join(arguments.layouts)}"] = bool(arguments.layouts)
+    else:
+        mode, what = ("--runs" if arguments.runs else "--random"), "runs the whole program on a CPU"
+        given[f"--device {arguments.device}"] = arguments.device != "cpu"
     without_effect = [flag for flag, is_given in given.items() if is_given]
     if without_effect:
         raise ConfigError(
-            f"--self-test plants all its faults, in fp64 and in --transformer-impl local:"
-            f" {' '.join(without_effect)} has no effect",
-            fix=f"leave {' '.join(without_effect)} out, or --self-test",
+            f"{mode} {what}, in fp64 and in --transformer-impl local: {' '.join(without_effect)} has no effect",
+            fix=f"leave {' '.join(without_effect)} out, or {mode}",
         )
 
 

@@ -29,6 +29,28 @@ def add_flags(commands: Any) -> None:
     which.add_argument(
         "--self-test", action="store_true", help="plant known faults instead and check that each is found"
     )
+    which.add_argument(
+        "--runs",
+        action="store_true",
+        help="whole runs: sampler, evaluation, save and resume, dry run; in fp64 on a CPU",
+    )
+    which.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="N drawn configurations of whole runs; what differs is shrunk to a minimal pair of commands",
+    )
+    parity.add_argument("--seed", type=int, default=0, help="seed of --random (default: 0)")
+    parity.add_argument(
+        "--minutes",
+        type=float,
+        help="time after which --random draws no further configuration (default: no limit)",
+    )
+    parity.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="folder of the datasets and whole runs (default: a new one in the temporary folder)",
+    )
     parity.add_argument("--slice", metavar="I/N", help="only every Nth row, starting with row I")
     parity.add_argument(
         "--results",

@@ -16,6 +16,7 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.derive.fp8 import gathers_codes
 from megatrain.config.parity_features.number_formats import FP8_MODULES
+from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
@@ -33,6 +34,9 @@ from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 2
 _VOCAB, _SEQ, _END, _START = 101, 24, 7, 2
+_PADDING = 3
+"""Token of the end of a sample that does not count."""
+_CHUNK_ROWS = 7
 Device = Literal["cpu", "cuda"]
 
 
@@ -98,7 +102,11 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     """Run two steps of the tiny model on one rank of a layout."""
     plan = plan_of(job, world_size)
     layout = job.layout
-    with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():
+    with (
+        planted(job.fault),
+        _rounded_sums() if job.are_sums_rounded else nullcontext(),
+        chunked_loss() if layout.has("chunkedloss") else nullcontext(),
+    ):
         engine = engine_of(plan, rank)
         batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
         gradients = _noted_gradients(engine)
@@ -128,6 +136,13 @@ def _rounded_sums() -> AbstractContextManager[Any]:
         mark_ready(self, number, is_last=is_last)
 
     return mock.patch.object(GradientReduction, "mark_ready", rounded)
+
+
+def chunked_loss() -> AbstractContextManager[Any]:
+    """Compute the loss in chunks of a few tokens, as with a large vocabulary."""
+    return mock.patch.object(
+        head, "chunk_rows", lambda tokens, _columns, _itemsize: min(max(tokens, 1), _CHUNK_ROWS)
+    )
 
 
 def _losses_of(report: StepReport) -> Iterator[float]:
@@ -225,6 +240,12 @@ def own_batches(
     labels = tokens[:, 1:].clone()
     if layout.has("hollow"):
         mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
+    if layout.has("tails"):
+        padding = torch.arange(_SEQ) >= torch.from_numpy(
+            rng.integers(_SEQ // 2, _SEQ, (layout.global_batch, 1))
+        )
+        tokens[:, :-1][padding] = labels[padding] = _PADDING
+        mask[padding] = 0
     if layout.has("ignored"):
         labels[mask == 0] = 10 * _VOCAB
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100

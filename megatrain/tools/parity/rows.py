@@ -49,7 +49,8 @@ _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for si
 
 OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in FEATURE_OPTIONS},
-    "labels": {"labelled": "", "ignored": "", "hollow": ""},
+    "labels": {"labelled": "", "ignored": "", "hollow": "", "tails": ""},
+    "loss chunks": {"wholeloss": "", "chunkedloss": ""},
     "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
     "model": MODELS,
     "batch": _BATCHES,
@@ -57,7 +58,9 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 """Words by option, with the flags of each. `ignored`: some labels are negative (ignored tokens), and labels under a zero mask
 are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have no token that counts.
-`padded`: the multiple to which the vocabulary is padded, times tp; 1 spreads the ids over all ranks."""
+`tails`: each sample ends with padding: equal tokens that do not count. `chunkedloss`: the layout computes
+the loss in chunks of a few tokens. `padded`: the multiple to which the vocabulary is padded, times tp; 1 spreads the ids over all
+ranks. Samples and documents always start with the same tokens, which routers score equally up to rounding."""
 
 PRODUCT: dict[str, tuple[str, ...]] = {
     "tensor parallelism": ("tp1", "tp2", "tp4", "tp8"),
@@ -116,7 +119,7 @@ _OF_EXPERTS = (
 _OF_MODELS = ("documents",)
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
-_IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
+_IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
 _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
     word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
