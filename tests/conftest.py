@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {
     "tests/distributed/model/": "layers over ranks",
     "tests/distributed/parallel/": "layers over ranks",
-    "tests/distributed/test_dying_ranks.py": "dying ranks",
+    "tests/distributed/stops/": "stops of ranks",
     "tests/distributed/debugging/": "debugging over ranks",
     "tests/distributed/": "distributed",
     "tests/test_docs_commands.py": "docs",
