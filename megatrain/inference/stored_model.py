@@ -29,7 +29,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointErr
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig, is_same_tokenizer
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers, digest_of
@@ -214,7 +214,7 @@ def _tokenizer(path: Path, manifest: Manifest) -> Tokenizer:
     fingerprint = manifest.state["tokenizer_fingerprint"]
     tokenizer_type = config.tokenizer_type or "NullTokenizer"
     tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=tokenizer_type))
-    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
+    if fingerprint is not None and not is_same_tokenizer(tokenizer.fingerprint, fingerprint):
         raise ConfigError(
             f"--tokenizer-model {config.tokenizer_model}: not the tokenizer of the training run",
             fix="restore the tokenizer file of the training run",

@@ -9,6 +9,7 @@ Code in a tokenizer's folder is never run, and nothing is downloaded from the hu
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.files import NO_PAD, Kind, fingerprint_of, kind_of, read_file, read_json
+from megatrain.data.tokenizers.files import NO_PAD, Kind, kind_of, read_file, read_json
+from megatrain.data.tokenizers.identity import fingerprint_of, full_fingerprint
 from megatrain.data.tokenizers.special_tokens import NamedTokens, named_tokens, require_named, use_named
 from megatrain.data.tokenizers.vocabularies import byte_level_bpe, word_pieces
 
@@ -58,7 +60,7 @@ class LibraryTokenizer:
             definition = definition | {"added_special_tokens": list(config.tokenizer_special_tokens)}
         if self._with_template:
             definition = definition | {"with_template": True}
-        self.fingerprint = fingerprint_of(definition)
+        self._definition = definition
         ids = library.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids: they may have gaps
         by_role = {role: library.token_to_id(token) for role, token in named.items()}
@@ -76,6 +78,15 @@ class LibraryTokenizer:
         self.special_ids = frozenset(number for number in special if number is not None)
         pad = by_role.get("pad_token")
         self.pad = NO_PAD if pad is None else pad
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the definition; of the latter alone if encoding is random (BPE dropout)."""
+        if getattr(self._library.model, "dropout", None):
+            return fingerprint_of(self._definition)
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        special = [token.content for token in self._library.get_added_tokens_decoder().values()]
+        return full_fingerprint(vocabulary, self.encode, self._definition, special=special)
 
     def _has(self, token: str) -> bool:
         return self._library.token_to_id(token) is not None

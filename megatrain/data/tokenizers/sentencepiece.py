@@ -8,6 +8,7 @@ the pieces (such as <EOD>), and Llama2Tokenizer put the beginning-of-sequence to
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,8 @@ from pathlib import Path
 from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
-from megatrain.data.tokenizers.files import (
-    GET_AGAIN,
-    NO_PAD,
-    Kind,
-    fingerprint_of,
-    read_file,
-)
+from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, read_file
+from megatrain.data.tokenizers.identity import full_fingerprint
 
 
 class SentencePieceTokenizer:
@@ -46,8 +42,13 @@ class SentencePieceTokenizer:
         self.pad = pad if pad >= 0 else NO_PAD
         self.special_ids = frozenset(number for number in roles if number >= 0)
         self.note: str | None = None
-        # The file contains everything that determines ids, and is copied, never rewritten.
-        self.fingerprint = fingerprint_of({"sentencepiece": hashlib.sha256(file.content).hexdigest()})
+        self._digest = hashlib.sha256(file.content).hexdigest()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the file, which contains everything that determines them."""
+        pieces = {str(self._processor.id_to_piece(number)): number for number in range(self.vocab_size)}
+        return full_fingerprint(pieces, self.encode, {"sentencepiece": self._digest})
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text."""

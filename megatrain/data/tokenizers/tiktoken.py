@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +19,8 @@ from typing import Any, Final
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
-from megatrain.data.tokenizers.files import (
-    GET_AGAIN,
-    NO_PAD,
-    Kind,
-    TokenizerFile,
-    fingerprint_of,
-    read_file,
-)
+from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, TokenizerFile, read_file
+from megatrain.data.tokenizers.identity import characters_of_bytes, full_fingerprint
 
 DEFAULT_VOCAB_SIZE: Final = 2**17
 """Maximum vocabulary size if --vocab-size is not given."""
@@ -71,13 +66,20 @@ class TikTokenizer:
         self.pad = named.index(PAD) if PAD in named else NO_PAD
         self.special_ids = frozenset(range(len(named))) - {self.pad}
         self.note: str | None = None
-        self.fingerprint = fingerprint_of(
-            {
-                "pattern": config.tiktoken_pattern,
-                "special": special,
-                "tokens": [token.hex() for token in tokens],
-            }
-        )
+        self._pattern, self._special, self._tokens = config.tiktoken_pattern, special, tokens
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the definition."""
+        definition = {
+            "pattern": self._pattern,
+            "special": self._special,
+            "tokens": [token.hex() for token in self._tokens],
+        }
+        written = characters_of_bytes()
+        pieces = ["".join(written[byte] for byte in token) for token in self._tokens]
+        vocabulary = {token: number for number, token in enumerate([*self._special, *pieces])}
+        return full_fingerprint(vocabulary, self.encode, definition, special=self._special)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text."""
