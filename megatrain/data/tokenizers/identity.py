@@ -24,13 +24,13 @@ TEXTS: Final = (
     "".join(map(chr, range(0x100, 0x800, 0x40))),  # all first bytes of two, of three and of four
     "".join(chr(lead << 12 | 0xABC) for lead in range(16) if lead != 0xD),
     "\U00010abc\U00040abc\U00080abc\U000c0abc\U0010abcd",
-    "ÉCOLE école e\u0301cole ﬁancé ½ ² Å ＡＢＣ １２３ ǅ ß İı ſ",
-    "Привет, мир! Γειά σου. שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก 你好，世界。こんにちは 안녕하세요",
+    "ÉCOLE école e\u0301cole ﬁancé ½ ² Å \uff21\uff22\uff23 \uff11\uff12\uff13 ǅ ß İı \u017f",
+    "Привет, мир! Γειά σου. שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก 你好，世界。こんにちは 안녕하세요",  # noqa: RUF001
     "zero\u200bwidth\u200djoiner \u00a0nbsp\u2028line\u2029paragraph\u0085next\u3000ideographic\ufeffbom \ufffd",
-    "👩‍👩‍👧‍👦🏳️‍🌈🤷🏽‍♀️😀😀 🇺🇸",
+    "👩\u200d👩\u200d👧\u200d👦🏳\ufe0f\u200d🌈🤷🏽\u200d♀\ufe0f😀😀 🇺🇸",
     "def f(self, *args: int) -> None:\n\treturn {'a': [1, 0x1F, 1e-9]}  # CamelCase snake_case HTTPServer //\n",
     "https://example.com/a?b=c&d=%20#e user@example.org <b>bold</b> &amp; $x^2$ \\frac{1}{2} aaaaaaaaaaaaaaaaa",
-    "1234567890 3.14159 1,000,000 2026-01-31 ¼ ٣٤ ０ ----======____....!!!!",
+    "1234567890 3.14159 1,000,000 2026-01-31 ¼ ٣٤ \uff10 ----======____....!!!!",
 )  # fmt: skip
 """Every byte of valid UTF-8, whitespace of all kinds, and several scripts."""
 _TOKENS_PER_TEXT: Final = 128

@@ -46,6 +46,8 @@ class NamedTokens:
     """Tokens with their own entry, whose flags override those of tokenizer.json."""
     mentioned: tuple[NamedToken, ...]
     """Tokens with a role or in a list, whose flags apply only if tokenizer.json has none."""
+    splits_special: bool = False
+    """The text of a special token is encoded as text."""
 
 
 def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
@@ -80,6 +82,7 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
             for value, file in [*with_role.values(), *lists]
             if _text(value)
         ),
+        splits_special=config.get("split_special_tokens") is True,
     )
 
 

@@ -127,9 +127,7 @@ class HfCheckpoint(TensorReader):
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=stored_state(
-                plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids)
-            ),
+            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids)),
             config=config,
             files={},
             tensors=tensors,

@@ -157,9 +157,9 @@ def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path, def
     transformers = pytest.importorskip("transformers")
     (file := tmp_path / "original.json").write_text(json.dumps(definition | {"post_processor": None}))
     original = load(file)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(file), eos_token="<|endoftext|>"
-    ).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(
+        tmp_path
+    )
     again = load(tmp_path)
     assert again.fingerprint.split(":")[1] != original.fingerprint.split(":")[1], "the files say it otherwise"
     assert is_same_tokenizer(again.fingerprint, original.fingerprint)
