@@ -56,7 +56,7 @@ def test_each_listed_token_ends_a_text(
     if has_tokenizer:
         write_tokenizer(folder)
     prompt = "add" if has_tokenizer else "68 71 71"
-    flags = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", "15"]
+    flags = ["--prompt", prompt, "--temperature", "9", "--max-new-tokens", "15"]
     (whole,) = generated(capsys, "--load", str(folder), *flags, "--termination-id", "0")
     first, second = list(dict.fromkeys(whole["tokens"]))[2:4]
     end = whole["tokens"].index(first) + 1
