@@ -82,8 +82,8 @@ def test_sentencepiece_models_are_read_to_the_same_ids(name: str, tmp_path: Path
     assert "the same ids" in sentence
     keys = json.loads(files["tokenizer_config.json"])
     assert (keys["eos_token"], keys["split_special_tokens"]) == ("</s>", True)
-    for name, content in files.items():  # megatrain reads the folder so, too
-        (tmp_path / name).write_bytes(content)
+    for file, content in files.items():  # megatrain reads the folder so, too
+        (tmp_path / file).write_bytes(content)
     theirs = load_tokenizer(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     )
@@ -164,7 +164,7 @@ def test_words_as_pieces_have_no_form_there(tmp_path: Path) -> None:
 
 def test_a_vocabulary_with_one_text_twice_has_no_form_there(tmp_path: Path) -> None:
     config = tiny_config("TikTokenizer", tmp_path, tokenizer_special_tokens=("</s>", "the"))
-    with pytest.raises(InputError, match="the is an ordinary token .* and a special one"):
+    with pytest.raises(InputError, match=r"the is an ordinary token .* and a special one"):
         compared(config)
 
 
