@@ -66,7 +66,7 @@ class LibraryTokenizer:
             definition = definition | {"added_special_tokens": list(config.tokenizer_special_tokens)}
         if self._with_template:
             definition = definition | {"with_template": True}
-        self._definition = definition
+        self._digest = fingerprint_of(definition)
         ids = library.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids: they may have gaps
         by_role = {role: library.token_to_id(token) for role, token in named.items()}
@@ -89,9 +89,9 @@ class LibraryTokenizer:
     def fingerprint(self) -> str:
         """Return the digests of ids and of the definition; of the latter alone if encoding is random (BPE dropout)."""
         if getattr(self._library.model, "dropout", None):
-            return fingerprint_of(self._definition)
+            return self._digest
         vocabulary, special = self._library.get_vocab(with_added_tokens=True), self._matched()
-        return full_fingerprint(vocabulary, self.encode, self._definition, special=special)
+        return full_fingerprint(vocabulary, self.encode, self._digest, special=special)
 
     def _matched(self) -> list[str]:
         """Return the tokens that are matched in text."""

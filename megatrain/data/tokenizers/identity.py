@@ -47,7 +47,7 @@ def fingerprint_of(definition: Mapping[str, Any]) -> str:
 def full_fingerprint(
     vocabulary: Mapping[str, int],
     encode: Callable[[str], list[int]],
-    definition: Mapping[str, Any],
+    digest_of_definition: str,
     *,
     special: Collection[str] = (),
 ) -> str:
@@ -56,7 +56,7 @@ def full_fingerprint(
     Args:
         vocabulary: ids by token, as its library writes tokens.
         encode: the tokenizer.
-        definition: everything that determines its ids, as its files have it.
+        digest_of_definition: `fingerprint_of` everything that determines its ids, as its files have it.
         special: tokens that are matched in text before it is split into words.
     """
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -64,7 +64,7 @@ def full_fingerprint(
     digest = hashlib.sha256("\n".join(f"{vocabulary[token]} {token}" for token in tokens).encode())
     for text in texts:
         digest.update(" ".join(map(str, encode(text))).encode() + b"\n")
-    return f"{digest.hexdigest()}:{fingerprint_of(definition)}"
+    return f"{digest.hexdigest()}:{digest_of_definition}"
 
 
 def sample_texts(special: Collection[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
 from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, read_file
 from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer
-from megatrain.data.tokenizers.identity import full_fingerprint
+from megatrain.data.tokenizers.identity import fingerprint_of, full_fingerprint
 from megatrain.data.tokenizers.sentencepiece_model import library_tokenizer
 
 
@@ -49,9 +49,9 @@ class SentencePieceTokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Return the digests of ids and of the file, which contains everything that determines them."""
-        definition = {"sentencepiece": hashlib.sha256(self._content).hexdigest()}
+        digest = fingerprint_of({"sentencepiece": hashlib.sha256(self._content).hexdigest()})
         pieces = {str(self._processor.id_to_piece(number)): number for number in range(self.vocab_size)}
-        return full_fingerprint(pieces, self.encode, definition)
+        return full_fingerprint(pieces, self.encode, digest)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text."""

@@ -21,7 +21,7 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
 from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, TokenizerFile, read_file
 from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer, known_roles, pair_merges
-from megatrain.data.tokenizers.identity import characters_of_bytes, full_fingerprint
+from megatrain.data.tokenizers.identity import characters_of_bytes, fingerprint_of, full_fingerprint
 
 DEFAULT_VOCAB_SIZE: Final = 2**17
 """Maximum vocabulary size if --vocab-size is not given."""
@@ -87,7 +87,7 @@ class TikTokenizer:
             "tokens": [token.hex() for token in self._tokens],
         }
         vocabulary = {token: number for number, token in enumerate([*self._special, *self._pieces()])}
-        return full_fingerprint(vocabulary, self.encode, definition, special=self._special)
+        return full_fingerprint(vocabulary, self.encode, fingerprint_of(definition), special=self._special)
 
     def _pieces(self) -> list[str]:
         """Return the tokens as a byte-level vocabulary writes them."""
