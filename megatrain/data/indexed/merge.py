@@ -145,7 +145,7 @@ def _merged_description(
     return {
         name: json.loads(values.pop()) if len(values) == 1 else None for name, values in shared.items()
     } | {
-        "tokenizer_fingerprint": _shared_fingerprint([part["tokenizer_fingerprint"] for part in parts]),
+        "tokenizer_fingerprint": _shared_fingerprint(parts),
         "sources": [source for part in parts for source in _list(part.get("sources"))],
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
@@ -169,9 +169,9 @@ def _require_same_tokenizer(descriptions: Mapping[str, dict[str, Any]]) -> None:
             )
 
 
-def _shared_fingerprint(fingerprints: Sequence[str | None]) -> str | None:
-    """Return the digests that all fingerprints have; None if there are none."""
-    first, *others = [[] if one is None else one.split(":") for one in fingerprints]
+def _shared_fingerprint(parts: Sequence[dict[str, Any]]) -> str | None:
+    """Return the digests that the fingerprints of all descriptions have; None if there are none."""
+    first, *others = [(part["tokenizer_fingerprint"] or "").split(":") for part in parts]
     return ":".join(digest for digest in first if all(digest in other for other in others)) or None
 
 
