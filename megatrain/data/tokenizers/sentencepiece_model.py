@@ -172,7 +172,7 @@ def _set_pipeline(library: tokenizers.Tokenizer, model: SentencePieceModel, *, s
         changed = [text for text in model.texts(_USER) if mapped.normalize_str(text) != text]
         kept = dict(zip(sorted(changed, key=len, reverse=True), map(chr, _NONCHARACTERS), strict=False))
         steps += [normalizers.Replace(text, character) for text, character in kept.items()]
-        # One grapheme, of which the library would map the first character and lose the other one.
+        # The library maps the first character of this grapheme and loses the other one.
         steps += [normalizers.Replace("\r\n", mapped.normalize_str("\r") + mapped.normalize_str("\n"))]
         steps += [mapped, *(normalizers.Replace(character, text) for text, character in kept.items())]
     if model.removes_spaces:

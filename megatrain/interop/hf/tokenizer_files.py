@@ -1,6 +1,6 @@
 """Files of a tokenizer in a folder of transformers: AutoTokenizer reads them to the ids of the run's tokenizer.
 
-tokenizer.json           what the run's tokenizer does, of whatever type it is
+tokenizer.json           what the run's tokenizer does, for each tokenizer type
 tokenizer_config.json    the class that reads it as it is, names of special tokens, and what does not affect ids
 chat_template.jinja      copied; a template in tokenizer_config.json stays there
 """
