@@ -86,7 +86,7 @@ def tiktoken_file(folder: Path, entries: list[dict[str, Any]] | None = None) -> 
     return str(file)
 
 
-def tiny_config(kind: str, folder: Path, **more: Any) -> TokenizerConfig:
+def tiny_config(kind: Any, folder: Path, **more: Any) -> TokenizerConfig:
     """Create the files of a tokenizer type in a folder; return its configuration."""
     if kind == "GPT2BPETokenizer":
         vocab, merges = gpt2_files(folder)
