@@ -42,6 +42,11 @@ MAX_BRANCHES = 15
 MAX_ENTRY_LINES = 60
 MAX_FILES_PER_FOLDER = 20
 ENVIRONMENT_READER = "megatrain.config.environment"
+READERS_OF_PRINTED_LINES = {
+    "megatrain.checkpoint.background",
+    "megatrain.tools.doctor.cli",
+    "megatrain.tools.doctor.gpus",
+}
 PICKLE_READER = "megatrain.interop.megatron.inert_pickle"
 """Reads pickles, and builds no class that they name."""
 PICKLE_WRITER = "megatrain.interop.megatron.export"
@@ -289,6 +294,17 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
+def splits_at_every_line_end(module: Module) -> list[str]:
+    """Find splitlines(), which also splits JSON and text of users at U+2028 and others; what programs print has none."""
+    if module.name in READERS_OF_PRINTED_LINES:
+        return []
+    return [
+        f"{module.name}:{node.lineno} uses splitlines"
+        for node in module.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "splitlines"
+    ]
+
+
 def heavy_imports_of_config(module: Module) -> list[str]:
     """Find imports of torch and numpy in config/, which would delay `--help`."""
     if module.folder not in {None, "config"}:
@@ -335,6 +351,7 @@ RULES: list[Callable[[Module], list[str]]] = [
     mutable_globals,
     environment_reads,
     unsafe_calls,
+    splits_at_every_line_end,
     heavy_imports_of_config,
     long_files,
     long_functions,
@@ -440,6 +457,7 @@ BROKEN = [
     (unsafe_calls, "megatrain.config.yaml", "eval('1')"),
     (unsafe_calls, "megatrain.config.yaml", "run = exec"),
     (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=True)"),
+    (splits_at_every_line_end, "megatrain.data.lines", "lines = path.read_text().splitlines()"),
     (heavy_imports_of_config, "megatrain.config.model", "import torch.nn as nn"),
     (heavy_imports_of_config, "megatrain.config.model", "def f():\n    from numpy import array"),
     (heavy_imports_of_config, "megatrain", "import torch"),
@@ -467,6 +485,7 @@ KEPT = [
     ),
     (imports_of_later_folders, "megatrain.tools.main", "from megatrain import __version__\nimport megatrain"),
     (unknown_folders, "megatrain.config", ""),
+    (splits_at_every_line_end, "megatrain.data.lines", 'lines = path.read_text().split("\\n")'),
     (
         global_statements,
         "megatrain.data.gpt",

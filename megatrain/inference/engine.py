@@ -13,7 +13,7 @@ bounded. A sequence that is running has memory for its last token, so that none 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,7 +42,7 @@ class Completion:
     prompt_log_probs: list[LogProb] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second one on."""
     finish_reason: FinishReason | None = None
-    """`stop`: end-of-document token; `length`: number of tokens. None: not finished."""
+    """`stop`: a token that ends a text; `length`: number of tokens. None: not finished."""
     num_cached: int = 0
     num_unread: int = 0
     """Tokens that are sampled on the device and not read yet, at most 1."""
@@ -93,14 +93,14 @@ class Engine:
     """Runs completions.
 
     Args:
-        eod: end-of-document token, checked against the vocabulary; None: there is none.
+        end_ids: tokens that end a completion, checked against the vocabulary.
     """
 
-    def __init__(self, model: CachedModel, eod: int | None) -> None:
-        assert eod is None or 0 <= eod < model.model.spec.vocab_size
+    def __init__(self, model: CachedModel, end_ids: Collection[int]) -> None:
+        assert all(0 <= number < model.model.spec.vocab_size for number in end_ids)
         plan = model.cache.plan
         assert plan.max_sequences <= plan.tokens_per_pass, "each sequence has a token in every pass"
-        self.model, self.eod = model, eod
+        self.model, self.end_ids = model, frozenset(end_ids)
         self._decoder = Decoder(model, has_graphs=can_capture(model)) if model.can_decode else None
         self.decoded: list[Completion] = []
         """Completions that the decoder extends."""
@@ -258,7 +258,7 @@ class Engine:
         if one.sampling.num_log_probs is not None:
             assert logits is not None
             one.log_probs += log_probs(logits[None], [token], one.sampling.num_log_probs)
-        if one.sampling.ends_at_eod and token == self.eod:
+        if one.sampling.ends_at_eod and token in self.end_ids:
             self.finish(one, "stop")
         elif one.num_new >= one.sampling.max_new_tokens:
             self.finish(one, "length")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class LeadingEngine(TextEngine):
         tokenizer: Tokenizer,
         plan: CachePlan,
         device: torch.device,
-        eod: int | None,
+        end_ids: Collection[int],
         messages: Messages,
     ) -> None:
-        super().__init__(model, tokenizer, plan, device, eod)
+        super().__init__(model, tokenizer, plan, device, end_ids)
         self._messages = messages
         self._actions: list[Any] = []
         self._numbers = itertools.count()

@@ -23,14 +23,14 @@ from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.load import check_names, restore_expert_biases
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
+from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers, digest_of
 from megatrain.model.gpt import Model, build_model
@@ -74,6 +74,8 @@ class LoadedModel:
 
     model: Model
     tokenizer: Tokenizer
+    end_ids: tuple[int, ...]
+    """Tokens that end a text: the end-of-document token, and those that the files of a model list."""
     max_context: int
     """Longest context in tokens: the sequence length of training."""
     dtype: torch.dtype
@@ -122,9 +124,17 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
         ConfigError: the tokenizer has changed since training, or `options` do not match the checkpoint.
     """
     path, manifest = reader.path, reader.manifest
-    tokenizer = _tokenizer(path, manifest)
-    model = build_stored_model(reader, options, vocab_size=tokenizer.vocab_size)
-    return LoadedModel(model, tokenizer, _seq_length(path, manifest), options.dtype, path, manifest.iteration)
+    stored = stored_tokenizer(path, manifest)
+    model = build_stored_model(reader, options, vocab_size=stored.tokenizer.vocab_size)
+    return LoadedModel(
+        model=model,
+        tokenizer=stored.tokenizer,
+        end_ids=stored.end_ids,
+        max_context=_seq_length(path, manifest),
+        dtype=options.dtype,
+        path=path,
+        iteration=manifest.iteration,
+    )
 
 
 def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_size: int) -> Model:
@@ -207,16 +217,3 @@ def _with_user_spec(path: Path, config: ModelConfig, options: ModelOptions) -> M
             fix=f"use the file of the training run, or add --spec-digest {digest} to run the changed file",
         )
     return dataclasses.replace(config, spec=options.spec, spec_digest=digest)
-
-
-def _tokenizer(path: Path, manifest: Manifest) -> Tokenizer:
-    config: TokenizerConfig = stored_section(path, manifest.config, "tokenizer", TokenizerConfig)
-    fingerprint = manifest.state["tokenizer_fingerprint"]
-    tokenizer_type = config.tokenizer_type or "NullTokenizer"
-    tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=tokenizer_type))
-    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
-        raise ConfigError(
-            f"--tokenizer-model {config.tokenizer_model}: not the tokenizer of the training run",
-            fix="restore the tokenizer file of the training run",
-        )
-    return tokenizer

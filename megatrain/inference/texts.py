@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,19 @@ class TextEngine:
     """Runs text completions.
 
     Args:
-        eod: token that ends a completion; None: there is none.
+        end_ids: tokens that end a completion, checked against the vocabulary.
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, plan: CachePlan, device: torch.device, eod: int | None
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        plan: CachePlan,
+        device: torch.device,
+        end_ids: Collection[int],
     ) -> None:
         self.tokenizer = tokenizer
-        self.engine = Engine(CachedModel(model, plan, device), eod)
+        self.engine = Engine(CachedModel(model, plan, device), end_ids)
         self._texts: dict[Completion, TextCompletion] = {}
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> TextCompletion:

@@ -36,6 +36,7 @@ def stored_state(plan: Plan, **known: Any) -> dict[str, Any]:
         "has_optimizer": False,
         "is_evaluation_left": False,
         "tokenizer_fingerprint": None,
+        "end_token_ids": [],
         "data_plans": {
             "train": derived.train_plan,
             "valid": derived.valid_plan,

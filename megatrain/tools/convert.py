@@ -26,6 +26,7 @@ from megatrain.tools.checkpoint.rewrite import (
 )
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
+from megatrain.tools.compare_tokenizers import compare_tokenizers
 from megatrain.tools.subcommands import run_action
 
 
@@ -125,6 +126,11 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             for name, one in export.tensors.items()
         ]
         small = export.small_files(dtype)
+        compared_tokenizers = (
+            "the run's tokenizer has no text: the folder has none"
+            if export.tokenizer is None
+            else compare_tokenizers(small, export.tokenizer.tokenizer, num_rows=export.vocab_size)
+        )
         write_weights(
             export,
             weights,
@@ -134,6 +140,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             is_read_whole=export.is_read_whole,
         )
         print(f"{export.family.architecture}; also {', '.join(small)}")
+        print(compared_tokenizers)
         if export.has_mtp:
             print("the layers of multi-token prediction are left out, as in transformers")
         if arguments.no_compare:

@@ -98,7 +98,7 @@ def test_graphs_equal_eager_passes_bit_for_bit(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "windows"])
 def test_texts_of_the_engine_are_those_of_prompts_alone_up_to_rounding(name: str) -> None:
     """Sequences join and leave, with the graphs of several numbers of slots; random samples have seeds."""
-    engine = Engine(cached(name), None)
+    engine = Engine(cached(name), ())
     samplings = [
         Sampling(
             max_new_tokens=20 + 9 * n, temperature=n % 2, top_k=4, seed=n, num_log_probs=0, ends_at_eod=False

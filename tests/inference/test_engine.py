@@ -47,8 +47,8 @@ def run(engine: Engine, wanted: Sequence[tuple[list[int], Sampling]]) -> list[Co
 )
 def test_each_text_is_that_of_its_prompt_alone(name: str) -> None:
     wanted = list(zip(PROMPTS, SAMPLINGS, strict=True))
-    together = run(Engine(cached(name, sequences=3, tokens=SEQ, per_pass=8), None), wanted)
-    alone = Engine(cached(name, sequences=1, tokens=SEQ, per_pass=32), None)
+    together = run(Engine(cached(name, sequences=3, tokens=SEQ, per_pass=8), ()), wanted)
+    alone = Engine(cached(name, sequences=1, tokens=SEQ, per_pass=32), ())
     for one, prompt_and_sampling in zip(together, wanted, strict=True):
         (other,) = run(alone, [prompt_and_sampling])
         assert one.tokens == other.tokens
@@ -63,7 +63,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_whole_sequences() -> N
     sampling = Sampling(
         max_new_tokens=6, temperature=0, num_log_probs=1, wants_prompt_log_probs=True, ends_at_eod=False
     )
-    (one,) = run(Engine(cached("llama", per_pass=4), None), [(PROMPTS[3], sampling)])
+    (one,) = run(Engine(cached("llama", per_pass=4), ()), [(PROMPTS[3], sampling)])
     logits = all_logits(model, torch.tensor([one.ids])).squeeze(1).log_softmax(-1)
     first = len(PROMPTS[3]) - 1
     assert one.tokens == logits[first:-1].argmax(-1).tolist()
@@ -76,7 +76,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_whole_sequences() -> N
 
 def test_no_new_tokens_give_the_log_probabilities_of_the_prompt() -> None:
     sampling = Sampling(max_new_tokens=0, num_log_probs=0, wants_prompt_log_probs=True)
-    (one,) = run(Engine(cached("llama", per_pass=4), None), [(PROMPTS[5], sampling)])
+    (one,) = run(Engine(cached("llama", per_pass=4), ()), [(PROMPTS[5], sampling)])
     assert one.tokens == []
     assert len(one.prompt_log_probs) == len(PROMPTS[5]) - 1
     assert one.finish_reason == "length"
@@ -84,9 +84,9 @@ def test_no_new_tokens_give_the_log_probabilities_of_the_prompt() -> None:
 
 def test_the_end_of_a_document_ends_a_completion() -> None:
     sampling = Sampling(max_new_tokens=9, temperature=0)
-    (whole,) = run(Engine(cached("llama"), None), [(PROMPTS[2], sampling)])
+    (whole,) = run(Engine(cached("llama"), ()), [(PROMPTS[2], sampling)])
     end = whole.tokens[4]
-    (one,) = run(Engine(cached("llama"), end), [(PROMPTS[2], sampling)])
+    (one,) = run(Engine(cached("llama"), (end,)), [(PROMPTS[2], sampling)])
     assert one.tokens == whole.tokens[: whole.tokens.index(end) + 1]
     assert one.finish_reason == "stop"
 
@@ -94,9 +94,9 @@ def test_the_end_of_a_document_ends_a_completion() -> None:
 def test_texts_that_end_during_passes_of_others_have_no_token_too_many() -> None:
     """Every token is the end of documents once: texts end at any pass, while the next one already runs."""
     wanted = [(prompt, Sampling(max_new_tokens=12, temperature=0)) for prompt in PROMPTS]
-    whole = [one.tokens for one in run(Engine(cached("llama", per_pass=40), None), wanted)]
+    whole = [one.tokens for one in run(Engine(cached("llama", per_pass=40), ()), wanted)]
     for end in {token for tokens in whole for token in tokens}:
-        found = run(Engine(cached("llama", per_pass=40), end), wanted)
+        found = run(Engine(cached("llama", per_pass=40), (end,)), wanted)
         for one, tokens in zip(found, whole, strict=True):
             expected = tokens[: tokens.index(end) + 1] if end in tokens else tokens
             assert one.tokens == expected
@@ -104,7 +104,7 @@ def test_texts_that_end_during_passes_of_others_have_no_token_too_many() -> None
 
 
 def test_completions_that_are_removed_return_their_memory() -> None:
-    engine = Engine(cached("gemma2", sequences=2, per_pass=4), None)
+    engine = Engine(cached("gemma2", sequences=2, per_pass=4), ())
     found = [engine.submit(*one) for one in zip(PROMPTS, SAMPLINGS, strict=True)]
     rng = random.Random(1)
     while found:

@@ -134,6 +134,14 @@ def test_a_wrong_line_of_a_prompt_file_is_named(command: Command, line: str, tmp
     assert f"{file}:1: not an object with a prompt" in command("--prompt-file", str(file), exit_code=2)
 
 
+def test_only_a_line_feed_ends_a_line_of_a_prompt_file(command: Command, tmp_path: Path) -> None:
+    lines = [{"prompt": "5 6", "note": "a\u2028b\u2029c\u0085d"}, {"prompt": "7"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    found = command.objects("--prompt-file", str(file), "--max-new-tokens", "2")
+    assert [one["prompt"] for one in found] == ["5 6", "7"]
+
+
 def test_a_prompt_file_without_prompts_is_named(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")

@@ -59,7 +59,7 @@ class Served:
         model = tiny_model("llama")
         plan = plan_cache(model, dtype=torch.float64, max_tokens=25, num_sequences=2, limit_bytes=1 << 30)
         tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=97))
-        self.engine = TextEngine(model, tokenizer, plan, CPU, eod=None)
+        self.engine = TextEngine(model, tokenizer, plan, CPU, end_ids=())
         self.gate = Gate(self.engine.step)
         self.engine.step = self.gate  # type: ignore[method-assign]
         self.failures: list[BaseException] = []

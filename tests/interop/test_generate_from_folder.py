@@ -47,6 +47,32 @@ def test_greedy_texts_are_those_of_transformers(
     assert again == found
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_each_listed_token_ends_a_text(
+    has_tokenizer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lists of config.json and of generation_config.json count, from the folder, a checkpoint made of it and its export."""
+    folder = write(tiny_model("Llama 3"), tmp_path / "theirs")
+    if has_tokenizer:
+        write_tokenizer(folder)
+    prompt = "add" if has_tokenizer else "68 71 71"
+    flags = ["--prompt", prompt, "--temperature", "9", "--max-new-tokens", "15"]
+    (whole,) = generated(capsys, "--load", str(folder), *flags, "--termination-id", "0")
+    first, second = list(dict.fromkeys(whole["tokens"]))[2:4]
+    end = whole["tokens"].index(first) + 1
+    for name, listed in {"config.json": [END, second], "generation_config.json": [first, 1 << 20]}.items():
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | {"eos_token_id": listed}))
+    ours, back = str(tmp_path / "ours"), tmp_path / "back"
+    assert main(["convert", "hf-to-megatrain", str(folder), ours]) == 0
+    assert main(["convert", "megatrain-to-hf", ours, str(back), "--no-compare"]) == 0
+    for load in (str(folder), ours, str(back)):
+        (found,) = generated(capsys, "--load", load, *flags)
+        assert (found["tokens"], found["finish_reason"]) == (whole["tokens"][:end], "stop")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((back / name).read_text())["eos_token_id"] == [END, second, first]
+
+
 def test_rows_after_the_tokenizer_s_last_token_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from megatrain.config.rules.resume_classes import (
     classes_by_path,
 )
 from megatrain.config.rules.sizes import multiple_near
+from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.schema.tree import flag_of, settings, unit_of
 from megatrain.config.schema.values import is_resolved
@@ -197,10 +198,11 @@ def _counts(datasets: Sequence[DatasetFacts]) -> str:
 
 def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored, now = draft.facts.checkpoint, draft.facts.tokenizer_fingerprint
-    if stored and stored.tokenizer_fingerprint and now and stored.tokenizer_fingerprint != now:
+    before = stored.tokenizer_fingerprint if stored else None
+    if before and now and not is_same_tokenizer(before, now):
         yield Problem(
             "--tokenizer-model cannot change on resume, since token ids would mean different text: the checkpoint has"
-            f" fingerprint {stored.tokenizer_fingerprint}, this run {now}",
+            f" fingerprint {before}, this run {now}",
             "use the tokenizer of the stored run, or start from scratch without --load and with another --save",
         )
 

@@ -101,6 +101,11 @@ def missing_end_of_document(config: TokenizerConfig, *, needed_by: str) -> Probl
     )
 
 
+def is_same_tokenizer(fingerprint: str, other: str) -> bool:
+    """Return whether two fingerprints are of the same tokenizer: a digest of one, of ids or of a file, is in the other."""
+    return not set(fingerprint.split(":")).isdisjoint(other.split(":"))
+
+
 _SENTENCEPIECE: Final = {"tokenizer_model": "a SentencePiece model, such as tokenizer.model"}
 _WORD_PIECES: Final = {"vocab_file": "a vocab.txt with one token a line"}
 _REQUIRED: Final[Mapping[str, Mapping[str, str]]] = {

@@ -15,19 +15,12 @@ from typing import Any, Final
 import numpy as np
 
 from megatrain.config.errors import ConfigError, InputError, Problem
+from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.data.indexed.object_store import exists, is_url
 from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.indexed.writer import IndexedWriter
 
-_SHARED: Final = (
-    "tokenizer_type",
-    "tokenizer_fingerprint",
-    "vocab_size",
-    "eod",
-    "append_eod",
-    "json_key",
-    "prompt_format",
-)
+_SHARED: Final = ("tokenizer_type", "vocab_size", "eod", "append_eod", "json_key", "prompt_format")
 """Fields that are copied if all descriptions agree, else null."""
 
 
@@ -175,6 +168,7 @@ def _merged_description(
         return None
     parts = [known[dataset.prefix] for dataset in datasets]
     return _shared_fields(parts) | {
+        "tokenizer_fingerprint": _shared_fingerprint(parts),
         "sources": [source for part in parts for source in _list(part.get("sources"))],
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
@@ -198,11 +192,17 @@ def _require_same_tokenizer(descriptions: Mapping[str, dict[str, Any]]) -> None:
     first = next(iter(descriptions), "")
     for prefix, description in descriptions.items():
         ours, theirs = (part["tokenizer_fingerprint"] for part in (description, descriptions[first]))
-        if ours != theirs:
+        if not (ours == theirs or (ours and theirs and is_same_tokenizer(ours, theirs))):
             raise InputError(
                 f"{prefix}: was made with another tokenizer ({ours}) than {first} ({theirs})",
                 fix="make both with the same tokenizer",
             )
+
+
+def _shared_fingerprint(parts: Sequence[dict[str, Any]]) -> str | None:
+    """Return the digests that the fingerprints of all descriptions have; None if there are none."""
+    first, *others = [(part["tokenizer_fingerprint"] or "").split(":") for part in parts]
+    return ":".join(digest for digest in first if all(digest in other for other in others)) or None
 
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> int | None:

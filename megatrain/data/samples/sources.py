@@ -21,6 +21,7 @@ from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend, pa
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.data.indexed.object_store import exists, is_url
 from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.samples.index_cache import digest
@@ -228,7 +229,7 @@ def _description_problems(
             )
             return
     made_with = description.get("tokenizer_fingerprint")
-    if tokenizer_fingerprint and made_with and made_with != tokenizer_fingerprint:
+    if tokenizer_fingerprint and made_with and not is_same_tokenizer(made_with, tokenizer_fingerprint):
         yield Problem(
             f"{prefix}.bin was made with another tokenizer ({description.get('tokenizer_type')}, fingerprint"
             f" {made_with[:12]}) than this run uses (fingerprint {tokenizer_fingerprint[:12]})",

@@ -17,8 +17,10 @@ from typing import Final, Protocol
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
-from megatrain.data.tokenizers.files import NO_PAD, fingerprint_of
+from megatrain.data.tokenizers.files import NO_PAD
+from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer
 from megatrain.data.tokenizers.huggingface import load_bert, load_gpt2_bpe, load_huggingface
+from megatrain.data.tokenizers.identity import fingerprint_of
 from megatrain.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatrain.data.tokenizers.tiktoken import TikTokenizer
 
@@ -36,8 +38,10 @@ class Tokenizer(Protocol):
     """Ids of special tokens other than padding."""
     note: str | None
     """Message for the user if a special token was guessed because no file names it; else None."""
-    fingerprint: str
-    """Digest that is equal for tokenizers with equal ids, regardless of their file layout."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digests of what the tokenizer does and of its definition; see `identity` and `is_same_tokenizer`."""
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text. Tokens are added at its ends only if the configuration asks for them."""
@@ -47,6 +51,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Convert ids to text."""
+
+    def to_hf(self) -> HfTokenizer | None:
+        """Return the tokenizer in the form of transformers; None: it has no text. Raises InputError if that form lacks it."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -103,6 +110,9 @@ class NullTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Join the numbers with spaces."""
         return " ".join(map(str, ids))
+
+    def to_hf(self) -> None:
+        """Return None: it has no text."""
 
 
 _LOADERS: Final[Mapping[str, Callable[[TokenizerConfig], Tokenizer]]] = {

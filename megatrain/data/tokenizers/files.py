@@ -7,7 +7,6 @@ path ──> bytes ──> kind ──> the requested kind: TokenizerFile
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -107,12 +106,6 @@ def kind_of(content: bytes, data: Any) -> Kind:
     if first_line.startswith(b"#version"):
         return Kind.MERGES
     return Kind.BINARY if b"\0" in content else Kind.TEXT
-
-
-def fingerprint_of(definition: dict[str, Any]) -> str:
-    """Return the SHA-256 of a definition as canonical JSON: sorted keys, no spaces."""
-    canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 _JSON_KINDS: Final = (Kind.TOKENIZER_JSON, Kind.TIKTOKEN_JSON, Kind.VOCAB_JSON)

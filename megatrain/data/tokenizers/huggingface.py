@@ -9,6 +9,8 @@ Code in a tokenizer's folder is never run, and nothing is downloaded from the hu
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.files import NO_PAD, Kind, fingerprint_of, kind_of, read_file, read_json
+from megatrain.data.tokenizers.files import NO_PAD, Kind, kind_of, read_file, read_json
+from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer, known_roles
+from megatrain.data.tokenizers.identity import fingerprint_of, full_fingerprint
 from megatrain.data.tokenizers.special_tokens import NamedTokens, named_tokens, require_named, use_named
 from megatrain.data.tokenizers.vocabularies import byte_level_bpe, word_pieces
 
@@ -38,6 +42,7 @@ class LibraryTokenizer:
         *,
         named: Mapping[str, str],
         definition: dict[str, Any],
+        file: Path | None = None,
     ) -> None:
         """Wrap a tokenizer of the library.
 
@@ -49,16 +54,19 @@ class LibraryTokenizer:
             config: its configuration.
             named: text of tokens by role, such as `eos_token`; tokens outside the vocabulary are ignored.
             definition: everything that determines the ids, for the fingerprint.
+            file: a tokenizer.json that says all of it.
         """
         self._library = library
-        adds_tokens = library.num_special_tokens_to_add(is_pair=False) > 0
-        self._with_template = adds_tokens and not config.tokenizer_hf_no_include_special_tokens
+        self._file = None if config.tokenizer_special_tokens else file
+        self._roles = dict(named)
+        self._adds_tokens = library.num_special_tokens_to_add(is_pair=False) > 0
+        self._with_template = self._adds_tokens and not config.tokenizer_hf_no_include_special_tokens
         if config.tokenizer_special_tokens:
             library.add_special_tokens(list(config.tokenizer_special_tokens))
             definition = definition | {"added_special_tokens": list(config.tokenizer_special_tokens)}
         if self._with_template:
             definition = definition | {"with_template": True}
-        self.fingerprint = fingerprint_of(definition)
+        self._digest = fingerprint_of(definition)
         ids = library.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids: they may have gaps
         by_role = {role: library.token_to_id(token) for role, token in named.items()}
@@ -77,6 +85,18 @@ class LibraryTokenizer:
         pad = by_role.get("pad_token")
         self.pad = NO_PAD if pad is None else pad
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the definition; of the latter alone if encoding is random (BPE dropout)."""
+        if getattr(self._library.model, "dropout", None):
+            return self._digest
+        vocabulary, special = self._library.get_vocab(with_added_tokens=True), self._matched()
+        return full_fingerprint(vocabulary, self.encode, self._digest, special=special)
+
+    def _matched(self) -> list[str]:
+        """Return the tokens that are matched in text."""
+        return [token.content for token in self._library.get_added_tokens_decoder().values()]
+
     def _has(self, token: str) -> bool:
         return self._library.token_to_id(token) is not None
 
@@ -92,6 +112,20 @@ class LibraryTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Convert ids to text, including special tokens."""
         return str(self._library.decode(list(ids), skip_special_tokens=False))
+
+    def to_hf(self) -> HfTokenizer:
+        """Return a tokenizer.json that does what this tokenizer does: tokens are added and left out as configured."""
+        matched = self._matched()
+        end = {} if self.eod is None else {"eos_token": str(self._library.id_to_token(self.eod))}
+        roles = known_roles(end | self._roles, matched)
+        special = not self._library.encode_special_tokens
+        if self._file is not None and self._with_template == self._adds_tokens:
+            return HfTokenizer(self._file.read_bytes(), roles, matches_special=special)
+        definition = json.loads(self._library.to_str())
+        if not self._with_template:
+            definition["post_processor"] = None
+        text = json.dumps(definition, indent=2, ensure_ascii=False) + "\n"
+        return HfTokenizer(text.encode(), roles, matches_special=special)
 
 
 def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
@@ -114,14 +148,24 @@ def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
     library.no_truncation()
     library.no_padding()
     padding = definition.get("padding")
+    is_whole = definition.get("truncation") is None and padding is None
     definition.update(truncation=None, padding=None)
     named = named_tokens(folder, taken=library.get_added_tokens_decoder())
     _require_named(named, library, file)
     changed = use_named(library, named)
     if changed:
         definition["named_tokens"] = changed
+    if named.splits_special:
+        library.encode_special_tokens = True
+        definition["split_special_tokens"] = True
     filler = {"pad_token": padding["pad_token"]} if isinstance(padding, dict) else {}
-    return LibraryTokenizer(library, config, named={**filler, **named.roles}, definition=definition)
+    return LibraryTokenizer(
+        library,
+        config,
+        named={**filler, **named.roles},
+        definition=definition,
+        file=file if is_whole and not changed else None,
+    )
 
 
 def load_gpt2_bpe(config: TokenizerConfig) -> LibraryTokenizer:

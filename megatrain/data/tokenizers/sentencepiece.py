@@ -8,6 +8,7 @@ the pieces (such as <EOD>), and Llama2Tokenizer put the beginning-of-sequence to
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,10 @@ from pathlib import Path
 from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
-from megatrain.data.tokenizers.files import (
-    GET_AGAIN,
-    NO_PAD,
-    Kind,
-    fingerprint_of,
-    read_file,
-)
+from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, read_file
+from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer
+from megatrain.data.tokenizers.identity import fingerprint_of, full_fingerprint
+from megatrain.data.tokenizers.sentencepiece_model import library_tokenizer
 
 
 class SentencePieceTokenizer:
@@ -46,8 +44,14 @@ class SentencePieceTokenizer:
         self.pad = pad if pad >= 0 else NO_PAD
         self.special_ids = frozenset(number for number in roles if number >= 0)
         self.note: str | None = None
-        # The file contains everything that determines ids, and is copied, never rewritten.
-        self.fingerprint = fingerprint_of({"sentencepiece": hashlib.sha256(file.content).hexdigest()})
+        self._content = file.content
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the file, which contains everything that determines them."""
+        digest = fingerprint_of({"sentencepiece": hashlib.sha256(self._content).hexdigest()})
+        pieces = {str(self._processor.id_to_piece(number)): number for number in range(self.vocab_size)}
+        return full_fingerprint(pieces, self.encode, digest)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text."""
@@ -60,3 +64,17 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Convert ids to text, without control pieces."""
         return str(self._processor.decode(list(ids)))
+
+    def to_hf(self) -> HfTokenizer:
+        """Return the model as a tokenizer.json: the text of a control piece is not matched."""
+        ids = {
+            "unk_token": self._processor.unk_id(),
+            "bos_token": self._processor.bos_id(),
+            "eos_token": self._processor.eos_id(),
+            "pad_token": self._processor.pad_id(),
+        }
+        roles = {
+            role: str(self._processor.id_to_piece(number)) for role, number in ids.items() if number >= 0
+        }
+        library = library_tokenizer(self._content, special=list(roles.values()))
+        return HfTokenizer(library.to_str(pretty=True).encode(), roles, matches_special=False)

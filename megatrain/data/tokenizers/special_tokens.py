@@ -46,6 +46,8 @@ class NamedTokens:
     """Tokens with their own entry, whose flags override those of tokenizer.json."""
     mentioned: tuple[NamedToken, ...]
     """Tokens with a role or in a list, whose flags apply only if tokenizer.json has none."""
+    splits_special: bool = False
+    """The text of a special token is encoded as text."""
 
 
 def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
@@ -80,7 +82,28 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
             for value, file in [*with_role.values(), *lists]
             if _text(value)
         ),
+        splits_special=config.get("split_special_tokens") is True,
     )
+
+
+def listed_end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that config.json and generation_config.json of a folder list as ends of a text, if it has them.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        value = _object(folder / name).get("eos_token_id")
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = next((one for one in values if type(one) is not int or one < 0), None)
+        if wrong is not None:
+            raise InputError(
+                f"{folder / name}: eos_token_id has {str(wrong)[:80]!r}, which is not a token id",
+                fix="restore the file from the model's source",
+            )
+        found += values
+    return tuple(dict.fromkeys(found))
 
 
 def _added_tokens(file: Path, special: Collection[str], taken: Collection[int]) -> dict[int, NamedToken]:

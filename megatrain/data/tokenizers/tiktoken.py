@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,19 +19,23 @@ from typing import Any, Final
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
-from megatrain.data.tokenizers.files import (
-    GET_AGAIN,
-    NO_PAD,
-    Kind,
-    TokenizerFile,
-    fingerprint_of,
-    read_file,
-)
+from megatrain.data.tokenizers.files import GET_AGAIN, NO_PAD, Kind, TokenizerFile, read_file
+from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer, known_roles, pair_merges
+from megatrain.data.tokenizers.identity import characters_of_bytes, fingerprint_of, full_fingerprint
 
 DEFAULT_VOCAB_SIZE: Final = 2**17
 """Maximum vocabulary size if --vocab-size is not given."""
 NAMED: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 END, PAD = "</s>", "<pad>"
+_ROLES: Final = {
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": END,
+    "mask_token": "<mask>",
+    "pad_token": PAD,
+    "cls_token": "<cls>",
+    "sep_token": "<sep>",
+}
 
 _LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -71,13 +76,51 @@ class TikTokenizer:
         self.pad = named.index(PAD) if PAD in named else NO_PAD
         self.special_ids = frozenset(range(len(named))) - {self.pad}
         self.note: str | None = None
-        self.fingerprint = fingerprint_of(
-            {
-                "pattern": config.tiktoken_pattern,
-                "special": special,
-                "tokens": [token.hex() for token in tokens],
-            }
+        self._pattern, self._special, self._tokens = config.tiktoken_pattern, special, tokens
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the digests of ids and of the definition."""
+        definition = {
+            "pattern": self._pattern,
+            "special": self._special,
+            "tokens": [token.hex() for token in self._tokens],
+        }
+        vocabulary = {token: number for number, token in enumerate([*self._special, *self._pieces()])}
+        return full_fingerprint(vocabulary, self.encode, fingerprint_of(definition), special=self._special)
+
+    def _pieces(self) -> list[str]:
+        """Return the tokens as a byte-level vocabulary writes them."""
+        written = characters_of_bytes()
+        return ["".join(map(written.__getitem__, token)) for token in self._tokens]
+
+    def to_hf(self) -> HfTokenizer:
+        """Return the vocabulary as byte-level BPE.
+
+        Raises:
+            InputError: a token has the text of a special one, and both would be one entry there.
+        """
+        import tokenizers  # noqa: PLC0415 - slow to load
+        from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415
+
+        pieces = self._pieces()
+        twice = sorted(set(pieces) & set(self._special))
+        if twice:
+            raise InputError(
+                f"{twice[0]} is an ordinary token of the vocabulary and a special one, and a tokenizer.json has it once",
+                fix="export the weights alone: megatrain checkpoint export-weights",
+            )
+        ids = {piece: number for number, piece in enumerate(pieces, len(self._special))}
+        special = {token: number for number, token in enumerate(self._special)}
+        merges = pair_merges(pieces, ids)
+        library = tokenizers.Tokenizer(models.BPE(vocab=special | ids, merges=merges, ignore_merges=True))
+        split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[self._pattern]), "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens(self._special)
+        return HfTokenizer(library.to_str(pretty=True).encode(), known_roles(_ROLES, self._special))
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text."""

@@ -17,6 +17,7 @@ from megatrain.checkpoint.untrusted_json import integer
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.data.tokenizers.special_tokens import listed_end_ids
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
@@ -82,15 +83,17 @@ class HfCheckpoint(TensorReader):
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
         )
         size = self.tokenizer_size
-        end = self._folder.config.get("eos_token_id")
-        end = end[0] if isinstance(end, list) and end else end
-        is_id = isinstance(end, int) and not isinstance(end, bool) and 0 <= end < self.vocab_size
         numbers = TokenizerConfig(
             tokenizer_type="NullTokenizer",
             vocab_size=self.vocab_size,
-            null_tokenizer_eod_id=end if is_id else None,
+            null_tokenizer_eod_id=next(iter(self.end_ids), None),
         )
         return text if size == self.vocab_size else numbers
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids of the vocabulary that config.json and generation_config.json list as ends of a text."""
+        return tuple(number for number in listed_end_ids(self.path) if number < self.vocab_size)
 
     @functools.cached_property
     def tokenizer_size(self) -> int | None:
@@ -124,7 +127,7 @@ class HfCheckpoint(TensorReader):
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=stored_state(plan, expert_biases=self._expert_biases()),
+            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids)),
             config=config,
             files={},
             tensors=tensors,

@@ -6,8 +6,6 @@ read_box ─> the parts of a tensor, read one after the other
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.data import DataConfig
@@ -26,24 +24,17 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
-from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.data.tokenizers.files import read_json
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.hf.folder import TOKENIZER_NAME
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
 from megatrain.interop.hf.tensors import Part, their_tensors
+from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
-_TOKENIZER_FILES: Final = (
-    TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
-_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-_NEXT_TO_TOKENIZER: Final = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _GENERATION: Final = "generation_config.json"
-_MAX_FILE_BYTES: Final = 1 << 28
 _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -54,7 +45,7 @@ class HfExport:
         architecture: class of transformers; None: the first that computes the same function.
 
     Raises:
-        InputError: no family computes the function of the model.
+        InputError: no family computes the function of the model, or its tokenizer cannot be exported.
         MismatchError: the checkpoint's tensors are not those of its configuration.
     """
 
@@ -85,6 +76,7 @@ class HfExport:
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
+        self.tokenizer = self._stored_tokenizer()
 
     @property
     def manifest(self) -> Manifest:
@@ -148,43 +140,50 @@ class HfExport:
         """
         stored = [self.kind(name, theirs.shape, WEIGHT).dtype for name, theirs in self.tensors.items()]
         widest = max(stored, key=lambda one: DTYPES[one].itemsize)
-        end = self._end_of_document()
+        files = {} if self.tokenizer is None else tokenizer_files(self.tokenizer)
+        ends = self._end_ids()
+        end = ends[0] if len(ends) == 1 else ends or None
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
-        generation = {"_from_model_config": True, "eos_token_id": end}
-        found = {
-            name: read_small_file(path, max_bytes=_MAX_FILE_BYTES) for name, path in self._tokenizer_files()
-        }
-        if TOKENIZER_NAME in found and _TOKENIZER_CONFIG not in found:
-            found[_TOKENIZER_CONFIG] = _json(_tokenizer_config(found[TOKENIZER_NAME], end))
-        return {CONFIG_NAME: _json(keys), _GENERATION: _json(generation), **found}
+        generation = self._generation_config() | {"eos_token_id": end}
+        return {CONFIG_NAME: json_bytes(keys), _GENERATION: json_bytes(generation), **files}
 
-    def _end_of_document(self) -> int | None:
-        """Return the id that ends documents, if the tokenizer is known and can be read."""
-        config = self.tokenizer_config
-        if config.tokenizer_type in (None, "NullTokenizer"):
-            return config.null_tokenizer_eod_id
+    def _stored_tokenizer(self) -> StoredTokenizer | None:
+        """Return the tokenizer of the run; None: it has no text.
+
+        Raises:
+            InputError: its files are missing, have changed, or describe more tokens than the vocabulary has rows.
+        """
+        path, manifest = self._reader.path, self.manifest
+        if self.tokenizer_config.tokenizer_type in (None, "NullTokenizer"):
+            return None
         try:
-            return load_tokenizer(config).eod
+            found = stored_tokenizer(path, manifest)
         except MegatrainError as error:
             raise InputError(
                 f"the tokenizer of the checkpoint: {error.problems[0].text}",
                 fix="restore its files, which config.json and the exported folder need",
             ) from error
+        if found.tokenizer.vocab_size > self.vocab_size:
+            raise InputError(
+                f"{path}: the tokenizer has {found.tokenizer.vocab_size} tokens, and the vocabulary {self.vocab_size} rows",
+                fix="restore the tokenizer of the training run",
+            )
+        return found
 
-    def _tokenizer_files(self) -> Iterator[tuple[str, Path]]:
-        """Yield the files of the tokenizer by their names in the exported folder."""
-        config = self.tokenizer_config
-        named = {"vocab.json": config.vocab_file, "merges.txt": config.merge_file}
-        yield from ((name, Path(path).resolve()) for name, path in named.items() if path is not None)
-        model = None if config.tokenizer_model is None else Path(config.tokenizer_model).resolve()
-        if model is None:
-            return
-        folder = model if model.is_dir() else model.parent
-        if model.is_file():
-            yield "tokenizer.json" if model.suffix == ".json" else "tokenizer.model", model
-        names = (*_TOKENIZER_FILES, _GENERATION) if model.is_dir() else _NEXT_TO_TOKENIZER
-        yield from ((name, folder / name) for name in names if (folder / name).is_file())
+    def _end_ids(self) -> list[int]:
+        """Return the tokens that end a text."""
+        if self.tokenizer is not None:
+            return list(self.tokenizer.end_ids)
+        eod = self.tokenizer_config.null_tokenizer_eod_id
+        found = [*([] if eod is None else [eod]), *self.manifest.state.get("end_token_ids", ())]
+        return list(dict.fromkeys(found))
+
+    def _generation_config(self) -> dict[str, Any]:
+        """Return the settings of the folder that the tokenizer comes from."""
+        file = Path(self.tokenizer_config.tokenizer_model or "") / _GENERATION
+        content = read_json(file) if self.tokenizer_config.tokenizer_model and file.is_file() else {}
+        return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
         expected = shapes_of(self._config, self.vocab_size)
@@ -197,14 +196,3 @@ class HfExport:
                 f"{self._reader.path}: {', '.join(wrong)}: not the tensors of its configuration",
                 fix="export another checkpoint of the run",
             )
-
-
-def _tokenizer_config(tokenizer: bytes, end: int | None) -> dict[str, Any]:
-    """Return a tokenizer_config.json: the tokenizer is as its file says, and this token ends a text."""
-    added = json.loads(tokenizer).get("added_tokens", [])
-    text = next((token["content"] for token in added if token["id"] == end), None)
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if text is None else {"eos_token": text})
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.errors import ConfigError, InputError, Problem
-from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig, is_same_tokenizer
 from megatrain.config.schema.tree import settings
 from megatrain.data.indexed.reader import IndexedDataset, read_description
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
@@ -132,7 +132,7 @@ def _problems(
     if smallest is not None and smallest < 0:
         yield Problem(f"{dataset.name}: smallest_id is {smallest}, below 0", "make the dataset again")
     made_with = described.get("tokenizer_fingerprint")
-    if tokenizer is not None and made_with and made_with != tokenizer.fingerprint:
+    if tokenizer is not None and made_with and not is_same_tokenizer(made_with, tokenizer.fingerprint):
         yield Problem(
             f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but that of the given tokenizer is"
             f" {tokenizer.fingerprint}",

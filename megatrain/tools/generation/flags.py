@@ -72,7 +72,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--termination-id",
         type=int,
         metavar="ID",
-        help="token that ends a text (default: the tokenizer's end-of-document token)",
+        help="token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
+        " config.json and generation_config.json)",
     )
 
 

@@ -23,7 +23,7 @@ from megatrain.tools.generation.load import (
     Process,
     cache_limit,
     check_max_sequences,
-    end_token,
+    end_tokens,
     joined_process,
     load,
 )
@@ -71,7 +71,7 @@ def _engine(
             f"{shorter} of {len(prompts)} prompts: the context of {loaded.max_context} tokens ends the text before"
             f" --max-new-tokens {arguments.max_new_tokens}"
         )
-    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod=end_token(arguments, loaded))
+    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_tokens(arguments, loaded))
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
@@ -99,7 +99,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         return list(arguments.prompt)
     path = Path(arguments.prompt_file)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", fix="name a readable UTF-8 file") from error
     found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

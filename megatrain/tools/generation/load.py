@@ -114,16 +114,17 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
     return loaded
 
 
-def end_token(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
-    """Return the token that ends a text, checked against the vocabulary."""
+def end_tokens(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[int, ...]:
+    """Return the tokens that end a text: --termination-id, checked against the vocabulary, or those of the model."""
     size, chosen = loaded.model.spec.vocab_size, arguments.termination_id
-    found: int | None = loaded.tokenizer.eod if chosen is None else chosen
-    if found is not None and not 0 <= found < size:
-        name = "the tokenizer's end-of-document token" if chosen is None else "--termination-id"
+    if chosen is None:
+        return loaded.end_ids
+    if not 0 <= chosen < size:
         raise ConfigError(
-            f"{name} {found}: the vocabulary has ids 0 to {size - 1}", fix="give a --termination-id in it"
+            f"--termination-id {chosen}: the vocabulary has ids 0 to {size - 1}",
+            fix="give a --termination-id in it",
         )
-    return found
+    return (chosen,)
 
 
 def cache_limit(arguments: argparse.Namespace, process: Process) -> int:

@@ -24,7 +24,7 @@ from megatrain.parallel.messages import Messages
 from megatrain.tools.generation.load import (
     cache_limit,
     check_max_sequences,
-    end_token,
+    end_tokens,
     joined_process,
     load,
 )
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
-        eod = end_token(arguments, loaded)
+        end_ids = end_tokens(arguments, loaded)
         most = arguments.max_context or loaded.max_context
         if most > loaded.max_context:
             raise ConfigError(
@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 ends the others
-            follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod), messages)
+            follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids), messages)
             return 0
-        engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, eod, messages)
+        engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
         process.note(f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions")

@@ -37,7 +37,7 @@ class Results:
         whole, _, cut = results.path.read_text().rpartition("\n")
         if cut:
             results.path.write_text(f"{whole}\n" if whole else "")
-        for line in whole.splitlines():
+        for line in filter(None, whole.split("\n")):
             entry = json.loads(line)
             if entry.get("by") != by:
                 results.num_of_others += 1

@@ -111,7 +111,7 @@ def is_metrics_file(path: Path) -> bool:
         return True
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_MAX_FIRST_BYTES)
-    return not start.strip() or any(_Line.parse(line) is not None for line in start.splitlines())
+    return not start.strip() or any(_Line.parse(line) is not None for line in start.split(b"\n"))
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,13 @@ def test_another_tokenizer_is_refused(assert_refused, stored):
     assert_refused(BASE, named, ("tokenizer", *SCRATCH), facts=facts)
 
 
+def test_a_tokenizer_with_the_same_ids_or_the_same_file_is_the_same(plan_of, stored):
+    for fingerprint in ("abc:xyz", "xyz:abc"):
+        plan_of(
+            f"{BASE} {OWN} --load c", facts=dataclasses.replace(stored, tokenizer_fingerprint=fingerprint)
+        )
+
+
 def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
     facts = dataclasses.replace(stored, world_size=4)
     plan = plan_of(

@@ -159,6 +159,18 @@ def test_an_unreadable_description_is_an_error(tmp_path):
     assert (merged["sources"], merged["eod_count"]) == ([], None)
 
 
+def test_data_of_one_tokenizer_may_be_older_or_of_another_file(tmp_path):
+    """A fingerprint has a digest of ids and one of the file; older ones have the latter alone."""
+    for name, fingerprint in {"new": "ids:file", "old": "file", "saved again": "ids:other"}.items():
+        write_dataset(tmp_path / name, [[[1]]])
+        (tmp_path / f"{name}.json").write_text(json.dumps({"tokenizer_fingerprint": fingerprint}))
+    for name, shared in {"old": "file", "saved again": "ids"}.items():
+        merge([tmp_path / "new", tmp_path / name], tmp_path / "out", log=str)
+        assert json.loads((tmp_path / "out.json").read_text())["tokenizer_fingerprint"] == shared
+    with pytest.raises(InputError, match="another tokenizer"):
+        merge([tmp_path / "old", tmp_path / "saved again"], tmp_path / "out")
+
+
 def test_a_failed_merge_keeps_the_old_dataset(tmp_path, monkeypatch):
     for name in ("a", "out"):
         write_dataset(tmp_path / name, [[[1, 2]]])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from recorded import EXPECTED
@@ -10,7 +13,7 @@ from recorded import EXPECTED
 from megatrain.config import parse, resolve
 from megatrain.config.errors import ConfigError
 from megatrain.config.facts import Facts
-from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig, is_same_tokenizer
 from megatrain.data.tokenizers.build import load_tokenizer
 
 RECORDED = EXPECTED["tokenizers"]["tokenizer.json"]
@@ -143,9 +146,38 @@ def test_special_tokens_are_appended_to_the_vocabulary(golden):
     assert tokenizer.fingerprint != load(golden).fingerprint
 
 
-def test_the_fingerprints_of_old_checkpoints_are_unchanged(golden):
-    assert load(golden).fingerprint == "e6ebd430588a1727f93006fc1799501c608ba2234e64e06d88d83b35ec646733"
+def test_the_fingerprints_of_old_data_and_checkpoints_are_accepted(golden):
+    old = "e6ebd430588a1727f93006fc1799501c608ba2234e64e06d88d83b35ec646733"
+    assert is_same_tokenizer(old, load(golden).fingerprint)
+    assert not is_same_tokenizer(old[::-1], load(golden).fingerprint)
     assert null(100).fingerprint == "f280a7d914bf8461369294d29fa4465eb895ff2c08a57cb37706f1516b23a613"
+
+
+def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path, definition):
+    transformers = pytest.importorskip("transformers")
+    (file := tmp_path / "original.json").write_text(json.dumps(definition | {"post_processor": None}))
+    original = load(file)
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(
+        tmp_path
+    )
+    again = load(tmp_path)
+    assert again.fingerprint.split(":")[1] != original.fingerprint.split(":")[1], "the files say it otherwise"
+    assert is_same_tokenizer(again.fingerprint, original.fingerprint)
+    definition["model"]["merges"].reverse()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert not is_same_tokenizer(load(tmp_path).fingerprint, original.fingerprint)
+
+
+def test_a_fingerprint_is_the_same_in_another_process(golden):
+    code = (
+        "import sys; from megatrain.config.schema.tokenizer import TokenizerConfig as C\n"
+        "from megatrain.data.tokenizers.build import load_tokenizer as load\n"
+        "print(load(C(tokenizer_type='HuggingFaceTokenizer', tokenizer_model=sys.argv[1])).fingerprint)"
+    )
+    command = [sys.executable, "-c", code, str(golden)]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.strip() == load(golden).fingerprint
 
 
 def test_a_size_is_compared_with_the_file(golden):

@@ -8,9 +8,14 @@ import pickle
 from pathlib import Path
 
 import pytest
-import tokenizers
 from recorded import EXPECTED, write_dataset
-from tiny_tokenizers import TEXTS, bert_file, gpt2_files, sentencepiece_file, tiktoken_entries, tiktoken_file
+from tiny_tokenizers import (
+    TEXTS,
+    gpt2_files,
+    sentencepiece_file,
+    tiktoken_entries,
+    tiny_config,
+)
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -18,28 +23,6 @@ from megatrain.data.tokenizers.build import load_tokenizer
 
 RECORDED = EXPECTED["tokenizers"]["tokenizer.model"]
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-
-
-def tiny_config(kind: str, folder: Path, **more) -> TokenizerConfig:
-    """Create the files of a tokenizer type in a folder; return its configuration."""
-    if kind == "GPT2BPETokenizer":
-        vocab, merges = gpt2_files(folder)
-        more = {"vocab_file": vocab, "merge_file": merges, **more}
-    elif kind.startswith("BertWordPiece"):
-        plain = {"tokenizer_hf_no_include_special_tokens": True}
-        more = {"vocab_file": bert_file(folder), **plain, **more}
-    elif kind == "TikTokenizer":
-        more = {"tokenizer_model": tiktoken_file(folder), "tiktoken_num_special_tokens": 20, **more}
-    elif kind == "NullTokenizer":
-        more = {"vocab_size": 100, **more}
-    elif kind == "HuggingFaceTokenizer":
-        vocab, merges = gpt2_files(folder)
-        library = tokenizers.ByteLevelBPETokenizer(vocab, merges)
-        library.save(str(folder / "tokenizer.json"))
-        more = {"tokenizer_model": str(folder), **more}
-    else:
-        more = {"tokenizer_model": sentencepiece_file(folder), **more}
-    return TokenizerConfig(tokenizer_type=kind, **more)
 
 
 TEXT_TYPES = (
@@ -74,7 +57,7 @@ def test_every_type_implements_the_interface(tmp_path, kind):
     again = load_tokenizer(pickle.loads(pickle.dumps(config)))
     assert again.fingerprint == tokenizer.fingerprint
     assert again.encode_batch(texts) == batch
-    assert len(tokenizer.fingerprint) == 64
+    assert {len(digest) for digest in tokenizer.fingerprint.split(":")} == {64}
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE_TYPES)

@@ -52,7 +52,7 @@ def texts(rank: int, world_size: int, folder: str) -> list[list[int]]:
     options = ModelOptions(device=CPU, dtype=torch.float64, ranks=ranks, is_unlimited=True)
     loaded = load_model(Path(folder), options)
     plan = plan_cache(loaded.model, dtype=torch.float64, max_tokens=15, num_sequences=2, limit_bytes=1 << 30)
-    engine = TextEngine(loaded.model, loaded.tokenizer, plan, CPU, eod=None)
+    engine = TextEngine(loaded.model, loaded.tokenizer, plan, CPU, end_ids=())
     found = [engine.submit(prompt, Sampling(max_new_tokens=8, seed=3)) for prompt in PROMPTS]
     while not engine.engine.is_idle:
         engine.step()
@@ -84,7 +84,7 @@ def served(rank: int, world_size: int, folder: str) -> list[list[int]] | bool:
     plan = plan_cache(loaded.model, dtype=torch.float64, max_tokens=15, num_sequences=2, limit_bytes=1 << 30)
     store = None if make is None else make("messages", [range(world_size)], timeout=timedelta(minutes=1))
     messages = Messages(rank, world_size, store)
-    built = (loaded.model, loaded.tokenizer, plan, CPU, None)
+    built = (loaded.model, loaded.tokenizer, plan, CPU, ())
     if rank:
         engine = TextEngine(*built)
         follow(engine, messages)

@@ -12,6 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from megatrain.config.schema.tokenizer import TokenizerConfig
+
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "the lazy dog sleeps; THE DOG SLEEPS, the fox does not",
@@ -55,11 +57,8 @@ def sentencepiece_file(folder: Path, **options: Any) -> str:
     library.SentencePieceTrainer.train(
         sentence_iterator=iter([text for text in TEXTS if text] * 10),
         model_writer=model,
-        vocab_size=360,
-        model_type="bpe",
-        byte_fallback=True,
         minloglevel=2,
-        **options,
+        **{"vocab_size": 360, "model_type": "bpe", "byte_fallback": True, **options},
     )
     file = folder / "tokenizer.model"
     file.write_bytes(model.getvalue())
@@ -85,3 +84,25 @@ def tiktoken_file(folder: Path, entries: list[dict[str, Any]] | None = None) -> 
     file = folder / "multilingual.json"
     file.write_text(json.dumps(tiktoken_entries() if entries is None else entries))
     return str(file)
+
+
+def tiny_config(kind: Any, folder: Path, **more: Any) -> TokenizerConfig:
+    """Create the files of a tokenizer type in a folder; return its configuration."""
+    if kind == "GPT2BPETokenizer":
+        vocab, merges = gpt2_files(folder)
+        more = {"vocab_file": vocab, "merge_file": merges, **more}
+    elif kind.startswith("BertWordPiece"):
+        plain = {"tokenizer_hf_no_include_special_tokens": True}
+        more = {"vocab_file": bert_file(folder), **plain, **more}
+    elif kind == "TikTokenizer":
+        more = {"tokenizer_model": tiktoken_file(folder), "tiktoken_num_special_tokens": 20, **more}
+    elif kind == "NullTokenizer":
+        more = {"vocab_size": 100, **more}
+    elif kind == "HuggingFaceTokenizer":
+        vocab, merges = gpt2_files(folder)
+        library = tokenizers.ByteLevelBPETokenizer(vocab, merges)
+        library.save(str(folder / "tokenizer.json"))
+        more = {"tokenizer_model": str(folder), **more}
+    else:
+        more = {"tokenizer_model": sentencepiece_file(folder), **more}
+    return TokenizerConfig(tokenizer_type=kind, **more)
