@@ -163,7 +163,10 @@ def _layout_arguments(manifest: Manifest) -> dict[str, Any]:
 
 def _virtual_stages(parallel: Mapping[str, Any], num_layers: int, layout: str | None) -> int:
     """Return the model chunks of each pipeline rank, by the rules of Megatron-LM."""
-    pp, per_stage = parallel["pipeline_model_parallel_size"], parallel["num_layers_per_virtual_pipeline_stage"]
+    pp, per_stage = (
+        parallel["pipeline_model_parallel_size"],
+        parallel["num_layers_per_virtual_pipeline_stage"],
+    )
     if layout is not None:
         return len(parse_layout(layout)) // pp
     if per_stage is None:

@@ -16,7 +16,11 @@ from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
-SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
