@@ -77,7 +77,9 @@ def _serve(
 ) -> int:
     import uvicorn  # noqa: PLC0415 (optional)
 
-    from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415 (optional packages)
+    # optional packages
+    from megatrain.tools.generation.connections import LimitedConnection, allowed_connections  # noqa: PLC0415
+    from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415
 
     failures: list[BaseException] = []
 
@@ -102,13 +104,21 @@ def _serve(
     app = CompletionsApp(
         service, engine.tokenizer, model=name, vocab_size=vocab_size, limits=limits, hosts=hosts
     )
+    connections = allowed_connections(arguments.max_connections)
+    if connections < arguments.max_connections:
+        print(
+            f"> at most {connections} connections: the process may not open more files (ulimit -n)",
+            flush=True,
+        )
     config = uvicorn.Config(
         app.app,
+        http=LimitedConnection,
+        ws="none",
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=arguments.idle_seconds,
         timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
-        limit_concurrency=arguments.max_connections,
+        limit_concurrency=connections + 1,  # uvicorn refuses at this number
         server_header=False,
     )
     server = Server(config)
@@ -149,6 +159,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "max_connections": arguments.max_connections >= 1,
         "max_body_mb": arguments.max_body_mb > 0,
         "request_seconds": arguments.request_seconds > 0,
+        "idle_seconds": 1 <= arguments.idle_seconds <= 3600,
         "stop_seconds": 0 <= arguments.stop_seconds <= 3600,
     }
     for name, is_right in wanted.items():
