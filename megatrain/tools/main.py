@@ -13,7 +13,7 @@ from importlib import import_module
 
 from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
-from megatrain.config.errors import Problem
+from megatrain.config.errors import Problem, is_unicode
 from megatrain.config.schema.tree import closest_name
 from megatrain.tools import convert_flags, report, trace, tune_flags, watch
 from megatrain.tools.checkpoint import flags as checkpoint_flags
@@ -58,6 +58,9 @@ _MODULES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code."""
     words = plan_flags.with_action(sys.argv[1:] if argv is None else argv)
+    for word in words:
+        if not is_unicode(word):
+            _Parser(prog="megatrain").error(f"{word!r} is not UTF-8")
     arguments, others = _parser(with_help=bool({"-h", "--help"} & set(words))).parse_known_args(words)
     if others and not arguments.takes_run_flags:
         arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")

@@ -26,7 +26,7 @@ class LimitedConnection(H11Protocol):
 
     _time_limit: asyncio.TimerHandle | None = None
     _reading_limit: asyncio.TimerHandle | None = None
-    _idle_since = 0.0
+    idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,19 +54,19 @@ class LimitedConnection(H11Protocol):
         super().resume_writing()
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a request runs."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_request(self) -> None:
         if self._time_limit:
             self._time_limit.cancel()
-        self._idle_since = self.loop.time()
+        self.idle_since = self.loop.time()
         self._time_limit = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
         """End the connection, unless a request runs: when it is complete, the next one is expected."""
-        if not self._is_busy:
+        if not self.is_busy:
             self.transport.abort()
 
     def _end_oldest(self) -> None:
@@ -74,9 +74,9 @@ class LimitedConnection(H11Protocol):
         if len(self.connections) < self.limit_concurrency:
             return
         others: list[Any] = [one for one in self.connections if one is not self]
-        idle = [one for one in others if isinstance(one, LimitedConnection) and not one._is_busy]
+        idle = [one for one in others if isinstance(one, LimitedConnection) and not one.is_busy]
         if idle:
-            oldest = min(idle, key=lambda one: one._idle_since)
+            oldest = min(idle, key=lambda one: one.idle_since)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
