@@ -26,7 +26,7 @@ _BLOCK_BYTES: Final = 16 << 20
 _MAX_COUNT: Final = 1 << 50
 MAX_DIMENSIONS: Final = 8
 NOT_AS_EXPECTED: Final = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-"""What values raise that are of another type or number than expected."""
+"""Errors that values raise which are of another type or number than expected."""
 _STORAGES: Final = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,

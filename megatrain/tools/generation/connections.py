@@ -55,7 +55,7 @@ class LimitedConnection(H11Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request runs."""
+        """Return whether a request runs."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_request(self) -> None:

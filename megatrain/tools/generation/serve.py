@@ -77,9 +77,7 @@ def _serve(
 ) -> int:
     import uvicorn  # noqa: PLC0415 (optional)
 
-    # optional packages
-    from megatrain.tools.generation.connections import LimitedConnection, allowed_connections  # noqa: PLC0415
-    from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415
+    from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415 (optional packages)
 
     failures: list[BaseException] = []
 
@@ -104,24 +102,7 @@ def _serve(
     app = CompletionsApp(
         service, engine.tokenizer, model=name, vocab_size=vocab_size, limits=limits, hosts=hosts
     )
-    connections = allowed_connections(arguments.max_connections)
-    if connections < arguments.max_connections:
-        print(
-            f"> at most {connections} connections: the process may not open more files (ulimit -n)",
-            flush=True,
-        )
-    config = uvicorn.Config(
-        app.app,
-        http=LimitedConnection,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=arguments.idle_seconds,
-        timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
-        limit_concurrency=connections + 1,  # uvicorn refuses at this number
-        server_header=False,
-    )
-    server = Server(config)
+    server = Server(_http(arguments, app.app))
 
     def stop(*_: object) -> None:
         server.should_exit = True
@@ -143,6 +124,32 @@ def _serve(
         raise MegatrainError("a pass of the model did not end", fix="check the device")
     print("> stopped; all memory of the cache is free", flush=True)
     return 0
+
+
+def _http(arguments: argparse.Namespace, app: Any) -> Any:
+    """Return the settings of uvicorn: its limits of connections."""
+    import uvicorn  # noqa: PLC0415 (optional)
+
+    # optional packages
+    from megatrain.tools.generation.connections import LimitedConnection, allowed_connections  # noqa: PLC0415
+
+    connections = allowed_connections(arguments.max_connections)
+    if connections < arguments.max_connections:
+        print(
+            f"> at most {connections} connections: the process may not open more files (ulimit -n)",
+            flush=True,
+        )
+    return uvicorn.Config(
+        app,
+        http=LimitedConnection,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=arguments.idle_seconds,
+        timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
+        limit_concurrency=connections + 1,  # uvicorn refuses at this number
+        server_header=False,
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -113,11 +113,7 @@ def read_trace(file: Path) -> TraceSummary:
         InputError: the file is damaged or not such a trace.
     """
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as source:
-            content = source.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES} bytes of JSON")
-        trace = json.loads(content)
+        trace = json.loads(_content(file))
         first, last = trace[ITERATIONS]
         return summarize(trace["traceEvents"], num_steps=last - first + 1)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -125,6 +121,14 @@ def read_trace(file: Path) -> TraceSummary:
             f"{file} is not a readable trace of --profile ({type(error).__name__}: {error})",
             fix="name a file that --profile wrote, such as runs/one/profile/rank0.json.gz",
         ) from error
+
+
+def _content(file: Path) -> bytes:
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as source:
+        content = source.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"more than {_MAX_BYTES} bytes of JSON")
+    return content
 
 
 def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:
