@@ -163,14 +163,13 @@ def _layout_arguments(manifest: Manifest) -> dict[str, Any]:
 
 def _virtual_stages(parallel: Mapping[str, Any], num_layers: int, layout: str | None) -> int:
     """Return the model chunks of each pipeline rank, by the rules of Megatron-LM."""
-    pp, per_stage = (
-        parallel["pipeline_model_parallel_size"],
-        parallel["num_layers_per_virtual_pipeline_stage"],
-    )
+    pp: int = parallel["pipeline_model_parallel_size"]
+    per_stage: int | None = parallel["num_layers_per_virtual_pipeline_stage"]
+    given: int | None = parallel["num_virtual_stages_per_pipeline_rank"]
     if layout is not None:
         return len(parse_layout(layout)) // pp
     if per_stage is None:
-        return parallel["num_virtual_stages_per_pipeline_rank"] or 1
+        return given or 1
     others = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return (num_layers + sum(parallel[name] for name in others)) // pp // per_stage
 
