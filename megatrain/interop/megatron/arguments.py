@@ -171,7 +171,8 @@ def _virtual_stages(parallel: Mapping[str, Any], num_layers: int, layout: str | 
     if per_stage is None:
         return given or 1
     others = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    return (num_layers + sum(parallel[name] for name in others)) // pp // per_stage
+    units: int = num_layers + sum(parallel[name] for name in others)
+    return units // pp // per_stage
 
 
 def _in_their_form(name: str, value: Any) -> Any:
