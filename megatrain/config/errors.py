@@ -13,6 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which Python also makes of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Problem:
     """A problem and its fix. `text` names the flag or the `file:line`."""

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple
 import yaml
 
 from megatrain.config.derive.layer_sizes import LayerSizes, LayerTable
+from megatrain.config.plain_yaml import load_yaml
 
 RECIPES: Final = ("tensorwise", "blockwise", "mxfp8")
 """Recipes of single linear layers. Megatron-LM does not allow `delayed` there either."""
@@ -191,7 +192,7 @@ class _Loader(yaml.SafeLoader):
 def matchers_of(text: str) -> tuple[Matcher, ...]:
     """Return the enabled matchers of a file's text, in order. Raises PrecisionFileError with the place in the file."""
     try:
-        content = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+        content = load_yaml(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise PrecisionFileError(
             " ".join(str(error).split()) or "its brackets are nested too deeply"

@@ -91,6 +91,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     Raises:
         ValueError: it is not text of this tokenizer.
     """
+    prompt.encode()  # raises ValueError for half of a surrogate pair, which tokenizers answer in different ways
     ids = tokenizer.encode(prompt)
     if not ids and tokenizer.eod is None:
         raise ValueError("an empty prompt needs an end-of-document token, which the tokenizer lacks")

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
-from megatrain.config.errors import Problem
+from megatrain.config.errors import Problem, is_unicode
 from megatrain.config.schema.tree import closest_name
 from megatrain.process.exit_deadline import run_program
 from megatrain.process.streams import StandardStreams
@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     words = plan_flags.with_action(argv)
+    for word in words:
+        if not is_unicode(word):
+            _Parser(prog="megatrain").error(f"{word!r} is not UTF-8")
     arguments, others = _parser(with_help=bool({"-h", "--help"} & set(words))).parse_known_args(words)
     if others and not arguments.takes_run_flags:
         arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")

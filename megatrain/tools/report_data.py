@@ -24,6 +24,7 @@ from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import list_candidates
 from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.config.errors import InputError
+from megatrain.config.plain_yaml import compose_yaml
 from megatrain.training.launch.save_lock import LOCK_NAME, dead_owner
 
 CURVES = (
@@ -359,8 +360,7 @@ def _settings(file: Path) -> tuple[dict[str, Any], str | None]:
         return {}, None
     try:
         text = read_small_file(file.resolve(), max_bytes=MAX_CONFIG_BYTES).decode()
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return dict(_scalars(root)), None
+        return dict(_scalars(compose_yaml(text))), None
     except CheckpointError as error:
         return {}, error.problems[0].text
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -1,5 +1,6 @@
 """`megatrain serve` as clients use it: in a process of its own, over HTTP."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -272,6 +273,12 @@ def test_the_last_token_of_a_text_needs_no_context(server: Server) -> None:
         ({"prompt": "1", "logit_bias": {"1": 2}}, 400, "logit_bias", "not supported"),
         ({"prompt": "1", "promt": "1"}, 400, "promt", "unknown field"),
         ({"prompt": "1", "model": "other"}, 404, "model", "does not exist"),
+        ({"prompt": "1", "\ud800": 1}, 400, "\ud800", "unknown field '\\ud800'"),
+        ({"prompt": "1", "x" * 99 + "\U0001f600": 1}, 400, "x" * 99 + "\U0001f600", "unknown field"),
+        ({"prompt": "1", "model": "\ud800"}, 404, "model", "does not exist"),
+        ({"prompt": ["1", "2\udfff"]}, 400, "prompt", "surrogates"),
+        ({"prompt": "1", "stop": ["\ud800"] * 17}, 400, "stop", "at most 16"),
+        ({"prompt": "1", "suffix": "\ud800"}, 400, "suffix", "not supported"),
     ],
     ids=str,
 )
@@ -281,6 +288,27 @@ def test_wrong_requests_are_named(
     found, content = server.post("/v1/completions", **fields)
     assert (found, content["error"]["param"]) == (status, param)
     assert words in content["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair_stops_nothing(server: Server) -> None:
+    """It is a text that no generated text contains."""
+    status, found = server.complete("5 3", max_tokens=3, stop=["\ud800"], user="\udfff", ignore_eos=True)
+    assert (status, found["choices"][0]["finish_reason"]) == (200, "length")
+
+
+def test_connections_without_requests_do_not_block_others(folder: Path, tmp_path: Path) -> None:
+    server = Server(folder, tmp_path / "log.txt", "--max-connections", "8", "--idle-seconds", "2")
+    held = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(30)]
+    for connection in held:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    assert server.complete("5 3", max_tokens=2)[0] == 200
+    for connection in held:
+        with connection, contextlib.suppress(ConnectionError):
+            assert connection.recv(100) == b""
+    server.stop()
+    assert server.exit_code() == 0, server.output
+    assert "Traceback" not in server.output
 
 
 def test_wrong_http_is_refused(server: Server) -> None:
@@ -426,6 +454,7 @@ def test_requests_have_a_time_limit_and_a_full_queue_refuses(folder: Path, tmp_p
         (["--max-context", "201"], "--max-context 201: the model's context has 200"),
         (["--termination-id", "29"], "--termination-id 29"),
         (["--request-seconds", "0"], "--request-seconds 0.0"),
+        (["--idle-seconds", "0"], "--idle-seconds 0"),
         (["--cache-gb", "1e-9"], "needs a cache of"),
         (["--host", "192.0.2.1"], "--host '192.0.2.1'"),
         (["--host", "a" * 70], "--host 'aaa"),

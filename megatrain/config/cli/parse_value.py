@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from megatrain.config.errors import is_unicode
 from megatrain.config.megatron.flag_table import REPLACED_CHOICES, UNSUPPORTED_CHOICES
 from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import AUTO
@@ -56,6 +57,8 @@ def _scalar(setting: Setting, text: str) -> Any:
     if setting.kind is bool:
         return _boolean(setting, text)
     if setting.kind is str:
+        if not is_unicode(text):
+            raise BadValueError("is not UTF-8", fix="rename the file, or write the text in UTF-8")
         return text
     number = _integer(setting, text) if setting.kind is int else _float(setting, text)
     require_in_range(setting, number)

@@ -18,6 +18,7 @@ from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_v
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, megatron_flags
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
+from megatrain.config.plain_yaml import compose_yaml
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import (
     REMOVED_SETTINGS,
@@ -45,10 +46,10 @@ def read_yaml(file: str) -> list[Given | GivenFlag | Problem]:
 def compose(file: str, flag: str) -> yaml.Node | Problem | None:
     """Read a file into nodes, which have line numbers; None: it is empty. `flag` is the flag that names it."""
     try:
-        return yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return compose_yaml(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         return Problem(f"{flag} {file}: {error.strerror}", "give a readable YAML file")
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         return _syntax_problem(file, error)
 
 

@@ -297,6 +297,8 @@ def _blocks(text: str) -> list[Any]:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise LayersError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise LayersError(f"{error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
         raise LayersError("there is no list `block_configs`")
     return list(found["block_configs"])

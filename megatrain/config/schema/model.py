@@ -10,7 +10,7 @@ from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_ra
 class ModelConfig(CheckedSection):
     """Model: sizes, types of layers, initial weights."""
 
-    num_layers: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    num_layers: int = field(default=REQUIRED, metadata=in_range(at_least=1, at_most=1 << 16))
     """Transformer layers of the model."""
     hidden_size: int = field(default=REQUIRED, metadata=in_range(at_least=1))
     """Width of the residual stream."""
@@ -170,7 +170,7 @@ class ModelConfig(CheckedSection):
     """muP: factor of the embedding output."""
     mup_output_mult: float = field(default=AUTO, metadata=in_range(above=0))
     """muP: factor of the logits. auto or 1: 1 / width multiplier."""
-    mtp_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    mtp_num_layers: int | None = field(default=None, metadata=in_range(at_least=0, at_most=1 << 16))
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
     mtp_loss_scaling_factor: float = field(default=0.1, metadata=in_range(at_least=0))
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""

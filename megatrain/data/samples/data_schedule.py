@@ -15,6 +15,7 @@ import yaml
 
 from megatrain.config.derive.datasets import Blend, parse_blend
 from megatrain.config.errors import InputError
+from megatrain.config.plain_yaml import load_yaml
 
 _FIX: Final = "write a list in YAML or JSON, such as [{from_iteration: 20000, data_path: [0.7, A, 0.3, B]}], in ascending order"
 
@@ -27,7 +28,7 @@ def read_data_schedule(path: str) -> dict[int, Blend]:
     """
     flag = f"--data-schedule {path}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{flag}: cannot be read: {error.strerror}", fix="give an existing file") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:

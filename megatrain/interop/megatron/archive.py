@@ -23,6 +23,10 @@ from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 
 _MAX_BYTES: Final = 1 << 34
 _BLOCK_BYTES: Final = 16 << 20
+_MAX_COUNT: Final = 1 << 50
+MAX_DIMENSIONS: Final = 8
+NOT_AS_EXPECTED: Final = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""Errors that values raise which are of another type or number than expected."""
 _STORAGES: Final = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -57,6 +61,8 @@ class Archive:
         try:
             window = _Window(self._file, self.place.start, self.place.num_bytes)
             self._zip = zipfile.ZipFile(io.BufferedReader(window))
+            # a member's name starts with that of the archive
+            self._members = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             self._file.close()
             raise DamagedImportError(f"{self.where}: no archive of torch.save ({error})") from error
@@ -78,18 +84,19 @@ class Archive:
         record = self.load()
         try:
             return self.rebuilt(record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except NOT_AS_EXPECTED as error:
             raise DamagedImportError(f"{self.where}: {str(error)[:300]}") from error
 
     def rebuilt(self, record: Any) -> Tensor:
         """Return the tensor that a record stands for."""
         if path_of(record) != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"{path_of(record) or type(record).__name__} is not a tensor")
-        (_, storage, key, _, numel), offset, size, stride = record.arguments[:4]
-        if not are_counts((numel, offset, *size, *stride)) or 0 in size or math.prod(size) > numel:
+        (_, storage, key, _, numel), offset, _, stride = record.arguments[:4]
+        size = size_of(record)
+        if not are_counts((numel, offset, *stride)) or math.prod(size) > numel:
             raise ValueError(f"a tensor of size {size} in a storage of {numel} elements")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        dtype, info = _STORAGES[path_of(storage)], self._info(f"data/{int(key)}")
+        dtype, info = _STORAGES[path_of(storage)], self._info(f"data/{key}")
         if last >= numel or info.file_size != numel * dtype.itemsize or self.member("byteorder") != b"little":
             raise ValueError(f"{info.file_size} bytes for {numel} elements")
         data = torch.empty(info.file_size, dtype=torch.uint8)
@@ -103,7 +110,7 @@ class Archive:
         return data.view(dtype).as_strided(size, stride, offset)
 
     def member(self, name: str) -> bytes:
-        """Return the data of a member; its name starts with that of the archive."""
+        """Return the data of a member, named without the name of the archive."""
         with self._open(self._info(name)) as source:
             return source.read()
 
@@ -116,7 +123,7 @@ class Archive:
             raise ValueError(f"{info.filename}: {error}") from error
 
     def _info(self, name: str) -> zipfile.ZipInfo:
-        info = next((info for info in self._zip.infolist() if info.filename.partition("/")[2] == name), None)
+        info = self._members.get(name)
         if info is None:
             raise ValueError(f"the archive has no {name}")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self.place.num_bytes:
@@ -152,8 +159,8 @@ class _Window(io.RawIOBase):
 
 
 def are_counts(values: tuple[Any, ...]) -> bool:
-    """Return whether all values are integers of at least 0."""
-    return all(type(value) is int and value >= 0 for value in values)
+    """Return whether all values are integers of at least 0 that may count bytes or elements."""
+    return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)
 
 
 def tensor_record(value: Any) -> Record | None:
@@ -176,6 +183,6 @@ def size_of(record: Record) -> tuple[int, ...]:
         ValueError: it is not one.
     """
     size = tuple(record.arguments[2])
-    if not size or not are_counts(size) or 0 in size:
-        raise ValueError(f"{size} is not a size")
+    if not 1 <= len(size) <= MAX_DIMENSIONS or not are_counts(size) or 0 in size:
+        raise ValueError(f"{str(size)[:100]} is not a size")
     return size

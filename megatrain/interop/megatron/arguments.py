@@ -24,6 +24,7 @@ from megatrain.checkpoint.untrusted_json import InvalidError, record_of
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_arguments
+from megatrain.config.derive.pipeline import parse_layout
 from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
 from megatrain.config.schema.tree import settings
 
@@ -126,12 +127,11 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         found["rope_type"] = None
     if found["swiglu"] or not found["add_bias_linear"]:
         found["bias_gelu_fusion"] = False
+    found |= _layout_arguments(manifest)
     return found | {
         "data_path": config["data"]["data_path"] or None,
-        "cp_comm_type": config["parallel"]["cp_comm_type"] or ["p2p"],
         "iterations_to_skip": config["training"].get("iterations_to_skip", []),
         "padded_vocab_size": padded_vocab_size,
-        "world_size": config["parallel"].get("world_size") or 1,
         "consumed_train_samples": manifest.consumed_train_samples,
         "consumed_valid_samples": manifest.state["consumed_valid_samples"],
         "group_query_attention": found["num_query_groups"] not in (None, found["num_attention_heads"]),
@@ -139,6 +139,40 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
     }
+
+
+def _layout_arguments(manifest: Manifest) -> dict[str, Any]:
+    """Return the arguments that Megatron-LM has for the layout of the run that a manifest describes, derived ones too."""
+    parallel, micro_batch = manifest.config["parallel"], manifest.config["training"]["micro_batch_size"]
+    tp, pp, cp = (parallel[name] for name in _MODEL_PARALLEL)
+    dp = max(manifest.state["pass_size"] // micro_batch, 1)
+    pipeline = parallel["pipeline_model_parallel_layout"]
+    pipeline = None if pipeline == "auto" else pipeline  # a layout that Megatron-LM lacks
+    chunks = _virtual_stages(parallel, manifest.config["model"]["num_layers"], pipeline) if pp > 1 else 1
+    return {
+        "world_size": tp * pp * cp * dp,
+        "rank": 0,
+        "data_parallel_size": dp,
+        "expert_tensor_parallel_size": parallel["expert_tensor_parallel_size"] or tp,
+        "transformer_pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "pipeline_model_parallel_layout": pipeline,
+        "cp_comm_type": parallel["cp_comm_type"] or ["p2p"],
+    }
+
+
+def _virtual_stages(parallel: Mapping[str, Any], num_layers: int, layout: str | None) -> int:
+    """Return the model chunks of each pipeline rank, by the rules of Megatron-LM."""
+    pp: int = parallel["pipeline_model_parallel_size"]
+    per_stage: int | None = parallel["num_layers_per_virtual_pipeline_stage"]
+    given: int | None = parallel["num_virtual_stages_per_pipeline_rank"]
+    if layout is not None:
+        return len(parse_layout(layout)) // pp
+    if per_stage is None:
+        return given or 1
+    others = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    units: int = num_layers + sum(parallel[name] for name in others)
+    return units // pp // per_stage
 
 
 def _in_their_form(name: str, value: Any) -> Any:

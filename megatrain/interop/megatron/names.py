@@ -11,6 +11,7 @@ linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Canonical tensors whose rows are token ids: Megatron-LM's also have rows of padding."""
 
+_MAX_STACKED: Final = 1 << 22
+"""Most layers times experts of a stacked parameter."""
+_MAX_QUERY_GROUPS: Final = 1 << 16
+
 BIASES: Final = {
     ".mlp.router.expert_bias": (".mlp.router.expert_bias", 1.0),
     ".mlp.router.qb_beta": (".mlp.router.quantile_bias", -1.0),
@@ -117,6 +122,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
 
     Raises:
         KeyError: the name is not known.
+        ValueError: more layers, experts or query groups than any model has.
     """
     module, kind = _unstacked(name).rsplit(".", 1)
     numbers = NUMBER.findall(module)
@@ -127,6 +133,8 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
     names = TABLE[pattern]
     num_stacked = pattern.count("{}") - len(numbers)
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
+    if math.prod(shape[:num_stacked]) > _MAX_STACKED or fused.num_query_groups > _MAX_QUERY_GROUPS:
+        raise ValueError(f"{shape[:num_stacked]} layers and experts, {fused.num_query_groups} query groups")
     found = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)](size, fused)
     for place in itertools.product(*map(range, shape[:num_stacked])):
         for one, rows in zip(names, found, strict=True):

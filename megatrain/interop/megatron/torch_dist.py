@@ -14,7 +14,7 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatrain.checkpoint.disk import open_regular_file, read_small_file
 from megatrain.checkpoint.errors import DamagedError, DamagedImportError
 from megatrain.checkpoint.manifest import tiling_problem
-from megatrain.interop.megatron.archive import Archive, Place, are_counts
+from megatrain.interop.megatron.archive import MAX_DIMENSIONS, NOT_AS_EXPECTED, Archive, Place, are_counts
 from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
@@ -83,8 +83,10 @@ class TorchDistFolder:
         self.checksum = zlib.crc32(data)
         """Crc32 of the index."""
         try:
-            self.tensors, self._objects = _read_index(read_pickle(data))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            places = _places(root := read_pickle(data))
+            self._check_places(places.values())
+            self.tensors, self._objects = _read_index(root, places)
+        except NOT_AS_EXPECTED as error:
             raise DamagedImportError(f"{file}: {str(error)[:300]}") from error
         self._cache: dict[tuple[str, Box], Tensor] = {}
 
@@ -128,6 +130,19 @@ class TorchDistFolder:
         except DamagedError:
             return None
 
+    def _check_places(self, places: Iterable[Place]) -> None:
+        """Check that files have as many bytes as the index says: then so do tensors, before memory is allocated for them."""
+        wanted: dict[str, int] = {}
+        for place in places:
+            wanted[place.file] = wanted.get(place.file, 0) + place.num_bytes
+        for name, num_bytes in wanted.items():
+            try:
+                size = (self.path / name).stat().st_size
+            except OSError as error:
+                raise DamagedImportError(f"{self.path / name}: {error.strerror}") from error
+            if num_bytes > size:
+                raise ValueError(f"{num_bytes} bytes in {name}, which has {size}")
+
     def _cached(self, name: str, chunk: Box) -> Tensor:
         values = self._cache.pop((name, chunk), None)
         if values is None:
@@ -157,28 +172,35 @@ class TorchDistFolder:
         return Archive(self.path / place.file, place)
 
 
-def _read_index(root: Any) -> tuple[dict[str, IndexedTensor], dict[str, Place]]:
-    """Return the tensors and the places of objects in an index."""
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+_Places = dict[tuple[str, tuple[int, ...] | None], Place]
+
+
+def _places(root: Any) -> _Places:
+    """Return the places of the chunks and objects of an index, by name and offset of the chunk."""
+    places: _Places = {}
     for index, info in root.field("storage_data").items():
         offset = index.state.get("offset")  # absent for objects
         where = None if offset is None else _size(offset)
         file, start, num_bytes = (info.field(name) for name in ("relative_path", "offset", "length"))
         if not _FILE_NAME.fullmatch(file) or not are_counts((start, num_bytes)):
-            raise ValueError(f"{file!r}, {start!r}, {num_bytes!r} is not a place in a .distcp file")
-        places[index.field("fqn"), where] = Place(file, start, num_bytes)
+            place = f"{file!r}, {start!r}, {num_bytes!r}"
+            raise ValueError(f"{place[:200]} is not a place in a .distcp file")
+        places[_text(index.field("fqn")), where] = Place(file, start, num_bytes)
+    return places
+
+
+def _read_index(root: Any, places: _Places) -> tuple[dict[str, IndexedTensor], dict[str, Place]]:
+    """Return the tensors and the places of objects in an index."""
     tensors, objects = {}, {}
     for name, entry in root.field("state_dict_metadata").items():
         if path_of(entry).endswith(".BytesStorageMetadata"):
-            objects[name] = places[name, None]
-        elif (tensor := _indexed_tensor(name, entry, places)) is not None:
+            objects[_text(name)] = places[name, None]
+        elif (tensor := _indexed_tensor(_text(name), entry, places)) is not None:
             tensors[name] = tensor
     return tensors, objects
 
 
-def _indexed_tensor(
-    name: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
-) -> IndexedTensor | None:
+def _indexed_tensor(name: str, entry: Record, places: _Places) -> IndexedTensor | None:
     """Return a tensor of the index; None for a dtype that is not a floating-point number of 16 bits or more."""
     state = entry.field("properties").state
     dtype = _DTYPES.get(path_of(state["dtype"] if isinstance(state, dict) else state[0]))
@@ -188,7 +210,10 @@ def _indexed_tensor(
     chunks: dict[Box, Place] = {}
     for chunk in entry.field("chunks"):
         offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
-        chunks[tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))] = places[name, offsets]
+        place = places[name, offsets]
+        if math.prod(sizes) * dtype.itemsize > place.num_bytes:
+            raise ValueError(f"{name}: a chunk of size {list(sizes)} in {place.num_bytes} bytes")
+        chunks[tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))] = place
     if problem := _problem_of_chunks(shape, list(chunks)):
         raise ValueError(f"{name}: {problem}")
     return IndexedTensor(shape, dtype, chunks)
@@ -205,6 +230,12 @@ def _problem_of_chunks(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
 def _size(value: Any) -> tuple[int, ...]:
     """Return the numbers of a pickled torch.Size."""
     numbers = tuple(value.arguments[0]) if isinstance(value, Record) else tuple(value)
-    if not are_counts(numbers):
-        raise ValueError(f"{numbers} is not a size")
+    if len(numbers) > MAX_DIMENSIONS or not are_counts(numbers):
+        raise ValueError(f"{str(numbers)[:100]} is not a size")
     return numbers
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where a name was expected")
+    return value

@@ -12,6 +12,7 @@ see `inert_pickle`.
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,14 @@ from torch import Tensor
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import DamagedError, DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import tiling_problem
-from megatrain.interop.megatron.archive import Archive, Place, dtype_of, size_of, tensor_record
+from megatrain.interop.megatron.archive import (
+    NOT_AS_EXPECTED,
+    Archive,
+    Place,
+    dtype_of,
+    size_of,
+    tensor_record,
+)
 from megatrain.interop.megatron.inert_pickle import Record
 from megatrain.interop.megatron.names import GATED
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
@@ -113,7 +121,7 @@ class TorchFiles:
             self._sizes = _sizes_of(path, _fields(first.get("args")))
             self._open_all(found)
             self.tensors: dict[str, _Tensor] = dict(self._whole_tensors())
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except NOT_AS_EXPECTED as error:
             raise DamagedImportError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from error
 
     def object(self, name: str) -> Any:
@@ -144,7 +152,7 @@ class TorchFiles:
             with Archive(self.path / source.place.file, source.place, max_bytes=_MAX_FILE_BYTES) as archive:
                 try:
                     self._cached = (key, archive.rebuilt(source.record))
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                except NOT_AS_EXPECTED as error:
                     raise DamagedImportError(f"{archive.where}: {str(error)[:300]}") from error
         return self._cached[1]
 
@@ -179,10 +187,10 @@ class TorchFiles:
             if others or (tp, pp, ep) in self._states:
                 raise DamagedImportError(f"{self.path / place.file}: not a rank of the run")
             self._states[tp, pp, ep] = (place, self._state(place))
-        wanted = {(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep)}
-        missing = sorted(wanted - self._states.keys())
-        if missing or len(self._states) > len(wanted):
-            tp, pp, ep = missing[0] if missing else max(self._states)
+        wanted = itertools.product(range(sizes.tp), range(sizes.pp), range(sizes.ep))
+        missing = next((rank for rank in wanted if rank not in self._states), None)
+        if missing or len(self._states) > sizes.tp * sizes.pp * sizes.ep:
+            tp, pp, ep = missing or max(self._states)
             raise DamagedImportError(
                 f"{self.path}: {'has no' if missing else 'has a superfluous'} file of tensor rank {tp}, stage {pp}, expert rank {ep}"
             )

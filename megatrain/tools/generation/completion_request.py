@@ -207,11 +207,8 @@ def _prompts(value: Any, tokenizer: Tokenizer, vocab_size: int) -> list[tuple[in
             (ids if isinstance(one, list) else _TEXT)(one, "prompt")
         if any(one == [] for one in one_of):
             raise InvalidError("prompt has a list without ids")
-        return [tuple(one) if isinstance(one, list) else tuple(_encoded(one, tokenizer)) for one in one_of]
+        return [
+            tuple(one) if isinstance(one, list) else tuple(encode_prompt(tokenizer, one)) for one in one_of
+        ]
     except ValueError as error:
         raise RequestError(str(error), param="prompt") from error
-
-
-def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    prompt.encode()  # raises ValueError for half of a surrogate pair
-    return encode_prompt(tokenizer, prompt)

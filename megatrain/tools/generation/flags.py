@@ -163,7 +163,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="most sequences that wait for memory; further requests are refused (default: 256)",
     )
     parser.add_argument(
-        "--max-connections", type=int, default=1024, metavar="N", help="most connections (default: 1024)"
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most connections; a further one ends the one that has been without a request for longest (default: 1024)",
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=int,
+        default=30,
+        metavar="S",
+        help="time in which a connection must send the head of a request, or read a part of the answer (default: 30)",
     )
     parser.add_argument(
         "--max-body-mb", type=float, default=4.0, metavar="MB", help="size limit of a request (default: 4)"

@@ -111,7 +111,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 def _prompt(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise InputError(f"{path}:{number}: not an object with a prompt", fix='write {"prompt": "..."}')

@@ -87,7 +87,7 @@ class CompletionsApp:
         """List the model."""
         one = {"id": self.model, "object": "model", "created": self.created, "owned_by": "megatrain"}
         one["max_model_len"] = self.limits.max_tokens
-        return JSONResponse({"object": "list", "data": [one]})
+        return _Json({"object": "list", "data": [one]})
 
     async def health(self, _: Request) -> Response:
         """Report the state; 503 if no request can be answered now."""
@@ -99,7 +99,7 @@ class CompletionsApp:
             "waiting": status.waiting,
             "cache_is_free": status.is_memory_free,
         }
-        return JSONResponse(content, 200 if status.state == "running" and not is_stuck else 503)
+        return _Json(content, 200 if status.state == "running" and not is_stuck else 503)
 
     async def pause(self, request: Request) -> Response:
         """Run no further pass; the answer confirms that none runs."""
@@ -113,7 +113,7 @@ class CompletionsApp:
 
     def _confirmed(self, is_done: bool, state: str) -> Response:
         if is_done:
-            return JSONResponse({"status": state})
+            return _Json({"status": state})
         return _error(
             f"not confirmed: the server is {self.service.status.state}", 503, "server_error", "not_confirmed"
         )
@@ -157,6 +157,13 @@ class CompletionsApp:
         except ClientDisconnect as error:
             raise RequestError("the client has disconnected", code="disconnected", status=499) from error
         return bytes(found)
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: texts of a request are repeated in it, and may contain half of a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class _Answer:
@@ -247,7 +254,7 @@ class _Answer:
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
         }
-        return JSONResponse({**self.head, "choices": choices, "usage": usage})
+        return _Json({**self.head, "choices": choices, "usage": usage})
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events; an error is the last one."""
@@ -364,7 +371,7 @@ class _TrustedHosts:
 
 def _error(message: str, status: int, kind: str, code: str, param: str | None = None) -> Response:
     headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse(_content(message, kind, code, param), status, headers)
+    return _Json(_content(message, kind, code, param), status, headers)
 
 
 async def _wrong_request(_: Request, error: Exception) -> Response:

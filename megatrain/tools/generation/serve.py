@@ -102,16 +102,7 @@ def _serve(
     app = CompletionsApp(
         service, engine.tokenizer, model=name, vocab_size=vocab_size, limits=limits, hosts=hosts
     )
-    config = uvicorn.Config(
-        app.app,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
-        limit_concurrency=arguments.max_connections,
-        server_header=False,
-    )
-    server = Server(config)
+    server = Server(_http(arguments, app.app))
 
     def stop(*_: object) -> None:
         server.should_exit = True
@@ -135,6 +126,32 @@ def _serve(
     return 0
 
 
+def _http(arguments: argparse.Namespace, app: Any) -> Any:
+    """Return the settings of uvicorn: its limits of connections."""
+    import uvicorn  # noqa: PLC0415 (optional)
+
+    # optional packages
+    from megatrain.tools.generation.connections import LimitedConnection, allowed_connections  # noqa: PLC0415
+
+    connections = allowed_connections(arguments.max_connections)
+    if connections < arguments.max_connections:
+        print(
+            f"> at most {connections} connections: the process may not open more files (ulimit -n)",
+            flush=True,
+        )
+    return uvicorn.Config(
+        app,
+        http=LimitedConnection,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=arguments.idle_seconds,
+        timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
+        limit_concurrency=connections + 1,  # uvicorn refuses at this number
+        server_header=False,
+    )
+
+
 def _check(arguments: argparse.Namespace) -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
@@ -149,6 +166,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "max_connections": arguments.max_connections >= 1,
         "max_body_mb": arguments.max_body_mb > 0,
         "request_seconds": arguments.request_seconds > 0,
+        "idle_seconds": 1 <= arguments.idle_seconds <= 3600,
         "stop_seconds": 0 <= arguments.stop_seconds <= 3600,
     }
     for name, is_right in wanted.items():

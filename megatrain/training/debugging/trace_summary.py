@@ -26,6 +26,8 @@ ITERATIONS = "profiled_iterations"
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU. A copy to pageable memory waits, too, and appears as cudaStreamSynchronize."""
 _OUTSIDE = "elsewhere"
+_MAX_BYTES = 1 << 30
+"""Largest trace that is read, decompressed: a small compressed file may expand a thousandfold."""
 
 
 @dataclass
@@ -111,15 +113,22 @@ def read_trace(file: Path) -> TraceSummary:
         InputError: the file is damaged or not such a trace.
     """
     try:
-        content = file.read_bytes()
-        trace = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
+        trace = json.loads(_content(file))
         first, last = trace[ITERATIONS]
         return summarize(trace["traceEvents"], num_steps=last - first + 1)
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{file} is not a readable trace of --profile ({type(error).__name__}: {error})",
             fix="name a file that --profile wrote, such as runs/one/profile/rank0.json.gz",
         ) from error
+
+
+def _content(file: Path) -> bytes:
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as source:
+        content = source.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"more than {_MAX_BYTES} bytes of JSON")
+    return content
 
 
 def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:

@@ -109,7 +109,7 @@ def write_refused_start(folder: Path, *, exit_code: int, reason: str) -> None:
     try:
         status = json.loads(read_regular(folder / "status.json", max_bytes=_MAX_BYTES))
         has_run = status["iteration"] is not None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         has_run = False
     if has_run:
         _write(folder, status | {"refused_start": _entry(exit_code=exit_code, reason=reason)})

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_torch_files import write_torch_files
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatrain.checkpoint.manifest import MANIFEST_NAME, encode, read_manifest
@@ -28,6 +29,10 @@ DIFFERENT = {
     "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "tiktoken_pattern",  # defaults, unused
 }  # fmt: skip
 """Arguments whose value differs where it has no effect."""
+LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size", "world_size",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,6 +66,40 @@ def test_an_exported_checkpoint_equals_the_original(case: str, golden_text: Path
     assert set(found.object_names) == keys
     compare_common_state(*(folder.object("common_state")[0] for folder in (found, expected)))
     assert MegatronCheckpoint(back / "iter_0000008").manifest.state["has_optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("llama", {"tp": 2}),
+        pytest.param("gpt2", {"tp": 2, "pp": 3}, marks=pytest.mark.nightly),
+        ("mixtral", {"tp": 2, "ep": 2}),
+        pytest.param("qwen3moe", {"pp": 3, "ep": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_recorded_run_over_ranks_keeps_its_layout(
+    case: str, sizes: dict[str, int], golden_text: Path, tmp_path: Path
+) -> None:
+    recorded = golden_text.parent / "training" / f"{case}.ckpt"
+    theirs = write_torch_files(recorded, tmp_path / "theirs", **sizes)
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    convert = ["convert", "megatron-to-megatrain"]
+    assert main([*convert, str(theirs), str(ours), "--vocab-size", "3072", "--allow-pickle"]) == 0
+    assert main(["convert", "megatrain-to-megatron", str(ours), str(back)]) == 0
+    assert main([*convert, str(back), str(tmp_path / "again")]) == 0
+    first, last = (TorchDistFolder(folder / "iter_0000008") for folder in (recorded, back))
+    for name, tensor in first.tensors.items():
+        box = whole_box(tensor.shape)
+        assert torch.equal(last.read(name, box), first.read(name, box)), name
+    arguments = last.object("common_state")[0]["args"].state
+    expected = torch.load(next(theirs.rglob("*.pt")), weights_only=False)["args"]
+    for name in LAYOUT:
+        assert arguments[name] == getattr(expected, name), name
+    assert arguments["data_parallel_size"] == sizes.get("ep", 1)
+    manifests = [read_manifest(folder / "iter_0000008") for folder in (ours, tmp_path / "again")]
+    assert manifests[1].state == manifests[0].state
+    for section in ("model", "experts", "optimizer", "schedule", "parallel"):
+        assert manifests[1].config[section] == manifests[0].config[section], section
 
 
 def test_a_model_that_megatron_cannot_compute_is_refused(
