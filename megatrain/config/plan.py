@@ -3,7 +3,7 @@
 Request + Facts  ->  Draft, completed value by value in `resolve`  ->  Plan
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,6 +140,8 @@ class Draft:
     derived: Derived
     facts: Facts
     origins: Mapping[str, Origin]
+    breaks: Callable[[Mapping[str, Any]], int] = lambda _: 0
+    """Count the rules that the run would break further with these values, by path, the rule that asks included (`fixes.py`)."""
 
     @property
     def continues_optimizer(self) -> bool:

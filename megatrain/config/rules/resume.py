@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
     OPTIMIZER_STATE,
@@ -22,7 +23,6 @@ from megatrain.config.rules.resume_classes import (
     ResumeClass,
     classes_by_path,
 )
-from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.schema.tree import flag_of, settings, unit_of
 from megatrain.config.schema.values import is_resolved
@@ -84,7 +84,7 @@ def upcycling_fits_the_dense_model(draft: Draft) -> Iterator[Problem]:
     if experts.num_experts % granularity:
         yield Problem(
             f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
-            f"use --num-experts {multiple_near(experts.num_experts, granularity)}",
+            use(draft, multiples("experts.num_experts", experts.num_experts, granularity)),
         )
     has_dense = any(layer.ffn_hidden_size for layer in draft.derived.layer_table.layers)
     if has_dense and dense != draft.config.model.ffn_hidden_size:
