@@ -16,6 +16,8 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
+    ADAPTED,
+    FUNCTION,
     OPTIMIZER_STATE,
     ORDER,
     SCHEDULE,
@@ -34,7 +36,7 @@ _NEW_RUN: Final = "add --finetune and another --save to start a new run from the
 
 def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path)
+        resume_class = _class_of(draft, path, stored, now)
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
@@ -277,7 +279,7 @@ def changed_settings(draft: Draft) -> Iterator[str]:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
     for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path)
+        resume_class = _class_of(draft, path, stored, now)
         if resume_class.kind == "silent" or (
             resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
         ):
@@ -308,11 +310,21 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             yield setting.path, before, now
 
 
-def _class_of(draft: Draft, path: str) -> ResumeClass:
+def _class_of(draft: Draft, path: str, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
     if path == "model.max_position_embeddings" and is_learned:
         return SHAPE
-    return classes_by_path()[path]
+    has_weights = path in ADAPTED and ADAPTED[path](stored, now)
+    return FUNCTION if has_weights or _takes_new_tokens(draft, path) else classes_by_path()[path]
+
+
+def _takes_new_tokens(draft: Draft, path: str) -> bool:
+    """Return whether the checkpoint has rows of padding for all new tokens, as Megatron-LM requires."""
+    checkpoint = draft.facts.checkpoint
+    if path != "tokenizer.vocab_size" or checkpoint is None:
+        return False
+    tokens = checkpoint.config["tokenizer"]["vocab_size"] or 0
+    return tokens < draft.derived.vocab_size <= checkpoint.config["model"].get("padded_vocab_size", 0)
 
 
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
