@@ -1,10 +1,10 @@
 """Adaptation: initial weights of a run from a checkpoint of a model that differs in what `--finetune` may change.
 
-    output_layer [v, h], untied         <─ the embedding
-    biases that the checkpoint lacks    <─ 0
-    rows of new tokens                  <─ initial values, in rows that were padding
-    layers of multi-token prediction    ─> left out, if the model has fewer
-    all else                            <─ the same tensor
+output_layer [v, h], untied         <─ the embedding
+biases that the checkpoint lacks    <─ 0
+rows of new tokens                  <─ initial values, in rows that were padding
+layers of multi-token prediction    ─> left out, if the model has fewer
+all else                            <─ the same tensor
 """
 
 from __future__ import annotations

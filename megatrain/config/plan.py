@@ -128,8 +128,10 @@ class Derived(CheckedSection):
 
 def continues_optimizer(config: Config, facts: Facts) -> bool:
     """Return whether optimizer, schedules and loss scale resume from the checkpoint."""
-    is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
-    return is_continued and not (config.checkpoint.no_load_optim or config.training.only_evaluates)
+    stored = facts.checkpoint
+    if stored is None or stored.is_start or config.training.only_evaluates:
+        return False
+    return not config.checkpoint.no_load_optim or "no_load_optim" in stored.started
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,9 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         loaded = _load(ranks, engine, stored, with_optimizer=with_optimizer)
     biases = loaded.state.get("expert_biases", {})  # absent in old checkpoints
     if stored.is_start:
-        biases = {name: values for name, values in biases.items() if name in engine.model.expert_biases.state()}
+        biases = {
+            name: values for name, values in biases.items() if name in engine.model.expert_biases.state()
+        }
     if biases or not stored.is_start:
         restore_expert_biases(engine.model, biases, loaded.path)
     for line in (*loaded.skipped, *_notes(loaded, ranks.plan)):
@@ -215,6 +217,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
         settings=planned.settings,
         is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
+        started=planned.started,
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))

@@ -116,7 +116,8 @@ def batch_is_decreased(draft: Draft) -> Iterator[str]:
 
 def schedules_restart(draft: Draft) -> Iterator[str]:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
-    if stored is not None and checkpoint.no_load_optim and not stored.is_start:
+    is_continued = stored is not None and not stored.is_start
+    if is_continued and checkpoint.no_load_optim and not draft.continues_optimizer:
         yield "--no-load-optim: the learning-rate and weight-decay schedules start from scratch, as in Megatron-LM"
 
 
@@ -348,9 +349,19 @@ def stop_without_saving(draft: Draft) -> Iterator[str]:
         yield "the run exits early without a checkpoint, since --save is not given"
 
 
+def first_start_is_over(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint
+    if stored is not None and stored.started:
+        flags = " and ".join(flag_of(name) for name in stored.started)
+        yield (
+            f"{flags} applied to the first start: this run has written {stored.path} since then, and resumes it"
+            " completely; another start needs another --save folder"
+        )
+
+
 def finetune_does_not_resume(draft: Draft) -> Iterator[str]:
     checkpoint = draft.config.checkpoint
-    if checkpoint.finetune and checkpoint.save is not None:
+    if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
         yield (
             "the same command with --finetune does not resume after an early exit; to resume, use"
             f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
@@ -415,6 +426,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     tensorboard_without_a_folder,
     profiling_without_a_switch,
     profiling_ends_in_time,
+    first_start_is_over,
     finetune_does_not_resume,
     checkpoint_is_of_megatron,
     changed_since_the_checkpoint,

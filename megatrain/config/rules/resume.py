@@ -259,22 +259,6 @@ def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def restarts_keep_training_state(draft: Draft) -> Iterator[Problem]:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.save is None or checkpoint.save != checkpoint.load:
-        return
-    if checkpoint.finetune:
-        yield Problem(
-            "--finetune with the same folder for --save and --load would start at iteration 0 at every restart",
-            "use another folder for --load, or remove --finetune",
-        )
-    elif checkpoint.no_load_optim:
-        yield Problem(
-            "--no-load-optim with the same folder for --save and --load would drop the optimizer state at every restart",
-            "use another folder for --load, or remove --no-load-optim",
-        )
-
-
 def changed_settings(draft: Draft) -> Iterator[str]:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
@@ -329,7 +313,7 @@ def _takes_new_tokens(draft: Draft, path: str) -> bool:
 
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     """Return the given flag that allows changes of this class; empty: none."""
-    checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    stored = draft.facts.checkpoint
     of_evaluation = "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
@@ -338,7 +322,7 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
-        return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
+        return of_evaluation if draft.config.training.only_evaluates else "--no-load-optim"
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return _flag_of_start(draft)
     return ""
@@ -393,6 +377,5 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     vocabulary_is_in_the_folder,
     schedules_match_checkpoint,
     checkpoint_has_optimizer_state,
-    restarts_keep_training_state,
     missing_checkpoint_has_one_answer,
 )

@@ -132,6 +132,7 @@ SILENT: Final = ResumeClass(
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
 )
 
+
 def _without_positions(stored: Any, now: Any) -> bool:
     return "learned_absolute" not in (stored, now)  # all others have no weights
 

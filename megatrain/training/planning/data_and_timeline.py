@@ -15,6 +15,7 @@ from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
 from megatrain.config.derive.data_plans import evaluations, samples_of_phases
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.plan import continues_optimizer
 from megatrain.data.samples.blend import blend_counts, normalized
 from megatrain.data.samples.mock import MOCK_SPLIT
 from megatrain.training.build import build_schedules
@@ -153,8 +154,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     sizes = batch_sizes(plan.config, data_parallel_size=derived.data_parallel_size)
     start, left = derived.start_consumed_samples, derived.train_iters - derived.start_iteration
     # Schedules that restart, as with --no-load-optim, count samples from the checkpoint.
-    continues = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
-    offset = 0 if continues or facts.checkpoint is None else start
+    offset = 0 if continues_optimizer(plan.config, facts) else start
     schedules = build_schedules(plan)
     if left <= 0 or plan.config.training.only_evaluates:
         return
