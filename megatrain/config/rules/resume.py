@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.fixes import multiples, use
+from megatrain.config.fixes import Change, divisors, multiples, use, words
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
     ADAPTED,
@@ -31,6 +31,7 @@ from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
+_BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
 _NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
@@ -238,10 +239,27 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         samples = stored.consumed_train_samples if samples is None else samples
         yield Problem(
             f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
-            "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
+            _batch_of_checkpoint(draft)
+            + "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
             f" {own.rate.at(samples):.4g} at iteration {next_iteration}), or --use-checkpoint-opt-param-scheduler to use those of"
             f" the checkpoint (learning rate {former.rate.at(samples):.4g})",
         )
+
+
+def _batch_of_checkpoint(draft: Draft) -> str:
+    """Return the start of a fix: the batch size with which the schedules are the checkpoint's, if that is what changed."""
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    stored = draft.facts.checkpoint.config.get("training", {}) if draft.facts.checkpoint else {}
+    batch, micro = (stored.get(name) for name in ("global_batch_size", "micro_batch_size"))
+    if batch in (None, training.global_batch_size):
+        return ""
+    candidates: list[Change] = [{_BATCH: batch}]
+    if micro != training.micro_batch_size and not draft.is_given(_BATCH):
+        candidates.insert(0, {_MICRO: micro})
+    smaller = divisors(_MICRO, batch // dp, training.micro_batch_size) if batch % dp == 0 else ()
+    candidates += [{**change, _BATCH: batch} for change in smaller]
+    fitting = next((change for change in candidates if draft.breaks(change) == 0), None)
+    return f"use {words(fitting)}, which keeps the schedules of the checkpoint, or " if fitting else ""
 
 
 def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:

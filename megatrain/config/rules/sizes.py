@@ -72,7 +72,7 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention"
             " (Megatron-LM ignores it silently)",
-            "add --group-query-attention, or remove --num-query-groups",
+            "remove --num-query-groups" + ("" if model.multi_latent_attention else ", or add --group-query-attention"),
         )
 
 

@@ -104,7 +104,7 @@ class Edit:
 
 def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
     """Yield name, flags, flags left out, and facts of every broken command line of the tables of rules."""
-    for path in sorted(HERE.glob("test_rules_*.py")):
+    for path in sorted(HERE.rglob("test_rules_*.py")):
         table = getattr(importlib.import_module(path.stem), "CASES", {})
         for rule, entries in table.items():
             for number, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -116,11 +116,18 @@ def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
 
 
 def alternatives(fix: str) -> list[str]:
-    """Split a fix where it offers a choice."""
-    return re.split(
+    """Split a fix where it offers a choice; the verb of an alternative holds for the next one without a verb."""
+    parts = re.split(
         r"(?:, or |; or |; | or (?=remove|use|add|give|--)|, which |, as )",
         re.sub(r"`|\(Megatron.*?\)", "", fix),
     )
+    verb = ""
+    for number, part in enumerate(parts):
+        found = [word.lower() for word in part.split() if word.lower() in SET | REMOVE]
+        if not found:
+            parts[number] = f"{verb} {part}".strip()
+        verb = found[0] if found else verb
+    return parts
 
 
 def edits(problem: Problem, given: Sequence[str]) -> list[Edit] | None:
@@ -229,6 +236,23 @@ def problems_of(given: Sequence[str], facts: Facts) -> tuple[Problem, ...]:
     except ConfigError as error:
         return error.problems
     return ()
+
+
+def broken_alternatives(given: list[str], facts: Facts) -> Iterator[str]:
+    """Apply each alternative of each fix, with the first ones of the other fixes; yield those that lead to no run that resolves."""
+    problems = problems_of(given, facts)
+    for number, problem in enumerate(problems):
+        for alternative in alternatives(problem.fix):
+            chosen = edits(Problem(problem.text, alternative), given)
+            others = [edits(other, given) for other in problems[:number] + problems[number + 1 :]]
+            if chosen is None:
+                continue
+            changed, ranks = given, facts
+            for edit in [*chosen, *(edit for other in others for edit in other or ())]:
+                changed, ranks = edited(changed, ranks, edit)
+            end, steps = end_of(changed, ranks)
+            if end == "does not end":
+                yield f"{' '.join(given)}: {problem}\n{alternative} -> {end}: {steps[-1]}"
 
 
 def end_of(given: list[str], facts: Facts) -> tuple[str, list[str]]:
