@@ -91,7 +91,9 @@ def test_new_tokens_train_in_rows_of_padding(pool: WorkerPool, origin: Path, tmp
     assert 0.3 < found[101:].std() / before.std() < 3
     folders = ["--save", str(tmp_path / "trained"), "--load", str(origin), "--finetune"]
     assert train(pool, *folders, "--vocab-size", "107", "--lr", "1e-2") == {0}
-    assert (weights(tmp_path / "trained")[EMBEDDING][101:] != found[101:]).all()  # the softmax is over all tokens
+    assert (
+        weights(tmp_path / "trained")[EMBEDDING][101:] != found[101:]
+    ).all()  # the softmax is over all tokens
     with pytest.raises(ConfigError, match="--vocab-size cannot change on resume"):
         train_here(0, 1, [*SHORT, *folders, "--vocab-size", "129"])
 

@@ -72,7 +72,8 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention"
             " (Megatron-LM ignores it silently)",
-            "remove --num-query-groups" + ("" if model.multi_latent_attention else ", or add --group-query-attention"),
+            "remove --num-query-groups"
+            + ("" if model.multi_latent_attention else ", or add --group-query-attention"),
         )
 
 
