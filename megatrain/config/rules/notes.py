@@ -154,6 +154,25 @@ def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
         )
 
 
+def last_iterations_have_no_learning_rate(draft: Draft) -> Iterator[str]:
+    derived, schedule = draft.derived, draft.derived.schedule
+    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
+    restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
+    end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
+    past = (end - schedule.lr_decay_samples) // batch
+    if (
+        is_trained
+        and schedule.lr_decay_style != "constant"
+        and past > 0
+        and schedule.rate.at(end - batch) == 0
+    ):
+        which = f"the last {past} iterations have" if past > 1 else "the last iteration has"
+        yield (
+            f"{which} a learning rate of 0, since the decay ends at sample {schedule.lr_decay_samples} of {end}"
+            " (--lr-decay-iters, --lr-decay-samples) and --min-lr is 0: no weight changes then"
+        )
+
+
 def split_has_no_effect(draft: Draft) -> Iterator[str]:
     is_separate = any(dataset.split != "all" for dataset in draft.facts.datasets)
     if is_separate and draft.is_given("data.split"):
@@ -406,6 +425,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     schedules_are_the_checkpoints,
     batch_changed_on_resume,
     run_ends_before_the_decay,
+    last_iterations_have_no_learning_rate,
     split_has_no_effect,
     datasets_are_duplicated,
     phases_are_not_reached,

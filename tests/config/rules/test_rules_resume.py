@@ -507,3 +507,54 @@ def test_every_rule_has_a_case():
         "checkpoint_has_optimizer_state",
     }
     assert set(CASES) | tested_above == {rule.__name__ for rule in RESUME_RULES}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("--position-embedding-type rope", "--position-embedding-type yarn --yarn-original-max-position-embeddings 64", "--position-embedding-type rope -> yarn"),
+        ("--mtp-num-layers 2", "--mtp-num-layers 1", "--mtp-num-layers 2 -> 1"),
+        ("--mtp-num-layers 2", "", "--mtp-num-layers 2 -> none"),
+        ("", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights off -> on"),
+        ("", "--add-qkv-bias", "--add-qkv-bias off -> on"),
+        ("--vocab-size 99", "", "--vocab-size 99 -> 100"),
+    ],
+)  # fmt: skip
+def test_a_start_judges_the_pair_of_values(plan_of, problems_of, before, now, named):
+    """Weights of one model give those of the other, and not the other way round; a resume allows neither."""
+
+    def facts(flags, *, is_start):
+        config = json.loads(json.dumps(plan_of(f"{BASE} {flags}").config.to_dict()))
+        run = StoredRun(path="c/iter_0000001", iteration=1, consumed_train_samples=8, config=config)
+        return Facts(checkpoint=run.weights_only if is_start else run)
+
+    start = f"{BASE} {now} --load c --finetune"
+    assert any(named in note for note in plan_of(start, facts=facts(before, is_start=True)).notes)
+    assert any(
+        "cannot change on resume" in text
+        for text in problems_of(f"{BASE} {now}", facts=facts(before, is_start=False))
+    )
+    if "yarn" not in now:
+        assert problems_of(f"{BASE} {before} --load c --finetune", facts=facts(now, is_start=True))
+
+
+def test_more_tokens_than_rows_of_padding_are_refused(plan_of, problems_of):
+    config = plan_of(f"{BASE} --vocab-size 99").config.to_dict()
+    start = Facts(
+        checkpoint=StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config).weights_only
+    )
+    assert plan_of(f"{BASE} --vocab-size 128 --load c --finetune", facts=start).derived.vocab_size == 128
+    assert problems_of(f"{BASE} --vocab-size 129 --load c --finetune", facts=start)
+
+
+def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
+    plan = plan_of("", facts=Facts(world_size=4))
+    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
+                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    for flags, ranks, fix in (
+        ("--micro-batch-size 8", 4, "use --micro-batch-size 2, which"),
+        ("", 8, "use --micro-batch-size 1 --global-batch-size 8, which"),
+        ("--train-iters 20", 4, "add --override-opt-param-scheduler"),
+    ):
+        (problem,) = problems_of(flags, facts=Facts(world_size=ranks, checkpoint=run))
+        assert f"fix: {fix}" in problem
