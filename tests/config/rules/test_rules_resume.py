@@ -457,7 +457,7 @@ def test_finetuning_starts_from_scratch(plan_of, problems_of, stored):
 
 
 def test_settings_that_the_checkpoint_does_not_have_are_skipped(plan_of):
-    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={"model": {"num_layers": 4}})
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config={"model": {"num_layers": 4}})
     assert plan_of(facts=Facts(checkpoint=stored)).notes == ()
 
 
