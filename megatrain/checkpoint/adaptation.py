@@ -26,7 +26,7 @@ _MTP = "mtp."
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What a run changes of the model whose weights it starts with."""
+    """Changes of the model whose weights a run starts with."""
 
     upcycling: Upcycling | None
     """The checkpoint is of a dense model, and experts become copies of its MLP; None: it is not."""

@@ -86,7 +86,7 @@ class StoredRun:
     is_upcycled: bool = False
     """True if they are of a dense model, and the run upcycles them (--moe-use-upcycling)."""
     started: tuple[str, ...] = ()
-    """Those of `FIRST_START` that the run had already applied when it wrote the checkpoint, and that no longer apply."""
+    """Settings of `FIRST_START` that this run had applied before it wrote the checkpoint, and that no longer apply."""
     sources: tuple[str, ...] = ()
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -326,7 +326,8 @@ def _takes_new_tokens(draft: Draft, path: str) -> bool:
     if path != "tokenizer.vocab_size" or checkpoint is None:
         return False
     tokens = checkpoint.config["tokenizer"]["vocab_size"] or 0
-    return tokens < draft.derived.vocab_size <= checkpoint.config["model"].get("padded_vocab_size", 0)
+    rows: int = checkpoint.config["model"].get("padded_vocab_size", 0)
+    return bool(tokens < draft.derived.vocab_size <= rows)
 
 
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
