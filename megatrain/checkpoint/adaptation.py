@@ -54,9 +54,10 @@ class Adaptation:
         found = tensors.get(name)
         if found is None and self.adds_biases and name.endswith(".bias"):
             return None
-        is_vocabulary = name in (EMBEDDING_NAME, OUTPUT_NAME) and found is not None
-        if is_vocabulary and found.shape[0] < piece.shape[0] <= self.max_tokens:
-            return replace(piece, name=name, shape=(found.shape[0], *piece.shape[1:]))
+        if found is not None and name in (EMBEDDING_NAME, OUTPUT_NAME):
+            rows = found.shape[0]
+            if rows < piece.shape[0] <= self.max_tokens:
+                return replace(piece, name=name, shape=(rows, *piece.shape[1:]))
         return replace(piece, name=name)
 
     def unused(self, names: Collection[str]) -> list[str]:

@@ -88,7 +88,7 @@ def save_folder_problems(request: Request) -> Iterator[Problem]:
     yield from _non_persistent_problems(request)
 
 
-def _how_to_continue(request: Request, save: str) -> str:
+def _how_to_continue(request: Request, save: str | None) -> str:
     load, finetune = request.known("checkpoint.load"), request.known("checkpoint.finetune")
     if finetune and load is not None:  # the weights are needed until --save has a checkpoint of the run
         return f"use --pretrained-checkpoint {load} --load {save} in place of --finetune to continue them"
