@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.adaptation import Adaptation
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
-from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
@@ -53,7 +53,7 @@ def load_checkpoint(
     with_optimizer: bool = True,
     also: Sequence[Path] = (),
     local: Path | None = None,
-    upcycling: Upcycling | None = None,
+    adaptation: Adaptation | None = None,
     open_foreign: Callable[[Path], TensorReader | None] = lambda _: None,
 ) -> Loaded:
     """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
@@ -63,7 +63,7 @@ def load_checkpoint(
         also: more folders with checkpoints of the run.
         local: one of these, if it is on a disk of each node.
         with_optimizer: also load optimizer state and step count.
-        upcycling: the checkpoint is of a dense model, whose weights are upcycled.
+        adaptation: how the model differs from the stored one, if the run starts with the weights alone.
         open_foreign: opens a checkpoint that another program wrote; returns None for all others.
 
     Raises:
@@ -79,7 +79,7 @@ def load_checkpoint(
             optimizer,
             grid,
             with_optimizer=with_optimizer,
-            upcycling=upcycling,
+            adaptation=adaptation,
             open_foreign=open_foreign,
         )
         copied: list[str] = []
@@ -161,14 +161,14 @@ def load_foreign_weights(
     optimizer: ShardedOptimizer,
     grid: RankGrid,
     *,
-    upcycling: Upcycling | None = None,
+    adaptation: Adaptation | None = None,
 ) -> Loaded:
     """Load weights of another program; all ranks call it, and each reads its boxes alone.
 
     Raises:
         MismatchError: they are of another model.
     """
-    manifest = _load_opened(open_reader, optimizer, grid, with_optimizer=False, upcycling=upcycling)
+    manifest = _load_opened(open_reader, optimizer, grid, with_optimizer=False, adaptation=adaptation)
     optimizer.sync_model_weights()
     return Loaded(
         iteration=0,
@@ -180,14 +180,14 @@ def load_foreign_weights(
     )
 
 
-def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) -> None:
-    """Copy the expert biases in the state of the checkpoint at `path` to the model's routers.
+def restore_expert_biases(model: Model, biases: Mapping[str, Any], path: Path) -> None:
+    """Copy the expert biases of the checkpoint at `path` to the model's routers.
 
     Raises:
         MismatchError: the checkpoint has other routers, or none.
     """
     try:
-        model.expert_biases.restore(state.get("expert_biases", {}))  # absent in old checkpoints
+        model.expert_biases.restore(biases)
     except ValueError as error:
         raise MismatchError(
             f"{path}: {error}", fix="load it into the model that it was saved from"
@@ -198,7 +198,7 @@ def check_names(
     reader: TensorReader,
     registry: ParamRegistry,
     kinds_of: Callable[[ParamLayout], Sequence[str]],
-    upcycling: Upcycling | None = None,
+    adaptation: Adaptation | None = None,
 ) -> str:
     """Check that the checkpoint has all tensors of this rank's part of the model, in the right shapes.
 
@@ -209,14 +209,18 @@ def check_names(
     used = 0
     for entry in registry.entries.values():
         pieces = entry.layout.pieces
-        for piece in pieces if upcycling is None else filter(None, map(upcycling.stored, pieces)):
+        tensors = reader.manifest.tensors
+        stored = pieces if adaptation is None else [adaptation.stored(piece, tensors) for piece in pieces]
+        for piece in filter(None, stored):
             for kind in kinds_of(entry.layout):
                 reader.kind(piece.name, piece.shape, kind)
             used |= bit_of[piece.name]
     return f"{used:x}"
 
 
-def check_no_unused_tensors(reader: TensorReader, used: Sequence[str]) -> None:
+def check_no_unused_tensors(
+    reader: TensorReader, used: Sequence[str], adaptation: Adaptation | None = None
+) -> None:
     """Raise MismatchError if no rank uses one of the checkpoint's tensors: it is of another model."""
     together = 0
     for bits in used:
@@ -224,6 +228,7 @@ def check_no_unused_tensors(reader: TensorReader, used: Sequence[str]) -> None:
     unused = [
         name for number, name in enumerate(sorted(reader.manifest.tensors)) if not together >> number & 1
     ]
+    unused = unused if adaptation is None else adaptation.unused(unused)
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
@@ -237,13 +242,13 @@ def load_shards(
     optimizer: ShardedOptimizer,
     *,
     with_optimizer: bool,
-    upcycling: Upcycling | None = None,
+    adaptation: Adaptation | None = None,
 ) -> None:
     """Load this rank's shards. Call it before `sync_model_weights`."""
-    assert upcycling is None or not with_optimizer
+    assert adaptation is None or not with_optimizer
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
         source = CheckpointSource(reader, kind)
-        optimizer.fill(kind, source if upcycling is None else UpcycledSource(source, upcycling))
+        optimizer.fill(kind, source if adaptation is None else adaptation.source(source))
     reader.finish()
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
@@ -272,7 +277,7 @@ def _load_candidate(
     grid: RankGrid,
     *,
     with_optimizer: bool,
-    upcycling: Upcycling | None,
+    adaptation: Adaptation | None,
     open_foreign: Callable[[Path], TensorReader | None],
 ) -> Manifest:
     """Load one checkpoint; an error on one rank is raised on all."""
@@ -286,7 +291,7 @@ def _load_candidate(
         manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
         return CheckpointReader(candidate.path, manifest)
 
-    return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling)
+    return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, adaptation=adaptation)
 
 
 def _load_opened(
@@ -295,7 +300,7 @@ def _load_opened(
     grid: RankGrid,
     *,
     with_optimizer: bool,
-    upcycling: Upcycling | None,
+    adaptation: Adaptation | None,
 ) -> Manifest:
     opened: list[TensorReader] = []
 
@@ -305,20 +310,20 @@ def _load_opened(
             opened[0],
             optimizer.buffers.registry,
             optimizer.kinds_of if with_optimizer else lambda _: (WEIGHT,),
-            upcycling,
+            adaptation,
         )
         return opened[0].manifest.checksum, used
 
     def judge(answers: list[tuple[int, str]]) -> None:
         if len({checksum for checksum, _ in answers}) > 1:
             raise DamagedError(f"{opened[0].path}: the manifest differs between ranks")
-        check_no_unused_tensors(opened[0], [used for _, used in answers])
+        check_no_unused_tensors(opened[0], [used for _, used in answers], adaptation)
 
     try:
         agree(start, grid.messages, then=judge)
         reader = opened[0]
         agree(
-            lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer, upcycling=upcycling),
+            lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer, adaptation=adaptation),
             grid.messages,
         )
     finally:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
-from megatrain.checkpoint.reader import CheckpointSource
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, Piece
@@ -66,11 +67,22 @@ class Upcycling:
         return None if found is None else found.piece
 
 
+class DenseSource(Protocol):
+    """A TensorSource: the weights of the dense model."""
+
+    @property
+    def reader(self) -> TensorReader:
+        """The reader of its checkpoint."""
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
+
+
 @dataclass(frozen=True)
 class UpcycledSource:
     """A TensorSource: the weights of a model with experts."""
 
-    dense: CheckpointSource
+    dense: DenseSource
     upcycling: Upcycling
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:

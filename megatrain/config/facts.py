@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.derive.layer_sizes import LayerSizes
@@ -53,6 +53,10 @@ class DataPhase:
         return f"{samples} samples from iteration {self.from_iteration} (sample {self.start}) on;"
 
 
+FIRST_START: Final = ("finetune", "no_load_optim")
+"""Settings of `checkpoint` that apply to the first start of a run with one folder for --save and --load, not to its restarts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
     """The checkpoint from which a run starts."""
@@ -83,6 +87,8 @@ class StoredRun:
     """True if the run starts from these weights instead of resuming."""
     is_upcycled: bool = False
     """True if they are of a dense model, and the run upcycles them (--moe-use-upcycling)."""
+    started: tuple[str, ...] = ()
+    """Settings of `FIRST_START` that this run had applied before it wrote the checkpoint, and that no longer apply."""
     sources: tuple[str, ...] = ()
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -191,7 +197,7 @@ class Facts:
         values = json.loads(text)
         if values["checkpoint"] is not None:
             stored = values["checkpoint"]
-            stored["sources"] = tuple(stored["sources"])
+            stored["sources"], stored["started"] = tuple(stored["sources"]), tuple(stored["started"])
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
         if values["custom_layers"] is not None:

@@ -3,7 +3,7 @@
 Request + Facts  ->  Draft, completed value by value in `resolve`  ->  Plan
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,8 +125,10 @@ class Derived(CheckedSection):
 
 def continues_optimizer(config: Config, facts: Facts) -> bool:
     """Return whether optimizer, schedules and loss scale resume from the checkpoint."""
-    is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
-    return is_continued and not (config.checkpoint.no_load_optim or config.training.only_evaluates)
+    stored = facts.checkpoint
+    if stored is None or stored.is_start or config.training.only_evaluates:
+        return False
+    return not config.checkpoint.no_load_optim or "no_load_optim" in stored.started
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Draft:
     derived: Derived
     facts: Facts
     origins: Mapping[str, Origin]
+    breaks: Callable[[Mapping[str, Any]], int] = lambda _: 0
+    """Count the rules that the run would break further with these values, by path, the rule that asks included (`fixes.py`)."""
 
     @property
     def continues_optimizer(self) -> bool:

@@ -7,9 +7,10 @@ A derivation is a function from the draft to a value and its reason. A derivatio
 stops (UnresolvedError): the value stays INVALID, and the rule reports nothing more. The cause is reported elsewhere.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 from megatrain.config.cli.parse_value import BadValueError, require_in_range
 from megatrain.config.derive.table import DERIVATIONS, OVERRIDES
@@ -24,6 +25,9 @@ from megatrain.config.schema.values import AUTO, INVALID, REQUIRED, UnresolvedEr
 from megatrain.config.stored_settings import with_settings, with_stored_settings
 
 T = TypeVar("T")
+Rule = Callable[[Draft], Iterator[Problem]]
+
+_NUMBERS: Final = re.compile(r"[0-9][0-9.,e+-]*")
 
 
 def resolve(request: Request, facts: Facts) -> Plan:
@@ -32,8 +36,26 @@ def resolve(request: Request, facts: Facts) -> Plan:
     request = with_stored_settings(request, facts.checkpoint)
     if not request.is_complete:
         raise ConfigError.of([*request.problems, *facts.data_problems])
+    problems = [*request.problems, *facts.data_problems]
+    draft, overridden, wrong_values = _drafted(request, facts)
+    problems += wrong_values
+    broken = _broken_rules(draft)
+    problems += [
+        problem
+        for rule in broken
+        for problem in _until_unresolved(rule, _with_trials(draft, rule, broken, request))
+    ]
+    if problems:
+        raise ConfigError.of(list(dict.fromkeys(problems)))
+    unresolved = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
+    assert not unresolved, f"no rule reports these unresolved values: {unresolved}"
+    notes = [note for note_rule in NOTES for note in _until_unresolved(note_rule, draft)]
+    return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
+
+
+def _drafted(request: Request, facts: Facts) -> tuple[Draft, list[str], list[Problem]]:
+    """Return the draft with all values, notes on the overridden ones, and problems of missing and out-of-range ones."""
     config, problems = _checked_values(request.config)
-    problems = [*request.problems, *facts.data_problems, *problems]
     draft = Draft(config, Derived(), facts, dict(request.origins))
     for path, derive in DERIVATIONS:
         draft = _with_derived(draft, path, derive)
@@ -43,13 +65,31 @@ def resolve(request: Request, facts: Facts) -> Plan:
         if new is not None:
             draft = _with_value(draft, path, new)
             overridden.append(new.reason)
-    problems += [problem for rule in RULES for problem in _until_unresolved(rule, draft)]
-    if problems:
-        raise ConfigError.of(list(dict.fromkeys(problems)))
-    unresolved = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
-    assert not unresolved, f"no rule reports these unresolved values: {unresolved}"
-    notes = [note for note_rule in NOTES for note in _until_unresolved(note_rule, draft)]
-    return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
+    return draft, overridden, problems
+
+
+def _broken_rules(draft: Draft) -> dict[Rule, frozenset[str]]:
+    """Return the kinds of problems of each rule that reports some: their texts without numbers."""
+    found = {
+        rule: frozenset(_NUMBERS.sub("#", problem.text) for problem in _until_unresolved(rule, draft))
+        for rule in RULES
+    }
+    return {rule: kinds for rule, kinds in found.items() if kinds}
+
+
+def _with_trials(draft: Draft, rule: Rule, broken: Mapping[Rule, frozenset[str]], request: Request) -> Draft:
+    """Return the draft for a rule, which can try its fixes: see `Draft.breaks`."""
+
+    def breaks(changes: Mapping[str, Any]) -> int:
+        facts, values = draft.facts, dict(changes)
+        if draft.config.parallel.world_size is None and "parallel.world_size" in values:
+            facts = replace(facts, world_size=values.pop("parallel.world_size"))  # ranks to start
+        now = _broken_rules(_drafted(with_settings(request, values, Origin("flag")), facts)[0])
+        new = sum(len(kinds - broken.get(one, frozenset())) for one, kinds in now.items())
+        is_mended = bool(broken[rule] - now.get(rule, frozenset()))
+        return new + (not is_mended)
+
+    return replace(draft, breaks=breaks)
 
 
 def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
@@ -98,10 +138,8 @@ def _with_value(draft: Draft, path: str, derived: DerivedValue) -> Draft:
     section, name = path.split(".")
     origins = {**draft.origins, path: Origin("derived", derived.reason)}
     if section == "derived":
-        return dataclasses.replace(
-            draft, derived=draft.derived.replaced({name: derived.value}), origins=origins
-        )
-    return dataclasses.replace(draft, config=draft.config.with_values({path: derived.value}), origins=origins)
+        return replace(draft, derived=draft.derived.replaced({name: derived.value}), origins=origins)
+    return replace(draft, config=draft.config.with_values({path: derived.value}), origins=origins)
 
 
 def _unless_unresolved(function: Callable[[Draft], T], draft: Draft) -> T | None:

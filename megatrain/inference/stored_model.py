@@ -171,7 +171,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
     )
     fill_weights(buffers, CheckpointSource(reader, WEIGHT))
     reader.finish()
-    restore_expert_biases(model, manifest.state, path)
+    restore_expert_biases(model, manifest.state.get("expert_biases", {}), path)
     return model
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.adaptation import Adaptation
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import RELEASE_NAME, find_checkpoints, is_of_megatron
@@ -21,6 +22,7 @@ from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
+from megatrain.config.rules.resume_classes import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
@@ -77,8 +79,13 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     with_optimizer = continues_optimizer(config, ranks.facts)
     with ranks.phases.phase("loading the checkpoint"):
         loaded = _load(ranks, engine, stored, with_optimizer=with_optimizer)
-    if not stored.is_upcycled:
-        restore_expert_biases(engine.model, loaded.state, loaded.path)
+    biases = loaded.state.get("expert_biases", {})  # absent in old checkpoints
+    if stored.is_start:
+        biases = {
+            name: values for name, values in biases.items() if name in engine.model.expert_biases.state()
+        }
+    if biases or not stored.is_start:
+        restore_expert_biases(engine.model, biases, loaded.path)
     for line in (*loaded.skipped, *_notes(loaded, ranks.plan)):
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
@@ -119,7 +126,7 @@ def rewind_run(
         return None
     with ranks.phases.heartbeat("loading the checkpoint"):
         loaded = load_checkpoint(Path(paths[0]), engine.optimizer, ranks.grid)
-    restore_expert_biases(engine.model, loaded.state, loaded.path)
+    restore_expert_biases(engine.model, loaded.state.get("expert_biases", {}), loaded.path)
     engine.forget_steps()
     _restore_progress(progress, loaded)
     progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
@@ -144,11 +151,11 @@ def _restore_progress(progress: Progress, loaded: Loaded) -> None:
 
 def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bool) -> Loaded:
     """Load the weights, and the state of the optimizer, of the checkpoint or the folder that the facts name."""
-    upcycling = _upcycling(ranks.plan) if stored.is_upcycled else None
+    adaptation = _adaptation(ranks.plan, stored) if stored.is_start else None
     if stored.path.startswith(HF_PREFIX):
         open_folder = opener(stored.path, ranks.plan.derived.vocab_size)
         return load_foreign_weights(
-            open_folder, Path(stored.path), engine.optimizer, ranks.grid, upcycling=upcycling
+            open_folder, Path(stored.path), engine.optimizer, ranks.grid, adaptation=adaptation
         )
     source, *others = map(Path, stored.sources)
     local = local_folder(ranks.plan.config.checkpoint)
@@ -159,7 +166,7 @@ def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bo
         with_optimizer=with_optimizer,
         also=others,
         local=local if local in others else None,
-        upcycling=upcycling,
+        adaptation=adaptation,
         open_foreign=partial(
             open_foreign,
             vocab_size=ranks.plan.derived.vocab_size,
@@ -180,6 +187,19 @@ def _notes(loaded: Loaded, plan: Plan) -> Iterator[str]:
             yield f"{note}; for equal losses keep them with --vocab-size {padded}"
 
 
+def _adaptation(plan: Plan, stored: StoredRun) -> Adaptation:
+    """Return how the model of the run differs from the one whose weights it starts with."""
+    changed = adapted_settings(plan.config, stored.config)
+    return Adaptation(
+        upcycling=_upcycling(plan) if stored.is_upcycled else None,
+        unties_head="model.untie_embeddings_and_output_weights" in changed,
+        adds_biases=not changed.isdisjoint({"model.disable_bias_linear", "model.add_qkv_bias"}),
+        drops_mtp="model.mtp_num_layers" in changed,
+        max_tokens=stored.config["model"]["padded_vocab_size"],
+        seed=plan.config.training.seed,
+    )
+
+
 def _upcycling(plan: Plan) -> Upcycling:
     is_cubic = plan.derived.activation in ("swiglu", "geglu_tanh", "quick_geglu", "squared_relu")
     return upcycling_of(plan.config.experts, has_cubic_mlp=is_cubic, seed=plan.config.training.seed)
@@ -197,6 +217,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
         settings=planned.settings,
         is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
+        started=planned.started,
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))

@@ -314,3 +314,13 @@ def test_sizes_of_custom_layers_must_divide_over_the_ranks(tmp_path: Path) -> No
     over_ranks = [text for text in texts if "--tensor-model-parallel-size 2" in text]
     assert sum("9 heads" in text for text in over_ranks) == 4
     assert sum("width 97" in text for text in over_ranks) == 4
+
+
+def test_an_error_beside_spec_is_the_only_one_on_a_cpu(tmp_path: Path) -> None:
+    """The layers are described with the plan of another device where this one's is impossible: its problems are no one's."""
+    spec = spec_file(tmp_path, "def f(model, layers): return layers")
+    request = parse(f"{MODEL.replace(' --device cpu', '')} --spec {spec} --train-samples 8".split())
+    with pytest.raises(ConfigError) as found:
+        resolve(request, add_custom_layers(request, Facts(vocab_size=101, eod_id=100, has_triton=False)))
+    (problem,) = found.value.problems
+    assert "--train-samples" in problem.text

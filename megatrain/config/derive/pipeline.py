@@ -12,6 +12,7 @@ The embedding is on the first virtual stage, the head on the last one, as is mul
 elsewhere (m), before the head's stage. Virtual stage k is chunk k // ranks of rank k % ranks.
 """
 
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from math import inf
 
 from megatrain.config.derive.model import flops_per_token
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import UnresolvedError
 
@@ -166,7 +168,12 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
         return _uneven(draft, chunks, first, last), "--decoder-first- and --decoder-last-pipeline-num-layers"
     units = layers + _units_besides_layers(draft)
     if units % stages:
-        size = units // stages * stages - _units_besides_layers(draft) or stages
+        besides = _units_besides_layers(draft)
+        smaller = (
+            {"model.num_layers": size} for size in range(layers - 1, 0, -1) if (size + besides) % stages == 0
+        )
+        larger = ({"model.num_layers": units // stages * stages + stages - besides} for _ in range(1))
+        size = use(draft, itertools.chain(smaller, larger))
         other = (
             "add --pipeline-model-parallel-layout auto"
             if stages <= layers + 1
@@ -174,7 +181,7 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
         )
         raise PipelineError(
             f"--num-layers {layers}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
-            ", or ".join(filter(None, (other, f"use --num-layers {size}"))),
+            ", or ".join(filter(None, (other, size))),
         )
     counts = [units // stages] * stages
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
@@ -352,12 +359,10 @@ def _besides(draft: Draft) -> str:
 
 
 def _fewer_stages(draft: Draft, fits: Callable[[int], bool]) -> str | None:
-    """Return the remedy of fewer pipeline ranks that fit; None: even one does not. Prefer a divisor of all ranks."""
-    parallel, world = draft.config.parallel, draft.derived.world_size
-    others = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    fitting = [ranks for ranks in range(1, parallel.pipeline_model_parallel_size) if fits(ranks)]
-    best = [ranks for ranks in fitting if world % (others * ranks) == 0] or fitting
-    return f"use --pipeline-model-parallel-size {best[-1]}" if best else None
+    """Return the remedy of fewer pipeline ranks that fit; None: even one does not."""
+    path, pp = "parallel.pipeline_model_parallel_size", draft.config.parallel.pipeline_model_parallel_size
+    sizes = [{path: ranks} for ranks in range(pp - 1, 0, -1) if fits(ranks)]
+    return use(draft, sizes) if sizes else None
 
 
 def _number_of_stages(draft: Draft, chunks: int) -> str:

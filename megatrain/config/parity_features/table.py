@@ -33,7 +33,8 @@ REFUSED_PAIRS: Final[tuple[RefusedPair, ...]] = (
     RefusedPair(
         ("zero0", "instances"),
         "an instance has no sharded state",
-        "use --data-parallel-sharding-strategy optim, or remove --num-distributed-optimizer-instances",
+        "remove --num-distributed-optimizer-instances, or what turns sharding off (--no-use-distributed-optimizer,"
+        " --data-parallel-sharding-strategy no_shard)",
     ),
     *(
         RefusedPair(

@@ -6,8 +6,9 @@ from typing import Final
 
 from megatrain.config.derive.context_parallel import CP_COMM_TYPES, are_levels, head_exchanges
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import use
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import length_near
+from megatrain.config.rules.sizes import lengths
 
 Problems = Iterator[Problem]
 
@@ -22,7 +23,7 @@ def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
         yield Problem(
             f"--seq-length {length} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
             f" per rank{also}",
-            f"use --seq-length {length_near(draft, cp * rows)}",
+            use(draft, lengths(draft, cp * rows)),
         )
 
 

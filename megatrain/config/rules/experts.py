@@ -6,8 +6,8 @@ from typing import Final
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import Change, divisors, multiples, use
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import divisor_near, multiple_near
 
 Problems = Iterator[Problem]
 
@@ -50,8 +50,15 @@ def topk_fits_num_experts(draft: Draft) -> Problems:
     if experts.num_experts is not None and experts.moe_router_topk > experts.num_experts:
         yield Problem(
             f"--moe-router-topk {experts.moe_router_topk} is more than --num-experts {experts.num_experts}",
-            f"use --moe-router-topk {min(2, experts.num_experts)}",
+            use(draft, _routings(experts.num_experts)),
         )
+
+
+def _routings(num_experts: int) -> Iterator[Change]:
+    """Yield numbers of experts per token; one alone needs a softmax over all."""
+    path = "experts.moe_router_topk"
+    yield from ({path: topk} for topk in (2, *range(num_experts, 0, -1)) if topk <= num_experts)
+    yield {path: 1, "experts.moe_router_pre_softmax": True}
 
 
 def top1_routing_has_a_gradient(draft: Draft) -> Problems:
@@ -79,7 +86,7 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
     if score is not None and (groups is None or best is None):
         yield Problem(
             f"--moe-router-group-score-topk {score} requires --moe-router-num-groups and --moe-router-group-topk",
-            "give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1",
+            use(draft, _groups(draft)),
         )
         return
     if groups is None or best is None:
@@ -88,30 +95,39 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
             given, other = other, given
         yield Problem(
             f"{given} requires {other}",
-            "give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1",
+            use(draft, _groups(draft)),
         )
         return
     if num % groups:
         yield Problem(
             f"--num-experts {num} is not divisible by --moe-router-num-groups {groups}",
-            f"use --moe-router-num-groups {divisor_near(num, groups)}",
+            use(draft, divisors("experts.moe_router_num_groups", num, groups), _groups(draft)),
         )
     elif best > groups:
         yield Problem(
             f"--moe-router-group-topk {best} is more than --moe-router-num-groups {groups}",
-            f"use --moe-router-group-topk {groups}",
+            use(draft, divisors("experts.moe_router_group_topk", groups, groups), _groups(draft)),
         )
     elif experts.moe_router_topk % best or experts.moe_router_topk > best * num // groups:
         yield Problem(
             f"--moe-router-topk {experts.moe_router_topk} is not divisible by --moe-router-group-topk {best}, or more than"
             f" its groups of {num // groups} experts have",
-            f"use --moe-router-topk {best}",
+            use(draft, multiples("experts.moe_router_topk", best, best), _groups(draft)),
         )
     elif score is not None and score > num // groups:
         yield Problem(
             f"--moe-router-group-score-topk {score} is more than the {num // groups} experts of a group",
             f"use --moe-router-group-score-topk {num // groups} or less",
         )
+
+
+def _groups(draft: Draft) -> Iterator[Change]:
+    """Yield groups of experts, few first, and how many of them a token may use."""
+    num = draft.config.experts.num_experts or 1
+    for groups in (2, *(size for size in range(3, min(num, 64)) if num % size == 0), 1):
+        for best in (1, 2, groups):
+            if num % groups == 0 and best <= groups:
+                yield {"experts.moe_router_num_groups": groups, "experts.moe_router_group_topk": best}
 
 
 def load_balancing_is_valid(draft: Draft) -> Problems:
@@ -225,7 +241,7 @@ def custom_experts_divide_over_ranks(draft: Draft) -> Problems:
             if width % ranks:
                 yield Problem(
                     f"--spec gives layer {index} (from 0) {part} of width {width}, not divisible by {flag} {ranks}",
-                    f"use a width of {multiple_near(width, ranks)}",
+                    f"use a width of {-(-width // ranks) * ranks}",
                 )
                 return
 
@@ -238,7 +254,7 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
     if width is not None and width % tp:
         yield Problem(
             f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --moe-shared-expert-intermediate-size {multiple_near(width, tp)}",
+            use(draft, multiples("experts.moe_shared_expert_intermediate_size", width, tp)),
         )
 
 
@@ -278,7 +294,11 @@ def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
     if number is not None and number % ep:
         yield Problem(
             f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
-            f"use --expert-model-parallel-size {divisor_near(number, ep)}, or --num-experts {multiple_near(number, ep)}",
+            use(
+                draft,
+                divisors("parallel.expert_model_parallel_size", number, ep),
+                multiples("experts.num_experts", number, ep),
+            ),
         )
 
 
@@ -289,8 +309,11 @@ def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
         yield Problem(
             f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {etp}, whose default is"
             " --tensor-model-parallel-size",
-            f"use --expert-tensor-parallel-size {divisor_near(width, etp)}, or --moe-ffn-hidden-size"
-            f" {multiple_near(width, etp)}",
+            use(
+                draft,
+                divisors("parallel.expert_tensor_parallel_size", width, etp),
+                multiples("experts.moe_ffn_hidden_size", width, etp),
+            ),
         )
 
 

@@ -40,7 +40,8 @@ def latents_exclude_other_heads(draft: Draft) -> Problems:
     }
     for flag, (is_given, reason) in found.items():
         if is_given:
-            yield Problem(f"{flag} is not supported together with {_FLAG}: {reason}", f"remove {flag}")
+            also = " and --num-query-groups" if flag == "--group-query-attention" else ""
+            yield Problem(f"{flag} is not supported together with {_FLAG}: {reason}", f"remove {flag}{also}")
 
 
 def latents_have_rope_of_their_own(draft: Draft) -> Problems:

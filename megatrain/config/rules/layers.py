@@ -8,7 +8,6 @@ from megatrain.config.derive.layer_sizes import LayersError, layer_table
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.experts import ExpertsConfig
 
 Problems = Iterator[Problem]
@@ -40,7 +39,7 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
         if layer.num_heads % tp:
             yield Problem(
                 f"{where} has {layer.num_heads} heads, not divisible by --tensor-model-parallel-size {tp}",
-                f"use {multiple_near(layer.num_heads, tp)} heads",
+                f"use {-(-layer.num_heads // tp) * tp} heads",
             )
         if layer.num_heads and layer.num_heads % groups:
             yield Problem(
@@ -57,7 +56,7 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
         if width % tp:
             yield Problem(
                 f"{where} has an MLP of width {width}, not divisible by --tensor-model-parallel-size {tp}",
-                f"use a width of {multiple_near(width, tp)}",
+                f"use a width of {-(-width // tp) * tp}",
             )
     if len(copies) > 1:
         counts = " and ".join(f"{groups} (layer {number})" for groups, number in copies.items())

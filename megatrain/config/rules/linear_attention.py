@@ -1,12 +1,14 @@
 """Rules about linear attention: --experimental-attention-variant."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Final
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import multiple_near
+from megatrain.config.rules.sizes import TP
 from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
@@ -37,12 +39,21 @@ def linear_heads_divide(draft: Draft) -> Problems:
     if values % keys:
         yield Problem(
             f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}",
-            f"use --linear-num-value-heads {multiple_near(values, keys)}",
+            use(
+                draft,
+                multiples("model.linear_num_value_heads", values, keys),
+                divisors("model.linear_num_key_heads", values, keys),
+            ),
         )
     if keys % tp:
+        more = multiples("model.linear_num_key_heads", keys, tp)
+        with_values = (
+            {**change, **next(multiples("model.linear_num_value_heads", values, *change.values()))}
+            for change in multiples("model.linear_num_key_heads", keys, tp)
+        )
         yield Problem(
             f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --linear-num-key-heads {multiple_near(keys, tp)}",
+            use(draft, fewer_ranks(draft, TP), chain(islice(more, 8), with_values)),
         )
 
 

@@ -6,8 +6,8 @@ from typing import Final
 from megatrain.config.derive.attention_backend import attention_backend_is_there, attention_has_a_kernel
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
@@ -75,11 +75,12 @@ def rotary_channels_are_even(draft: Draft) -> Problems:
     if not has_rope or is_even:
         return
     if percent == 1:
-        hidden = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
         is_derived = not draft.is_given_or_stored("model.kv_channels")
         yield Problem(
             f"--kv-channels {model.kv_channels} is odd, but RoPE requires an even number of channels",
-            f"use --hidden-size {hidden}" if is_derived else f"use --kv-channels {model.kv_channels + 1}",
+            use(draft, multiples("model.hidden_size", model.hidden_size, 2 * model.num_attention_heads))
+            if is_derived
+            else f"use --kv-channels {model.kv_channels + 1}",
         )
     else:
         even = (rotary_channels + 1) // 2 * 2 or 2

@@ -116,7 +116,8 @@ def batch_is_decreased(draft: Draft) -> Iterator[str]:
 
 def schedules_restart(draft: Draft) -> Iterator[str]:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
-    if stored is not None and checkpoint.no_load_optim and not stored.is_start:
+    is_continued = stored is not None and not stored.is_start
+    if is_continued and checkpoint.no_load_optim and not draft.continues_optimizer:
         yield "--no-load-optim: the learning-rate and weight-decay schedules start from scratch, as in Megatron-LM"
 
 
@@ -150,6 +151,25 @@ def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
         yield (
             f"the run ends at sample {end}, before the decay of the learning rate ends at sample {schedule.lr_decay_samples}:"
             f" the last iteration has {last_rate:.4g}, and --min-lr is {schedule.min_lr:g}"
+        )
+
+
+def last_iterations_have_no_learning_rate(draft: Draft) -> Iterator[str]:
+    derived, schedule = draft.derived, draft.derived.schedule
+    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
+    restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
+    end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
+    past = (end - schedule.lr_decay_samples) // batch
+    if (
+        is_trained
+        and schedule.lr_decay_style != "constant"
+        and past > 0
+        and schedule.rate.at(end - batch) == 0
+    ):
+        which = f"the last {past} iterations have" if past > 1 else "the last iteration has"
+        yield (
+            f"{which} a learning rate of 0, since the decay ends at sample {schedule.lr_decay_samples} of {end}"
+            " (--lr-decay-iters, --lr-decay-samples) and --min-lr is 0: no weight changes then"
         )
 
 
@@ -351,9 +371,19 @@ def stop_without_saving(draft: Draft) -> Iterator[str]:
         yield "the run exits early without a checkpoint, since --save is not given"
 
 
+def first_start_is_over(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint
+    if stored is not None and stored.started:
+        flags = " and ".join(flag_of(name) for name in stored.started)
+        yield (
+            f"{flags} applied to the first start: this run has written {stored.path} since then, and resumes it"
+            " completely; another start needs another --save folder"
+        )
+
+
 def finetune_does_not_resume(draft: Draft) -> Iterator[str]:
     checkpoint = draft.config.checkpoint
-    if checkpoint.finetune and checkpoint.save is not None:
+    if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
         yield (
             "the same command with --finetune does not resume after an early exit; to resume, use"
             f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
@@ -398,6 +428,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     schedules_are_the_checkpoints,
     batch_changed_on_resume,
     run_ends_before_the_decay,
+    last_iterations_have_no_learning_rate,
     split_has_no_effect,
     datasets_are_duplicated,
     loss_masks_are_not_read,
@@ -418,6 +449,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     tensorboard_without_a_folder,
     profiling_without_a_switch,
     profiling_ends_in_time,
+    first_start_is_over,
     finetune_does_not_resume,
     checkpoint_is_of_megatron,
     changed_since_the_checkpoint,

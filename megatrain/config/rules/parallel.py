@@ -6,9 +6,12 @@ from typing import Final
 
 from megatrain.config.derive.fp8 import gathers_codes
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, use
 from megatrain.config.plan import Draft
 
 Problems = Iterator[Problem]
+
+_INSTANCES: Final = "parallel.num_distributed_optimizer_instances"
 
 
 def sharding_settings_agree(draft: Draft) -> Problems:
@@ -36,11 +39,10 @@ def instances_divide_replicas(draft: Draft) -> Problems:
     instances, cp = parallel.num_distributed_optimizer_instances, parallel.context_parallel_size
     replicas = dp * cp
     if replicas % instances:
-        known = [number for number in range(1, replicas + 1) if replicas % number == 0]
         ranks = "data-parallel ranks" if cp == 1 else f"replicas (data-parallel {dp} * context-parallel {cp})"
         yield Problem(
             f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} {ranks}",
-            f"use --num-distributed-optimizer-instances {max(number for number in known if number <= instances)}",
+            use(draft, divisors(_INSTANCES, replicas, instances)),
         )
 
 
@@ -57,7 +59,7 @@ def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
             f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} replicas of experts"
             f" ({draft.derived.world_size} ranks / (expert-model-parallel {ep} * expert-tensor-parallel {etp} *"
             f" pipeline-model-parallel {parallel.pipeline_model_parallel_size}))",
-            f"use --num-distributed-optimizer-instances {math.gcd(replicas, instances)}",
+            use(draft, divisors(_INSTANCES, math.gcd(replicas, instances), instances)),
         )
 
 

@@ -13,8 +13,11 @@ from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.fixes import Change, divisors, multiples, use, words
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
+    ADAPTED,
+    FUNCTION,
     OPTIMIZER_STATE,
     ORDER,
     SCHEDULE,
@@ -22,7 +25,6 @@ from megatrain.config.rules.resume_classes import (
     ResumeClass,
     classes_by_path,
 )
-from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.schema.tree import flag_of, settings, unit_of
@@ -30,12 +32,13 @@ from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
+_BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
 _NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
 def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path)
+        resume_class = _class_of(draft, path, stored, now)
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
@@ -85,7 +88,7 @@ def upcycling_fits_the_dense_model(draft: Draft) -> Iterator[Problem]:
     if experts.num_experts % granularity:
         yield Problem(
             f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
-            f"use --num-experts {multiple_near(experts.num_experts, granularity)}",
+            use(draft, multiples("experts.num_experts", experts.num_experts, granularity)),
         )
     has_dense = any(layer.ffn_hidden_size for layer in draft.derived.layer_table.layers)
     if has_dense and dense != draft.config.model.ffn_hidden_size:
@@ -238,10 +241,27 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         samples = stored.consumed_train_samples if samples is None else samples
         yield Problem(
             f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
-            "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
+            _batch_of_checkpoint(draft)
+            + "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
             f" {own.rate.at(samples):.4g} at iteration {next_iteration}), or --use-checkpoint-opt-param-scheduler to use those of"
             f" the checkpoint (learning rate {former.rate.at(samples):.4g})",
         )
+
+
+def _batch_of_checkpoint(draft: Draft) -> str:
+    """Return the start of a fix: the batch size with which the schedules are the checkpoint's, if that is what changed."""
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    stored = draft.facts.checkpoint.config.get("training", {}) if draft.facts.checkpoint else {}
+    batch, micro = (stored.get(name) for name in ("global_batch_size", "micro_batch_size"))
+    if batch in (None, training.global_batch_size):
+        return ""
+    candidates: list[Change] = [{_BATCH: batch}]
+    if micro != training.micro_batch_size and not draft.is_given(_BATCH):
+        candidates.insert(0, {_MICRO: micro})
+    smaller = divisors(_MICRO, batch // dp, training.micro_batch_size) if batch % dp == 0 else ()
+    candidates += [{**change, _BATCH: batch} for change in smaller]
+    fitting = next((change for change in candidates if draft.breaks(change) == 0), None)
+    return f"use {words(fitting)}, which keeps the schedules of the checkpoint, or " if fitting else ""
 
 
 def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
@@ -259,27 +279,11 @@ def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def restarts_keep_training_state(draft: Draft) -> Iterator[Problem]:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.save is None or checkpoint.save != checkpoint.load:
-        return
-    if checkpoint.finetune:
-        yield Problem(
-            "--finetune with the same folder for --save and --load would start at iteration 0 at every restart",
-            "use another folder for --load, or remove --finetune",
-        )
-    elif checkpoint.no_load_optim:
-        yield Problem(
-            "--no-load-optim with the same folder for --save and --load would drop the optimizer state at every restart",
-            "use another folder for --load, or remove --no-load-optim",
-        )
-
-
 def changed_settings(draft: Draft) -> Iterator[str]:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
     for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path)
+        resume_class = _class_of(draft, path, stored, now)
         if resume_class.kind == "silent" or (
             resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
         ):
@@ -310,16 +314,27 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             yield setting.path, before, now
 
 
-def _class_of(draft: Draft, path: str) -> ResumeClass:
+def _class_of(draft: Draft, path: str, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
     if path == "model.max_position_embeddings" and is_learned:
         return SHAPE
-    return classes_by_path()[path]
+    has_weights = path in ADAPTED and ADAPTED[path](stored, now)
+    return FUNCTION if has_weights or _takes_new_tokens(draft, path) else classes_by_path()[path]
+
+
+def _takes_new_tokens(draft: Draft, path: str) -> bool:
+    """Return whether the checkpoint has rows of padding for all new tokens, as Megatron-LM requires."""
+    checkpoint = draft.facts.checkpoint
+    if path != "tokenizer.vocab_size" or checkpoint is None:
+        return False
+    tokens = checkpoint.config["tokenizer"]["vocab_size"] or 0
+    rows: int = checkpoint.config["model"].get("padded_vocab_size", 0)
+    return bool(tokens < draft.derived.vocab_size <= rows)
 
 
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     """Return the given flag that allows changes of this class; empty: none."""
-    checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    stored = draft.facts.checkpoint
     of_evaluation = "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
@@ -328,7 +343,7 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
-        return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
+        return of_evaluation if draft.config.training.only_evaluates else "--no-load-optim"
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return _flag_of_start(draft)
     return ""
@@ -383,6 +398,5 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     vocabulary_is_in_the_folder,
     schedules_match_checkpoint,
     checkpoint_has_optimizer_state,
-    restarts_keep_training_state,
     missing_checkpoint_has_one_answer,
 )

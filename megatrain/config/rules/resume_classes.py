@@ -5,12 +5,15 @@
     consent   a problem, unless a flag allows the change
     refused   a problem                such a run cannot use these weights
 
-A test fails if a setting has no class. Files are compared by contents, not by paths (`resume.py`).
+`ADAPTED` judges some refused settings by their values. A test fails if a setting has no class. Files are compared by contents, not by paths (`resume.py`).
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from megatrain.config.schema.tree import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,35 @@ SILENT: Final = ResumeClass(
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
     " from_hf ckpt_step allow_pickle use_checkpoint_args use_mp_args_from_checkpoint_args; experts: moe_use_upcycling moe_upcycling_granularity",
 )
+
+
+def _without_positions(stored: Any, now: Any) -> bool:
+    return "learned_absolute" not in (stored, now)  # all others have no weights
+
+
+ADAPTED: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "model.position_embedding_type": _without_positions,
+    "model.mtp_num_layers": lambda stored, now: (stored or 0) > (now or 0),
+    "model.untie_embeddings_and_output_weights": lambda _, now: bool(now),
+    "model.disable_bias_linear": lambda _, now: not now,
+    "model.add_qkv_bias": lambda _, now: bool(now),
+    "experts.moe_router_enable_expert_bias": lambda _, now: bool(now),
+}
+"""Settings of SHAPE with a test of stored and new value: the weights of one model give those of the other. RoPE becomes YaRN,
+layers of multi-token prediction are dropped, an untied head is a copy of the embedding, new biases are 0."""
+
+
+def adapted_settings(config: Config, stored: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Return the paths of changed settings for which the weights of the stored configuration are adapted."""
+    found = set()
+    for path, allows in ADAPTED.items():
+        section, _, name = path.partition(".")
+        now = config.get(path)
+        before = stored.get(section, {}).get(name, now)
+        if before != now and allows(before, now):
+            found.add(path)
+    return frozenset(found)
+
 
 RESUME_CLASSES: Final = (SHAPE, VOCABULARY, FUNCTION, ORDER, OPTIMIZER_STATE, SCHEDULE, SAFE, SILENT)
 

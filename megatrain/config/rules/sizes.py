@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Final
 
 from megatrain.config.derive.pipeline import pipeline_is_valid
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import Change, best, divisors, fewer_ranks, multiples, use, words
 from megatrain.config.plan import Draft
-from megatrain.config.schema.values import is_resolved
 
 Problems = Iterator[Problem]
+
+TP: Final = "parallel.tensor_model_parallel_size"
 
 
 def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
@@ -17,7 +20,7 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
     if heads % tp:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-attention-heads {multiple_near(heads, tp)}",
+            use(draft, fewer_ranks(draft, TP), multiples("model.num_attention_heads", heads, tp)),
         )
 
 
@@ -26,15 +29,17 @@ def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
     groups = model.num_query_groups
     if not model.group_query_attention or groups % tp == 0 or tp % groups == 0:
         return
+    path = "model.num_query_groups"
+    more = multiples(path, groups, tp)
+    fix = use(draft, fewer_ranks(draft, TP), chain(divisors(path, tp, groups), more) if tp > groups else more)
     if tp > groups:
         yield Problem(
             f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
-            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {divisor_near(tp, groups)}",
+            fix,
         )
     else:
         yield Problem(
-            f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {tp_near(draft)}, or --num-query-groups {multiple_near(groups, tp)}",
+            f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}", fix
         )
 
 
@@ -44,7 +49,11 @@ def heads_divide_over_query_groups(draft: Draft) -> Problems:
     if model.group_query_attention and heads % groups:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}",
-            f"use --num-query-groups {divisor_near(heads, groups)}",
+            use(
+                draft,
+                divisors("model.num_query_groups", heads, groups),
+                multiples("model.num_attention_heads", heads, groups),
+            ),
         )
 
 
@@ -63,7 +72,8 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention"
             " (Megatron-LM ignores it silently)",
-            "add --group-query-attention, or remove --num-query-groups",
+            "remove --num-query-groups"
+            + ("" if model.multi_latent_attention else ", or add --group-query-attention"),
         )
 
 
@@ -71,11 +81,11 @@ def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     model = draft.config.model
     is_divided = not (draft.is_given_or_stored("model.kv_channels") or model.multi_latent_attention)
     if is_divided and model.hidden_size % model.num_attention_heads:
-        # RoPE needs an even number of channels per head.
-        size = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
         yield Problem(
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",
-            f"use --hidden-size {size}, or give the channels per head with --kv-channels",
+            # RoPE needs an even number of channels per head.
+            use(draft, multiples("model.hidden_size", model.hidden_size, 2 * model.num_attention_heads))
+            + ", or give the channels per head with --kv-channels",
         )
 
 
@@ -84,7 +94,7 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {tp_near(draft)}, or --hidden-size {multiple_near(size, tp)}",
+            use(draft, fewer_ranks(draft, TP), multiples("model.hidden_size", size, tp)),
         )
 
 
@@ -93,7 +103,7 @@ def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {tp_near(draft)}, or --ffn-hidden-size {multiple_near(size, tp)}",
+            use(draft, fewer_ranks(draft, TP), multiples("model.ffn_hidden_size", size, tp)),
         )
 
 
@@ -108,12 +118,10 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
 
 def ranks_hold_whole_replicas(draft: Draft) -> Problems:
     parallel = draft.config.parallel
-    cp = parallel.context_parallel_size
-    sizes = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
-        **({"--context-parallel-size": cp} if cp > 1 else {}),
-        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
-    }
+    names = ["tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"]
+    sizes = {f"parallel.{name}": getattr(parallel, name) for name in names}
+    if parallel.context_parallel_size == 1:
+        del sizes["parallel.context_parallel_size"]
     yield from _ranks_are_a_multiple_of(sizes, draft)
 
 
@@ -122,9 +130,9 @@ def ranks_hold_all_experts(draft: Draft) -> Problems:
     if parallel.expert_model_parallel_size == 1 and parallel.expert_tensor_parallel_size is None:
         return
     sizes = {
-        "--expert-tensor-parallel-size": draft.derived.expert_tensor_parallel_size,
-        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
-        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "parallel.expert_tensor_parallel_size": draft.derived.expert_tensor_parallel_size,
+        "parallel.expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "parallel.pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
     }
     yield from _ranks_are_a_multiple_of(sizes, draft)
 
@@ -132,36 +140,35 @@ def ranks_hold_all_experts(draft: Draft) -> Problems:
 def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems:
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
-        more, smaller = multiple_near(world, product), _smaller_size(sizes, draft)
         is_given = draft.config.raw("parallel.world_size") is not None
+        more = best(draft, multiples("parallel.world_size", world, product))["parallel.world_size"]
         ranks = (
             f"--world-size {more}"
             if is_given
             else f"start {more} ranks (torchrun --nproc-per-node, --nnodes)"
         )
+        named = [words({path: size}) for path, size in sizes.items()]
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
-            f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
-            f"{smaller or 'lower these sizes'}, or {ranks}",
+            f" {' * '.join(named)} = {product}",
+            f"{use(draft, _smaller_sizes(sizes, world))}, or {ranks}",
         )
 
 
-def _smaller_size(sizes: Mapping[str, int], draft: Draft) -> str | None:
-    """Return a size that fits the number of ranks in place of one of these; None: no single one helps.
+def _smaller_sizes(sizes: Mapping[str, int], world: int) -> Iterator[Change]:
+    """Yield sizes that fit the number of ranks: in place of one of these, else of several.
 
-    A divisor of the given size keeps what was divisible by it: layers, experts.
+    Divisors of a given size come first: they keep what was divisible by it, layers or experts.
     """
-    for flag, size in reversed(list(sizes.items())):
+    for path, size in reversed(list(sizes.items())):
         others = math.prod(sizes.values()) // size
-        parts = (
-            [tp_near(draft)]
-            if flag == "--tensor-model-parallel-size" and size > 1
-            else [part for part in range(1, size) if size % part == 0]
-        )
-        fits = [part for part in parts if draft.derived.world_size % (others * part) == 0]
-        if fits:
-            return f"use {flag} {fits[-1]}"
-    return None
+        fits = [part for part in range(size - 1, 0, -1) if world % (others * part) == 0]
+        order = fits if path == TP else sorted(fits, key=lambda part: size % part > 0)
+        yield from ({path: part} for part in order)
+    ranks: dict[str, int] = {}
+    for path, size in sizes.items():
+        ranks[path] = math.gcd(size, world // math.prod(ranks.values()))
+    yield ranks
 
 
 def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
@@ -189,14 +196,29 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
         yield Problem(
             f"--global-batch-size {batch} is less than --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}: --decrease-batch-size-if-needed would decrease it to 0",
-            f"use --global-batch-size {per_pass}",
+            use(
+                draft,
+                multiples("training.global_batch_size", per_pass, per_pass),
+                _smaller_micro_batches(draft, batch),
+            ),
         )
     if batch % per_pass and not training.decrease_batch_size_if_needed:
         yield Problem(
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
-            f"use --global-batch-size {multiple_near(batch, per_pass)}",
+            use(
+                draft,
+                _smaller_micro_batches(draft, batch),
+                multiples("training.global_batch_size", batch, per_pass),
+            ),
         )
+
+
+def _smaller_micro_batches(draft: Draft, batch: int) -> Iterator[Change]:
+    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same."""
+    per_replica, rest = divmod(batch, draft.derived.data_parallel_size)
+    limit = draft.config.training.micro_batch_size - 1
+    return iter(()) if rest else divisors("training.micro_batch_size", per_replica, limit)
 
 
 def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
@@ -207,7 +229,7 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
         yield Problem(
             f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
-            f"use --eval-global-batch-size {multiple_near(batch, per_pass)}",
+            use(draft, multiples("training.eval_global_batch_size", batch, per_pass)),
         )
 
 
@@ -217,7 +239,7 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
-            f"use --seq-length {length_near(draft, tp)}, or remove --sequence-parallel",
+            f"{use(draft, lengths(draft, tp))}, or remove --sequence-parallel",
         )
 
 
@@ -235,42 +257,17 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
     if rows % tp:
         yield Problem(
             f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --padded-vocab-size {multiple_near(rows, tp)}, or remove it (or set it to auto)",
+            f"{use(draft, multiples('model.padded_vocab_size', rows, tp))}, or remove it (or set it to auto)",
         )
 
 
-def tp_near(draft: Draft) -> int:
-    """Return the largest smaller tensor-parallel size that fits the dense layers and, if there is one, the number of ranks."""
-    model, parallel = draft.config.model, draft.config.parallel
-    names = ("num_attention_heads", "hidden_size", "ffn_hidden_size")
-    sizes = [model.raw(name) for name in names if is_resolved(model.raw(name))]
-    groups = model.raw("num_query_groups") if is_resolved(model.raw("num_query_groups")) else 1
-    others = parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    fits_layers = [
-        tp
-        for tp in range(1, min(parallel.tensor_model_parallel_size, 2**16))
-        if not any(size % tp for size in sizes) and (groups % tp == 0 or tp % groups == 0)
-    ]
-    fits_ranks = [tp for tp in fits_layers if draft.derived.world_size % (others * tp) == 0]
-    return max(fits_ranks or fits_layers)
-
-
-def divisor_near(number: int, limit: int) -> int:
-    """Return the largest divisor up to `limit`, which is capped to bound the search."""
-    largest = min(number, limit, 2**16)
-    return next(candidate for candidate in range(largest, 0, -1) if number % candidate == 0)
-
-
-def multiple_near(number: int, factor: int) -> int:
-    """Return the smallest multiple of `factor` that is at least `number`."""
-    return -(-number // factor) * factor
-
-
-def length_near(draft: Draft, factor: int) -> int:
-    """Return a multiple of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
+def lengths(draft: Draft, factor: int) -> Iterator[Change]:
+    """Yield multiples of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
+    path, length = "data.seq_length", draft.config.data.seq_length
+    yield from islice(multiples(path, length, factor), 4)
     longest = draft.config.model.max_position_embeddings
-    length = multiple_near(draft.config.data.seq_length, factor)
-    return length if longest is None or length <= longest else longest // factor * factor or length
+    if longest is not None and longest >= factor:
+        yield {path: longest // factor * factor}
 
 
 SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (

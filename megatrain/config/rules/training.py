@@ -1,11 +1,13 @@
 """Rules about the length of training, batch sizes, the optimizer, dtypes and signals."""
 
+import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from megatrain.config.derive.batch_sizes import batch_rule, batch_sizes
 from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.fixes import divisors, use
 from megatrain.config.plan import Draft
 
 Problems = Iterator[Problem]
@@ -91,9 +93,20 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
         yield Problem(
             f"{flag} has a batch size of {misfits[0]}, which is not a multiple of --micro-batch-size"
             f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
-            f"use batch sizes that are multiples of {sizes.pass_size}"
-            + (", or add --decrease-batch-size-if-needed" if training.rampup_batch_size else ""),
+            _fix_of_batches(draft, rule.sizes, sizes.pass_size),
         )
+
+
+def _fix_of_batches(draft: Draft, sizes: Sequence[int], pass_size: int) -> str:
+    """Return how replicas share all batch sizes: by smaller micro-batches, which change nothing else, if there are some."""
+    per_replica, rest = divmod(math.gcd(*sizes), draft.derived.data_parallel_size)
+    limit = draft.config.training.micro_batch_size - 1
+    smaller = [] if rest else list(divisors("training.micro_batch_size", per_replica, limit))
+    fixes = [use(draft, smaller)] if smaller else []
+    fixes.append(f"use batch sizes that are multiples of {pass_size}")
+    if draft.breaks({"training.decrease_batch_size_if_needed": True}) == 0:
+        fixes.append("add --decrease-batch-size-if-needed")
+    return ", or ".join(fixes)
 
 
 def changing_batches_require_samples(draft: Draft) -> Problems:

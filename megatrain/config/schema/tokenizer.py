@@ -67,7 +67,10 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
         yield Problem(f"--tokenizer-type {kind} is not supported", _REFUSED[kind])
     elif kind not in _REQUIRED:
         near = difflib.get_close_matches(kind, _REQUIRED, n=1)
-        yield Problem(f"--tokenizer-type {kind} is unknown", f"use {near[0] if near else _either(_REQUIRED)}")
+        yield Problem(
+            f"--tokenizer-type {kind} is unknown",
+            f"use --tokenizer-type {near[0] if near else _either(_REQUIRED)}",
+        )
     else:
         for name, description in _REQUIRED[kind].items():
             if name not in given:

@@ -151,11 +151,11 @@ class CheckpointConfig(CheckedSection):
     load_or_start: bool = False
     """Start from initial weights if --load has no checkpoint, as Megatron-LM does."""
     no_load_optim: bool = False
-    """Load only weights; optimizer state, schedules and loss scale start from scratch."""
+    """Load only weights; optimizer state, schedules and loss scale start from scratch. With --save in the folder of --load, at the first start only."""
     no_save_optim: bool = False
     """Save only weights: smaller checkpoints, for --finetune and --no-load-optim, not to resume."""
     finetune: bool = False
-    """Load only weights and start at iteration 0, with the data and schedules of this command line."""
+    """Load only weights and start at iteration 0, with the data and schedules of this command line. With --save in the folder of --load, at the first start only."""
     pretrained_checkpoint: str | None = None
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint. hf:FOLDER: a folder of transformers."""
     from_hf: str | None = None

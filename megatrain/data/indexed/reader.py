@@ -192,6 +192,12 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its suffix: {path.with_suffix('')}"
+    elif path.is_file():
+        made = path.with_suffix("")
+        fix = (
+            f"run preprocess_data.py --input {prefix} --output-prefix {made} with the tokenizer of the run (and --sft for"
+            f" conversations), and give the prefix that it writes: {made}_text_document, or {made}_messages_document with --sft"
+        )
     elif "," in prefix:
         fix = "separate datasets by spaces, not by commas"
     elif len(missing) == 1:

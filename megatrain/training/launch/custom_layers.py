@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatrain.config import ConfigError, Facts, Origin, Plan, Request, StoredRun, resolve
+from megatrain.config import ConfigError, Facts, Origin, Plan, Problem, Request, StoredRun, resolve
 from megatrain.config.derive.custom_layers import LayerFunction, layer_function
 from megatrain.config.schema.values import AUTO
 from megatrain.model.custom_layers import describe_custom_layers, digest_of
@@ -56,14 +56,23 @@ def _compare_digest(function: LayerFunction, request: Request, stored: StoredRun
 
 
 def _plain_plan(request: Request, facts: Facts) -> Plan:
-    """Return the plan of the run without --spec, on this device or, if that is impossible, on the other kind."""
+    """Return the plan of the run without --spec, on this device or, if that is impossible, on the other kind.
+
+    Raises:
+        ConfigError: both are impossible, for the reasons that both have: others may be of a device that the run does not use.
+    """
     plain = dataclasses.replace(
         request,
         config=request.config.with_values({"model.spec": (), "model.spec_digest": AUTO}),
         origins={**request.origins, "model.spec": Origin("default"), "model.spec_digest": Origin("default")},
     )
     fresh = dataclasses.replace(facts, checkpoint=None, devices_per_node=None)
-    try:
-        return resolve(plain, fresh)
-    except ConfigError:
-        return resolve(plain, dataclasses.replace(fresh, device="cpu" if fresh.device == "cuda" else "cuda"))
+    other = dataclasses.replace(fresh, device="cpu" if fresh.device == "cuda" else "cuda", has_triton=True)
+    found: list[tuple[Problem, ...]] = []
+    for assumed in (fresh, other):
+        try:
+            return resolve(plain, assumed)
+        except ConfigError as error:
+            found.append(error.problems)
+    here, there = found
+    raise ConfigError.of([problem for problem in here if problem in there] or here)

@@ -28,6 +28,7 @@ from megatrain.checkpoint.find import (
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Request, StoredRun
 from megatrain.config.errors import NoCheckpointError, Problem
+from megatrain.config.facts import FIRST_START
 from megatrain.config.schema.training import HF_PREFIX, non_persistent_folder
 from megatrain.config.stored_settings import stored_settings
 from megatrain.training.launch.foreign_checkpoints import foreign_candidates, newest_foreign
@@ -66,21 +67,32 @@ def saved_folders(request: Request) -> dict[str, Path]:
 def save_folder_problems(request: Request) -> Iterator[Problem]:
     """Yield a problem for each output folder that has checkpoints which the run does not continue: a resume would load them."""
     save, step = request.known("checkpoint.save"), _chosen_step(request)
-    finetune = request.known("checkpoint.finetune")
     newest = _newest_by_name(Path(save)) if save is not None and Path(save).is_dir() else None
     if newest is not None and not _continues_save_folder(request):
         yield Problem(
             f"--save {save} has checkpoints up to iteration {newest.iteration}, which this run does not continue",
-            f"add --load {save} to continue them{', without --finetune' if finetune else ''},"
-            " or name another --save folder",
+            f"{_how_to_continue(request, save)}, or name another --save folder",
         )
-    elif newest is not None and step is not None and newest.iteration > step and _saves(request):
+    elif (
+        newest is not None
+        and step is not None
+        and newest.iteration > step
+        and _saves(request)
+        and not _written_since_finetuning(request)
+    ):
         yield Problem(
             f"--save {save} has checkpoints up to iteration {newest.iteration}: a run from iteration {step} would mix its own"
             " with them, and a restart would load the newest",
             f"name another --save folder, or move the checkpoints after iteration {step} away",
         )
     yield from _non_persistent_problems(request)
+
+
+def _how_to_continue(request: Request, save: str | None) -> str:
+    load, finetune = request.known("checkpoint.load"), request.known("checkpoint.finetune")
+    if finetune and load is not None:  # the weights are needed until --save has a checkpoint of the run
+        return f"use --pretrained-checkpoint {load} --load {save} in place of --finetune to continue them"
+    return f"use --load {save} to continue them{' without --finetune' if finetune else ''}"
 
 
 def step_problems(request: Request) -> Iterator[Problem]:
@@ -106,8 +118,10 @@ def _whole_run(request: Request) -> StoredRun | None:
     found = _newest_of(request, sources)
     if found is not None:
         is_upcycled = _is_upcycled(request, found)
-        is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
-        return replace(found, is_start=is_start, is_upcycled=is_upcycled)
+        started = _started(request, found.config)
+        is_finetuned = bool(request.known("checkpoint.finetune")) and "finetune" not in started
+        is_start = found.is_start or is_upcycled or is_finetuned
+        return replace(found, is_start=is_start, is_upcycled=is_upcycled, started=started)
     has_candidates = load is not None and any(map(list_candidates, {base_folder(Path(load)), *sources}))
     if start is not None and not has_candidates:
         return _start(request, start)
@@ -147,8 +161,32 @@ def _is_upcycled(request: Request, found: StoredRun) -> bool:
     return bool(request.known("experts.moe_use_upcycling")) and is_dense
 
 
+def _started(request: Request, config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the settings of a first start that no longer apply: the run that stored `config` had them too, and saved here."""
+    saved = config.get("checkpoint", {})
+    save = saved.get("save")
+    if save is None or not continues_run_of(request, save):
+        return ()
+    return tuple(name for name in FIRST_START if request.known(f"checkpoint.{name}") and saved.get(name))
+
+
+def _written_since_finetuning(request: Request) -> tuple[Path, ...]:
+    """Return the checkpoints in the --save folder, newest first, that this run wrote after its start with --finetune.
+
+    Their iterations count from 0: those of the checkpoint from which it started may be higher.
+    """
+    save = request.known("checkpoint.save")
+    if save is None or not (request.known("checkpoint.finetune") and _continues_save_folder(request)):
+        return ()
+    found = [one.path for one in find_checkpoints(Path(save)) if one.problem is None]
+    return tuple(path for path in found if "finetune" in _started(request, read_manifest(path).config))
+
+
 def _sources(request: Request, load: str) -> tuple[Path, ...]:
     """Return the chosen checkpoint alone, or all folders with checkpoints of the run."""
+    written = _written_since_finetuning(request)
+    if written:
+        return written
     chosen = _chosen(load, request.known("checkpoint.ckpt_step"))
     frequent = _non_persistent_folder(request)
     if _chosen_step(request) is not None or frequent is None or _other_run(request) is not None:
@@ -249,7 +287,7 @@ def _non_persistent_folder(request: Request) -> Path | None:
 
 def _continues_save_folder(request: Request) -> bool:
     save, load = request.known("checkpoint.save"), request.known("checkpoint.load")
-    if save is None or load is None or request.known("checkpoint.finetune"):
+    if save is None or load is None:
         return False
     return base_folder(Path(load)).resolve() == Path(save).resolve()
 

@@ -4,8 +4,9 @@ problem ─> its first alternative that names flags and values ─> edits of the
 """
 
 import dataclasses
-import importlib
+import random
 import re
+import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -84,6 +85,16 @@ TRIED = {
     ),
     "sparse attention": ("--experimental-attention-variant dsa --multi-latent-attention", None),
     "a typo": ("--num-layer 4", None),
+    "heads, groups and ranks": (
+        "--num-attention-heads 6 --hidden-size 96 --group-query-attention --num-query-groups 3 --tensor-model-parallel-size 2",
+        Facts(world_size=2),
+    ),
+    "experts that are narrower than ranks": ("--num-experts 4 --moe-ffn-hidden-size 6 --expert-tensor-parallel-size 4", Facts(world_size=4)),
+    "micro-batches for fewer ranks": ("--micro-batch-size 8 --global-batch-size 8", Facts(world_size=4)),
+    "micro-batches for fewer ranks, in steps": ("--micro-batch-size 8 --step-batch-size-schedule 0:8", Facts(world_size=4)),
+    "latents with groups": ("--multi-latent-attention --group-query-attention --num-query-groups 2", None),
+    "instances without a sharded state": ("--num-distributed-optimizer-instances 2 --no-use-distributed-optimizer", Facts(world_size=2)),
+    "more stages than layers": ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3", Facts(world_size=4)),
 }  # fmt: skip
 
 ONE_STEP = {
@@ -104,8 +115,8 @@ class Edit:
 
 def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
     """Yield name, flags, flags left out, and facts of every broken command line of the tables of rules."""
-    for path in sorted(HERE.glob("test_rules_*.py")):
-        table = getattr(importlib.import_module(path.stem), "CASES", {})
+    for path in sorted(HERE.rglob("test_rules_*.py")):
+        table = runpy.run_path(str(path)).get("CASES", {})
         for rule, entries in table.items():
             for number, entry in enumerate(entries if isinstance(entries, list) else []):
                 if len(entry) == 5:
@@ -116,11 +127,18 @@ def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
 
 
 def alternatives(fix: str) -> list[str]:
-    """Split a fix where it offers a choice."""
-    return re.split(
+    """Split a fix where it offers a choice; the verb of an alternative holds for the next one without a verb."""
+    parts = re.split(
         r"(?:, or |; or |; | or (?=remove|use|add|give|--)|, which |, as )",
         re.sub(r"`|\(Megatron.*?\)", "", fix),
     )
+    verb = ""
+    for number, part in enumerate(parts):
+        found = [word.lower() for word in part.split() if word.lower() in SET | REMOVE]
+        if not found:
+            parts[number] = f"{verb} {part}".strip()
+        verb = found[0] if found else verb
+    return parts
 
 
 def edits(problem: Problem, given: Sequence[str]) -> list[Edit] | None:
@@ -231,6 +249,23 @@ def problems_of(given: Sequence[str], facts: Facts) -> tuple[Problem, ...]:
     return ()
 
 
+def broken_alternatives(given: list[str], facts: Facts) -> Iterator[str]:
+    """Apply each alternative of each fix, with the first ones of the other fixes; yield those that lead to no run that resolves."""
+    problems = problems_of(given, facts)
+    for number, problem in enumerate(problems):
+        for alternative in alternatives(problem.fix):
+            chosen = edits(Problem(problem.text, alternative), given)
+            others = [edits(other, given) for other in problems[:number] + problems[number + 1 :]]
+            if chosen is None:
+                continue
+            changed, ranks = given, facts
+            for edit in [*chosen, *(edit for other in others for edit in other or ())]:
+                changed, ranks = edited(changed, ranks, edit)
+            end, steps = end_of(changed, ranks)
+            if end == "does not end":
+                yield f"{' '.join(given)}: {problem}\n{alternative} -> {end}: {steps[-1]}"
+
+
 def end_of(given: list[str], facts: Facts) -> tuple[str, list[str]]:
     """Apply fixes until the run resolves; return `resolves`, `needs a user` or `does not end`, and the steps."""
     steps: list[str] = []
@@ -258,6 +293,44 @@ def test_every_fix_leads_to_a_run_that_resolves(arguments_of):
     unexpected = {name: step for name, step in open_ended.items() if name.split()[0] not in NEED_A_USER}
     assert not unexpected, "name a flag with a value in the fix:\n" + "\n".join(unexpected.values())
     assert len(open_ended) < len(ends) / 5
+
+
+def test_every_alternative_of_a_fix_ends(arguments_of):
+    found = [
+        wrong
+        for _, flags, without, facts in cases()
+        for wrong in broken_alternatives(arguments_of(flags, without), facts or Facts())
+    ]
+    assert not found, "\n\n".join(found)
+
+
+SIZES = {
+    "--num-attention-heads": (1, 2, 3, 4, 6, 8, 12), "--hidden-size": (48, 60, 64, 72, 96), "--num-layers": (1, 3, 6, 8),
+    "--ffn-hidden-size": (96, 100, 102), "--group-query-attention --num-query-groups": (1, 2, 3, 4, 6),
+    "--tensor-model-parallel-size": (2, 3, 4, 6, 8), "--pipeline-model-parallel-size": (2, 3, 4, 8),
+    "--context-parallel-size": (2, 3, 4), "--micro-batch-size": (1, 3, 8), "--global-batch-size": (1, 4, 6, 8, 12),
+    "--seq-length": (30, 32, 100), "--num-experts 6 --sequence-parallel --expert-model-parallel-size": (2, 3, 4),
+    "--num-experts 4 --moe-ffn-hidden-size 6 --sequence-parallel --expert-tensor-parallel-size": (2, 3, 4),
+    "--num-experts 5 --moe-router-num-groups 2 --moe-router-group-topk": (1, 3), "--num-experts 3 --moe-router-topk": (1, 2, 4),
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank": (2, 3), "--padded-vocab-size": (50, 101),
+    "--linear-num-value-heads 6 --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads": (2, 3, 4),
+    "--num-distributed-optimizer-instances": (2, 3), "--rampup-batch-size 2 2": (20, 100), "--eval-global-batch-size": (3, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_alternative_of_a_fix_ends_for_sizes_drawn_at_random(arguments_of, seed):
+    """A fix that follows from the numbers of one rule may break another."""
+    draw, found = random.Random(seed), []
+    for _ in range(15):
+        flags = [
+            f"{flag} {draw.choice(SIZES[flag])}" for flag in draw.sample(list(SIZES), draw.randint(1, 3))
+        ]
+        facts = Facts(world_size=draw.choice((1, 2, 3, 4, 6, 8, 12, 16)))
+        given = arguments_of(" ".join(flags), "")
+        if len(problems_of(given, facts)) <= 2:  # changes for many problems at once may undo one another
+            found += broken_alternatives(given, facts)
+    assert not found, "\n\n".join(found)
 
 
 @pytest.mark.parametrize("name", ONE_STEP)

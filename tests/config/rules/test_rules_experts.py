@@ -59,7 +59,7 @@ CASES = {
         ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
          ("--num-experts 6", "--moe-router-num-groups 4"), ("--moe-router-num-groups 3",)),
         ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5", "", None,
-         ("--moe-router-group-topk 5", "--moe-router-num-groups 4"), ("--moe-router-group-topk 4",)),
+         ("--moe-router-group-topk 5", "--moe-router-num-groups 4"), ("--moe-router-group-topk 2",)),
         ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3", "", None,
          ("--moe-router-topk 3", "--moe-router-group-topk 2"), ("--moe-router-topk 2",)),
         ("--num-experts 8 --moe-router-num-groups 4", "", None,
@@ -107,7 +107,7 @@ CASES = {
     "experts_divide_over_ep_ranks": [
         (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
          ("--num-experts 4", "--expert-model-parallel-size 3"),
-         ("--expert-model-parallel-size 2", "--num-experts 6")),
+         ("--expert-model-parallel-size 1", "--num-experts 6")),
     ],
     "expert_width_divides_over_etp_ranks": [
         (f"{FOUR} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2", "", Facts(world_size=2),

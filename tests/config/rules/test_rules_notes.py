@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config import Facts, Origin, parse
+from megatrain.config import Facts, Origin, StoredRun, parse
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Derived, Draft
 from megatrain.config.rules.notes import dropout_by_default
@@ -95,3 +95,30 @@ def test_conversations_that_are_read_without_sft_are_noted(plan_of, flags):
         if note.startswith("talk: conversations with a loss")
     ]
     assert len(noted) == ("--sft" not in flags)
+
+
+def test_last_iterations_without_a_learning_rate_are_noted(plan_of):
+    def notes(flags):
+        return [note for note in plan_of(flags).notes if "learning rate of 0" in note]
+
+    assert notes("") == notes("--lr-decay-iters 10") == notes("--lr-decay-iters 7 --min-lr 1e-5") == []
+    (note,) = notes("--lr-decay-iters 7 --lr-decay-style cosine")
+    assert note.startswith(
+        "the last 3 iterations have a learning rate of 0, since the decay ends at sample 14 of 20"
+    )
+    (note,) = notes("--lr-decay-iters 9")
+    assert note.startswith("the last iteration has")
+    assert notes("--lr-decay-iters 7 --lr-decay-style constant") == []
+
+
+def test_a_restart_after_the_first_start_is_noted(plan_of):
+    config = plan_of("").config.to_dict()
+    run = StoredRun(
+        path="r/iter_0000002", iteration=2, consumed_train_samples=4, config=config, started=("finetune",)
+    )
+    notes = plan_of("--load r --save r --finetune", facts=Facts(checkpoint=run)).notes
+    assert any(
+        note.startswith("--finetune applied to the first start") and "r/iter_0000002" in note
+        for note in notes
+    )
+    assert not any("does not resume" in note for note in notes)

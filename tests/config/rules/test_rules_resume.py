@@ -287,7 +287,8 @@ def test_a_change_is_reported_by_its_class(path, plan_of):
     plan = plan_of(BASE)
     section, name = path.split(".")
     config = json.loads(json.dumps(plan.config.to_dict()))
-    config[section][name] = "other"
+    is_number = path in ("model.mtp_num_layers", "tokenizer.vocab_size")  # judged by their values
+    config[section][name] = 0 if is_number else "other"
     schedule = {"lr": 9.0} if resume_class is SCHEDULE else None
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, schedule=schedule)
     flags = f"{BASE} {OWN if resume_class is SCHEDULE else ''}"
@@ -463,7 +464,7 @@ def test_finetuning_starts_from_scratch(plan_of, problems_of, stored):
 
 
 def test_settings_that_the_checkpoint_does_not_have_are_skipped(plan_of):
-    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={"model": {"num_layers": 4}})
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config={"model": {"num_layers": 4}})
     assert plan_of(facts=Facts(checkpoint=stored)).notes == ()
 
 
@@ -485,11 +486,6 @@ def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
 CASES = {
     "vocabulary_is_in_the_folder": [
         ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
-    ],
-    "restarts_keep_training_state": [
-        ("--save r --load r --no-load-optim", "", None,
-         ("--no-load-optim", "--save", "--load"), ("--load", "--no-load-optim")),
-        ("--save r --load r --finetune", "", None, ("--finetune", "--save", "--load"), ("--load", "--finetune")),
     ],
     "missing_checkpoint_has_one_answer": [
         ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
@@ -518,3 +514,54 @@ def test_every_rule_has_a_case():
         "checkpoint_has_optimizer_state",
     }
     assert set(CASES) | tested_above == {rule.__name__ for rule in RESUME_RULES}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("--position-embedding-type rope", "--position-embedding-type yarn --yarn-original-max-position-embeddings 64", "--position-embedding-type rope -> yarn"),
+        ("--mtp-num-layers 2", "--mtp-num-layers 1", "--mtp-num-layers 2 -> 1"),
+        ("--mtp-num-layers 2", "", "--mtp-num-layers 2 -> none"),
+        ("", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights off -> on"),
+        ("", "--add-qkv-bias", "--add-qkv-bias off -> on"),
+        ("--vocab-size 99", "", "--vocab-size 99 -> 100"),
+    ],
+)  # fmt: skip
+def test_a_start_judges_the_pair_of_values(plan_of, problems_of, before, now, named):
+    """Weights of one model give those of the other, and not the other way round; a resume allows neither."""
+
+    def facts(flags, *, is_start):
+        config = json.loads(json.dumps(plan_of(f"{BASE} {flags}").config.to_dict()))
+        run = StoredRun(path="c/iter_0000001", iteration=1, consumed_train_samples=8, config=config)
+        return Facts(checkpoint=run.weights_only if is_start else run)
+
+    start = f"{BASE} {now} --load c --finetune"
+    assert any(named in note for note in plan_of(start, facts=facts(before, is_start=True)).notes)
+    assert any(
+        "cannot change on resume" in text
+        for text in problems_of(f"{BASE} {now}", facts=facts(before, is_start=False))
+    )
+    if "yarn" not in now:
+        assert problems_of(f"{BASE} {before} --load c --finetune", facts=facts(now, is_start=True))
+
+
+def test_more_tokens_than_rows_of_padding_are_refused(plan_of, problems_of):
+    config = plan_of(f"{BASE} --vocab-size 99").config.to_dict()
+    start = Facts(
+        checkpoint=StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config).weights_only
+    )
+    assert plan_of(f"{BASE} --vocab-size 128 --load c --finetune", facts=start).derived.vocab_size == 128
+    assert problems_of(f"{BASE} --vocab-size 129 --load c --finetune", facts=start)
+
+
+def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
+    plan = plan_of("", facts=Facts(world_size=4))
+    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
+                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    for flags, ranks, fix in (
+        ("--micro-batch-size 8", 4, "use --micro-batch-size 2, which"),
+        ("", 8, "use --micro-batch-size 1 --global-batch-size 8, which"),
+        ("--train-iters 20", 4, "add --override-opt-param-scheduler"),
+    ):
+        (problem,) = problems_of(flags, facts=Facts(world_size=ranks, checkpoint=run))
+        assert f"fix: {fix}" in problem

@@ -36,6 +36,7 @@ from damaged_pairs import (
     train_samples,
     write_pair,
 )
+from preprocessing import NULL, numbers, run
 from recorded import write_dataset
 
 from megatrain.config.derive.datasets import Blend
@@ -361,3 +362,14 @@ def test_a_description_of_preprocessing_is_accepted(prefix):
         json.dumps({**content, "largest_id": VOCAB - 1, "sources": [{"path": "x"}]})
     )
     assert problems_of(prefix) == ""
+
+
+def test_a_file_of_documents_is_made_into_a_pair(tmp_path):
+    """The fix, applied: what preprocess_data.py writes is a dataset."""
+    documents = numbers(tmp_path / "a.jsonl", ["1 2 3", "4 5"])
+    found = problems_of(documents)
+    prefix = tmp_path / "a"
+    assert f"preprocess_data.py --input {documents} --output-prefix {prefix} " in found
+    assert run("--input", documents, *NULL, prefix=prefix) == 0
+    assert f"{prefix}_text_document, " in found
+    assert len(open_token_ids(f"{prefix}_text_document", mmap=True)) == 2

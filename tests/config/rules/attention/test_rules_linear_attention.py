@@ -8,28 +8,34 @@ from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
 DELTANET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
 CASES = {
     "linear_attention_has_layers": [
-        ("--experimental-attention-variant gated_delta_net",
+        ("--experimental-attention-variant gated_delta_net", "", Facts(world_size=2),
          ("--experimental-attention-variant gated_delta_net", "--linear-attention-freq"), ("--linear-attention-freq 4",)),
-        ("--experimental-attention-variant gdn --linear-attention-freq [1,0]",
+        ("--experimental-attention-variant gdn --linear-attention-freq [1,0]", "", Facts(world_size=2),
          ("--linear-attention-freq", "2 entries for 4 layers"), ("--linear-attention-freq [1]*3+[0]",)),
     ],
     "linear_heads_divide": [
-        (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8",
-         ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12",)),
-        (f"{DELTANET} --linear-num-key-heads 3 --linear-num-value-heads 6 --tensor-model-parallel-size 2",
-         ("--linear-num-key-heads 3", "--tensor-model-parallel-size 2"), ("--linear-num-key-heads 4",)),
+        (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8", "", Facts(world_size=2),
+         ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12", "--linear-num-key-heads 4")),
+        (f"{DELTANET} --linear-num-key-heads 3 --linear-num-value-heads 6 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--linear-num-key-heads 3", "--tensor-model-parallel-size 2"), ("--linear-num-key-heads 6",)),
+        (f"{DELTANET} --linear-num-key-heads 2 --linear-num-value-heads 6 --tensor-model-parallel-size 4", "", Facts(world_size=4),
+         ("--linear-num-key-heads 2", "--tensor-model-parallel-size 4"),
+         ("--tensor-model-parallel-size 2", "--linear-num-key-heads 4 --linear-num-value-heads 8")),
     ],
     "linear_attention_reads_whole_samples": [
-        (f"{DELTANET} --context-parallel-size 2", ("gated_delta_net", "--context-parallel-size 2"), ("--sequence-parallel",)),
-        (f"{DELTANET} --reset-attention-mask",
+        (f"{DELTANET} --context-parallel-size 2", "", Facts(world_size=2),
+         ("gated_delta_net", "--context-parallel-size 2"), ("--sequence-parallel",)),
+        (f"{DELTANET} --reset-attention-mask", "", Facts(world_size=2),
          ("gated_delta_net", "--reset-attention-mask"), ("--reset-attention-mask",)),
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "named", "remedy"), [case for cases in CASES.values() for case in cases])
-def test_a_problem_names_flags_and_remedy(assert_refused, flags, named, remedy):
-    assert_refused(flags, named, remedy, facts=Facts(world_size=2))
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
 
 
 def test_every_rule_has_a_case():

@@ -1,0 +1,94 @@
+"""Adaptation: initial weights of a run from a checkpoint of a model that differs in what `--finetune` may change.
+
+output_layer [v, h], untied         <─ the embedding
+biases that the checkpoint lacks    <─ 0
+rows of new tokens                  <─ initial values, in rows that were padding
+layers of multi-token prediction    ─> left out, if the model has fewer
+all else                            <─ the same tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megatrain.checkpoint.manifest import StoredTensor
+from megatrain.checkpoint.reader import CheckpointSource, TensorReader
+from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
+from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.layout import BoxRange, ParamLayout, Piece
+
+_MTP = "mtp."
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """Changes of the model whose weights a run starts with."""
+
+    upcycling: Upcycling | None
+    """The checkpoint is of a dense model, and experts become copies of its MLP; None: it is not."""
+    unties_head: bool
+    adds_biases: bool
+    drops_mtp: bool
+    max_tokens: int
+    """Rows of the checkpoint's vocabulary, padding included: as many tokens may be used."""
+    seed: int
+    """Seed of initial values."""
+
+    def stored(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> Piece | None:
+        """Return the checkpoint's tensor with the values of a piece; None: there is none."""
+        dense = piece if self.upcycling is None else self.upcycling.stored(piece)
+        return None if dense is None else self.origin(dense, tensors)
+
+    def source(self, source: CheckpointSource) -> AdaptedSource | UpcycledSource:
+        """Return the source of the run's weights."""
+        adapted = AdaptedSource(source, self)
+        return adapted if self.upcycling is None else UpcycledSource(adapted, self.upcycling)
+
+    def origin(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> Piece | None:
+        """Return the checkpoint's tensor with the values of a piece that is not upcycled; None: its values are 0."""
+        name = EMBEDDING_NAME if self.unties_head and piece.name == OUTPUT_NAME else piece.name
+        found = tensors.get(name)
+        if found is None and self.adds_biases and name.endswith(".bias"):
+            return None
+        if found is not None and name in (EMBEDDING_NAME, OUTPUT_NAME):
+            rows = found.shape[0]
+            if rows < piece.shape[0] <= self.max_tokens:
+                return replace(piece, name=name, shape=(rows, *piece.shape[1:]))
+        return replace(piece, name=name)
+
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Return the names of the checkpoint's unused tensors that the model should have."""
+        return [name for name in names if not (self.drops_mtp and name.startswith(_MTP))]
+
+
+@dataclass(frozen=True)
+class AdaptedSource:
+    """A TensorSource: the weights of a checkpoint, adapted."""
+
+    source: CheckpointSource
+    adaptation: Adaptation
+
+    @property
+    def reader(self) -> TensorReader:
+        """The reader of the checkpoint."""
+        return self.source.reader
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
+        piece = self.adaptation.origin(box.piece, self.reader.manifest.tensors)
+        if piece is None:
+            out.zero_()
+            return
+        (first, stop), *others = box.box
+        known = min(max(piece.shape[0] - first, 0), stop - first)  # rows
+        if known:
+            rows = (first, first + known)
+            self.source.fill(out[:known], layout, BoxRange(piece, (rows, *others), 0))
+        if first + known < stop:
+            rows = (first + known, stop)
+            initial = InitialWeights(self.adaptation.seed)
+            initial.fill(out[known:], layout, BoxRange(box.piece, (rows, *others), 0))
