@@ -13,7 +13,8 @@ from typing import Final
 
 import torch
 
-from megatrain.checkpoint.background import available_bytes, host_bytes
+from megatrain.checkpoint.available_memory import available_bytes
+from megatrain.checkpoint.background import host_bytes
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.config import Plan
 from megatrain.config.environment import LaunchEnvironment
