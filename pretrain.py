@@ -45,9 +45,10 @@ def run(argv: Sequence[str]) -> int:
 def train(request: Request, phases: Phases) -> int:
     """Run the training on this rank."""
     from megatrain.training.launch.ranks import joined_ranks
+    from megatrain.training.planning.memory_check import check_memory
     from megatrain.training.trainer import Trainer
 
-    with joined_ranks(request, phases) as ranks:
+    with joined_ranks(request, phases, check_memory=check_memory) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
         return trainer.train()
