@@ -2,10 +2,13 @@
 
     mm(a [m, k], b [k, n])  ─>  mm(a[:, order], b[order])      equal but for rounding
 
-Runs in several orders show the rounding noise of a run on this processor: kernels and libraries differ in nothing else.
+Kernels, libraries and processors differ in nothing else, so runs in several orders show the rounding noise of a run. Where factors
+are rounded to TF32, the last bit of a sum decides 1 part in 2,000, and the noise differs between models and iterations by a factor
+of 100: `assert_within_noise` measures it instead of assuming it.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,3 +47,45 @@ class AnotherOrder(TorchDispatchMode):
         order = torch.randperm(left.shape[-1], generator=self.generator)
         permuted: list[Tensor] = [left[..., order], right[..., order, :]]
         return func(*args[:place], *permuted, *args[place + 2 :], **(kwargs or {}))
+
+
+SEEDS: Final = (0, 1, 2, 3)
+"""Of the orders in which a run is repeated."""
+TIMES: Final = 4
+"""Largest distance to a recording, in spreads of the runs, as in `megatrain parity` in fp32."""
+ROUNDINGS: Final = 2 * 2**-23
+"""Two roundings of fp32, in which a recording stores its numbers."""
+
+Numbers = Mapping[str, float]
+"""The numbers of an iteration by name."""
+
+
+def assert_within_noise(
+    found: Sequence[Numbers], in_orders: Sequence[Sequence[Numbers]], recorded: Sequence[Numbers]
+) -> None:
+    """Assert that a run has the recorded numbers of each iteration.
+
+    The bound of a number is `TIMES` the largest spread (maximum minus minimum over the runs in all orders) up to this iteration, because
+    noise stays in the weights, and `ROUNDINGS` of its size.
+    """
+    spread = dict.fromkeys(recorded[0], 0.0)
+    for number, expected in enumerate(recorded):
+        for name, value in expected.items():
+            values = [run[number][name] for run in in_orders]
+            spread[name] = max(spread[name], max(values) - min(values))
+            bound = TIMES * spread[name] + ROUNDINGS * abs(value)
+            distance = abs(found[number][name] - value)
+            assert distance <= bound, (
+                f"{name} of iteration {number + 1} of the recording: {found[number][name]!r} instead of {value!r},"
+                f" {distance / abs(value):.1e} off where {bound / abs(value):.1e} is allowed"
+            )
+
+
+def assert_near(
+    found: Tensor, in_orders: Sequence[Tensor], recorded: Tensor, *, absolute: float, name: str
+) -> None:
+    """Assert the same of the elements of a tensor; spread and rounding are those of its largest element."""
+    spread = max(float((other - found).abs().max()) for other in in_orders)
+    bound = TIMES * spread + ROUNDINGS * float(recorded.abs().max()) + absolute
+    distance = float((found - recorded).abs().max())
+    assert distance <= bound, f"{name}: {distance:.1e} off where {bound:.1e} is allowed"
