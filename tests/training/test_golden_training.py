@@ -48,13 +48,13 @@ BF16 = Bounds(2e-4, 5e-3)
 """Measured on an H200: up to 6e-5 and 1.7e-3; the same runs in fp32 there keep the bounds above."""
 
 FAULTS = [
-    ("gpt2", "--weight-decay 0.1001"),
-    ("llama", "--rotary-base 500100"),
+    ("gpt2", "--weight-decay 0.11"),
+    ("llama", "--lr 2.001e-3"),
     ("mtp", "--mtp-loss-scaling-factor 0.3001"),
     ("mixtral", "--moe-z-loss-coeff 1.01e-3"),
     ("qwen3moe", "--norm-epsilon 1.01e-5"),
-    ("dsv3", "--moe-router-topk-scaling-factor 2.5001"),
-    ("dsv3", "--adam-eps 1.1e-8"),
+    ("dsv3", "--moe-router-topk-scaling-factor 2.501"),
+    ("dsv3", "--adam-eps 2e-8"),
 ]
 """A case, and a value that differs a little from the recorded run's."""
 
@@ -130,7 +130,7 @@ def in_orders() -> Callable[[str, Path, Path], list[list[Numbers]]]:
         if case not in known:
             with routers_in_tf32():
                 known[case] = [[numbers(line) for line in train(case, recordings, folder)]]
-            for seed in SEEDS:
+            for seed in SEEDS[:2] if case == "mock" else SEEDS:  # its sequences are long
                 with routers_in_tf32(), AnotherOrder(seed) as order:
                     known[case].append([numbers(line) for line in train(case, recordings, folder)])
                 assert order.num_products > 100

@@ -29,9 +29,9 @@ _ON_HOST: Final = ("DefaultCPUAllocator: ", "std::bad_alloc", "Cannot allocate m
 """Of torch on CPUs, of C++, of the system and of numpy."""
 _SIZES: Final = (
     r"[Tt]ried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMGT]iB)",
-    r"Unable to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMGTP]iB)",
+    r"Unable to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMGTPE]iB)",
 )
-_UNITS: Final = {"bytes": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}}
+_UNITS: Final = {"bytes": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTPE", 1)}}
 _OF_HOST_FIX: Final = (
     "free memory on this host, or raise the limit (ulimit -v, the control group, the memory of the job)"
 )
