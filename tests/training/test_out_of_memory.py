@@ -49,7 +49,7 @@ def test_a_step_that_does_not_fit_ends_in_one_message() -> None:
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("error: out of memory during iteration 1: ") == 1
-    assert "GB asked for in host memory; held: 0." in ended.stderr
+    assert "GB asked for in host memory; held: " in ended.stderr
     assert "its limits (ulimit -v, ulimit -d) leave" in ended.stderr
     assert "the plan keeps" in ended.stderr
     assert "a smaller --micro-batch-size, --recompute-activations" in ended.stderr
@@ -72,8 +72,9 @@ def test_a_full_gpu_is_described() -> None:
     }
     with (
         mock.patch.multiple(
-        torch.cuda, **{name: mock.Mock(return_value=value) for name, value in memory.items()}
-    ), pytest.raises(OutOfMemoryError) as error,
+            torch.cuda, **{name: mock.Mock(return_value=value) for name, value in memory.items()}
+        ),
+        pytest.raises(OutOfMemoryError) as error,
         allocation_errors(plan_on("cuda"), lambda: "iteration 7", planned_bytes=6 * 10**10),
     ):
         raise torch.OutOfMemoryError(CUDA)

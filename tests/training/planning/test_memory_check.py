@@ -58,7 +58,7 @@ def test_a_rank_larger_than_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError) as error:
         check_memory(plan, LaunchEnvironment(), None)
     problem, fix = error.value.problems[0].text, error.value.problems[0].fix
-    assert "0.0000 GB of the 80.00 GB of its GPU are free" in problem
+    assert "0.0000 of the 80.00 GB of its GPU are free" in problem
     assert "--data-parallel-sharding-strategy optim_grads_params" in fix
     assert "--recompute" not in fix  # activations are not what is compared
     assert "--micro-batch-size" not in fix
