@@ -1,4 +1,4 @@
-"""Every path and link in README.md and docs/ is one of the repository's; what lies beside them (runs/, dist/) does not count."""
+"""Every path and link in README.md and docs/ is tracked by git; outputs in the checkout (runs/, dist/) do not count."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ControlGroup:
     limit: str = "memory.max"
     used: str = "memory.current"
     prefix: str = ""
-    """Of the keys in `memory.stat` that count the groups below too."""
+    """Prefix of the keys in `memory.stat` that count the groups below too."""
 
     def bytes_left(self) -> int | None:
         """Return the memory that the group can still allocate, with its page cache; None: it has no limit."""

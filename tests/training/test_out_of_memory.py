@@ -60,7 +60,7 @@ def plan_on(device: str) -> Plan:
     return resolve(parse(command_line({"--device": device})), facts)
 
 
-CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 1.66 GiB is free."
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB."
 
 
 def test_a_full_gpu_is_described() -> None:

@@ -24,9 +24,9 @@ _ON_GPU: Final = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Cuda failure 2",
 )
-"""Of torch's allocator, of the runtime (pinned memory too), of cuBLAS and of NCCL."""
+"""Messages of torch's allocator, of the runtime (pinned memory too), of cuBLAS and of NCCL."""
 _ON_HOST: Final = ("DefaultCPUAllocator: ", "std::bad_alloc", "Cannot allocate memory", "Unable to allocate ")
-"""Of torch on CPUs, of C++, of the system and of numpy."""
+"""Messages of torch on CPUs, of C++, of the system and of numpy."""
 _SIZES: Final = (
     r"[Tt]ried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMGT]iB)",
     r"Unable to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMGTPE]iB)",

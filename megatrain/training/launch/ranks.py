@@ -67,7 +67,7 @@ class Ranks:
     watch: RankWatch | None = None
     """Watch over the other ranks; None with a single rank, or if another program watches them."""
     planned_bytes: int | None = None
-    """What this rank keeps allocated for the whole run by its plan; None: not known."""
+    """Bytes that this rank keeps allocated for the whole run by its plan; None: not known."""
 
     @property
     def console(self) -> Console:

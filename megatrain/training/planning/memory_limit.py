@@ -26,7 +26,7 @@ class HostUse:
     reason: str
     """Source of `ranks_per_host`."""
     per_host: int
-    """Of its ranks: on CPUs all that a step needs; offloaded state; copies of --async-save."""
+    """Sum over its ranks: on CPUs all that a step needs; offloaded state; copies of --async-save."""
     available: int
     """Bytes that this host can still allocate."""
 
