@@ -41,10 +41,11 @@ def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     with phases.phase("importing PyTorch"):  # after parsing, so that --help answers at once
         from megatrain.training.launch.ranks import joined_ranks, report_errors
         from megatrain.training.planning.dry_run_output import print_dry_run
+        from megatrain.training.planning.memory_check import check_memory
         from megatrain.training.trainer import Trainer
 
     def train() -> int:
-        with joined_ranks(request, phases, signals) as ranks:
+        with joined_ranks(request, phases, signals=signals, check_memory=check_memory) as ranks:
             trainer = Trainer(ranks)
             trainer.resume()
             return trainer.train()

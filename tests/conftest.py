@@ -26,6 +26,21 @@ GROUPS = {
     "tests/test_docs_commands.py": "docs",
 }
 """Groups of tests that share slow set-up, such as a pool of ranks, by the beginning of their names."""
+LAUNCHERS = (
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "MEGATRAIN_SECRET",
+)
+"""Beginnings of the variables that start a run on several ranks."""
+
+for variable in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+    del os.environ[variable]  # as in a job of Slurm: tests and the processes that they start set their own
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,10 @@
-"""Every path and link in README.md and docs/ exists."""
+"""Every path and link in README.md and docs/ is tracked by git; outputs in the checkout (runs/, dist/) do not count."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,19 +13,27 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def tracked_paths() -> frozenset[Path]:
+    """Return the files that git tracks, and their folders."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+    return frozenset({path for file in files for path in (file, *file.parents)})
+
+
+TRACKED = tracked_paths()
+TOPS = {path.name for path in TRACKED if path.parent in {ROOT, ROOT / "megatrain"} and path.is_dir()}
+
+
 def missing_paths(page: Path) -> list[str]:
-    """Return the paths to source files in backticks, and the linked files, that do not exist."""
+    """Return the paths to source files in backticks, and the linked files, that are not in the repository."""
     text = page.read_text(encoding="utf-8")
     paths = re.findall(r"`((?:[\w-]+/)+[\w-]*(?:\.(?:py|sh|yaml|md))?)`", text)
     candidates = [path for path in paths if path.split("/")[0] in TOPS]
     missing = [
-        path for path in candidates if not any((base / path).exists() for base in (ROOT, ROOT / "megatrain"))
+        path for path in candidates if not any(base / path in TRACKED for base in (ROOT, ROOT / "megatrain"))
     ]
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-    return missing + [link for link in links if not (page.parent / link).exists()]
-
-
-TOPS = {path.name for base in (ROOT, ROOT / "megatrain") for path in base.iterdir() if path.is_dir()}
+    return missing + [link for link in links if Path(os.path.normpath(page.parent / link)) not in TRACKED]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,3 +55,9 @@ def test_a_missing_path_is_found(tmp_path: Path) -> None:
         "see `parallel/nothing.py`, `parallel/grid.py`, `docs/` and [there](nowhere.md)", encoding="utf-8"
     )
     assert missing_paths(page) == ["parallel/nothing.py", "nowhere.md"]
+
+
+def test_outputs_of_runs_are_no_paths_of_the_repository() -> None:
+    """`runs/corpus_text_document` on a page names a file of the reader, also once the quickstart has made the folder."""
+    assert {"docs", "parallel", "tests"} <= TOPS
+    assert TOPS.isdisjoint({"runs", "dist", "__pycache__"})

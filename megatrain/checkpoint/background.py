@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatrain.checkpoint.available_memory import available_bytes
 from megatrain.checkpoint.chunks import PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.save import Save, file_report
@@ -176,40 +177,6 @@ class BackgroundWriter:
 def host_bytes(plan: Sequence[PlannedChunk]) -> int:
     """Return the host memory for a copy of these chunks."""
     return sum(_aligned(chunk.num_bytes) for chunk in plan)
-
-
-def available_bytes() -> int:
-    """Return the host memory that can still be allocated: of the machine, or of this control group or one above it if that is less."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min([found, *(left for group in _control_groups() if (left := _bytes_left(group)) is not None)])
-
-
-def _control_groups(
-    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[Path]:
-    """Yield the control group (version 2) of this process and those above it; a job of Slurm has a limit in one of these."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:  # no control groups
-        return
-    for line in lines:
-        if line.startswith("0::"):
-            group = root / line[3:].strip("/")
-            yield from (group, *(above for above in group.parents if above.is_relative_to(root)))
-
-
-def _bytes_left(group: Path) -> int | None:
-    """Return the memory that a control group can still allocate; None: it has no limit."""
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        statistics = dict(
-            line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
-        )
-    except OSError:  # the root, or without a controller of memory
-        return None
-    return None if limit == "max" else int(limit) - used + int(statistics.get("inactive_file", 0))
 
 
 def _check_memory(answers: Sequence[tuple[str, int, int]]) -> None:

@@ -83,7 +83,8 @@ class ShardedOptimizer:
         on_device, offloaded = weights[: self.num_on_device], weights[self.num_on_device :]
         assert muon is None or not offloaded, "a rule refuses it"
         self.master_weights = [
-            w if w.dtype == master_dtype else torch.zeros_like(w, dtype=master_dtype) for w in on_device
+            w if w.dtype == master_dtype else torch.zeros(w.shape, dtype=master_dtype, device=w.device)
+            for w in on_device
         ]
         self.master_weights += [zeros_on_host(w.numel(), master_dtype, self.device) for w in offloaded]
         self.host_updates = (
@@ -222,7 +223,7 @@ class ShardedOptimizer:
         master = self.master_weights[number][self._region(kind, number)]
         if number >= self.num_on_device:
             return zeros_on_host(master.numel(), dtype, self.device)
-        return torch.zeros_like(master, dtype=dtype)
+        return torch.zeros(master.shape, dtype=dtype, device=master.device)
 
     def _region(self, kind: str, number: int) -> slice:
         """Return the elements of a shard that have a kind of state."""

@@ -71,7 +71,11 @@ class BucketMemory:
         """Add a bucket, zeroed and allocated. Call `free` once its views exist."""
         full = torch.zeros(size, dtype=self.dtype, device=self.device)
         self.full.append(full)
-        self.shards.append(full[shard] if is_kept_full else torch.zeros_like(full[shard]))
+        self.shards.append(
+            full[shard]
+            if is_kept_full
+            else torch.zeros(full[shard].shape, dtype=full.dtype, device=full.device)
+        )
         self.is_kept_full.append(is_kept_full)
         self.is_allocated.append(True)
 

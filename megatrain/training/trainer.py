@@ -33,6 +33,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
 from megatrain.training.faults.bad_steps import MOST_REWINDS, NotFiniteError, RewindError
 from megatrain.training.faults.flight_recorder import FOLDER, write_collectives
+from megatrain.training.faults.out_of_memory import allocation_errors
 from megatrain.training.faults.reruns import RejectedResultError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
@@ -102,7 +103,12 @@ class Trainer:
             self.ranks.watch.on_peer_failure = self.status.record_peer_failure
             self.ranks.watch.on_late_ranks = self._write_collectives
         try:
-            exit_code, reason, log = self._train_with_rewinds()
+            with allocation_errors(
+                self.plan,
+                lambda: f"iteration {self.progress.iteration + 1}",
+                planned_bytes=self.ranks.planned_bytes,
+            ):
+                exit_code, reason, log = self._train_with_rewinds()
             self._require_logs(log)
             if self.saves.failure is not None:
                 exit_code, reason = FAILED, f"{reason}; the last save failed: {self.saves.failure}"

@@ -277,23 +277,3 @@ def test_a_file_that_the_disk_changes_is_found_when_it_is_read_again(tmp_path: P
     with pytest.raises(CheckpointError, match=r"differs from what was written .*--verify-saves"):
         save(tmp_path, one_rank(), 10, disk=LyingDisk(), verifies=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_least_memory_of_all_control_groups_counts(tmp_path: Path) -> None:
-    """A job of Slurm has its limit above the group of the process."""
-    step = tmp_path / "groups" / "job_1" / "step_0"
-    step.mkdir(parents=True)
-    (tmp_path / "own").write_text("1:name=other:/x\n0::/job_1/step_0\n")
-    found = list(background._control_groups(tmp_path / "own", tmp_path / "groups"))
-    assert found == [step, step.parent, step.parent.parent]
-    assert list(background._control_groups(tmp_path / "none", tmp_path)) == []
-    assert background._bytes_left(step) is None
-    for name, text in {
-        "memory.max": "4000\n",
-        "memory.current": "3000\n",
-        "memory.stat": "inactive_file 500\n",
-    }.items():
-        (step.parent / name).write_text(text)
-    assert background._bytes_left(step.parent) == 1500
-    (step.parent / "memory.max").write_text("max\n")
-    assert background._bytes_left(step.parent) is None

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatrain.checkpoint.background import available_bytes
+from megatrain.checkpoint.available_memory import available_bytes
 from megatrain.checkpoint.find import Candidate, is_of_megatron, list_candidates
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment

@@ -55,21 +55,21 @@ def agreed_plan(
             error.is_reported = True
         if store is not None:
             store.set("start", "no")
-            _exit_after_others(environment, store)
+            exit_after_others(environment, store)
         raise
     if store is not None:
         if store.add("ready", 1) == environment.world_size:
             store.set("start", "yes")
         if store.get("start") != b"yes":
             elsewhere = _reported_elsewhere(2)
-            _exit_after_others(environment, store)
+            exit_after_others(environment, store)
             if environment.rank == 0:
-                _write_failure(request, elsewhere)
+                write_failure(request, elsewhere)
             raise elsewhere
     return agreed
 
 
-def _exit_after_others(environment: LaunchEnvironment, store: dist.Store) -> None:
+def exit_after_others(environment: LaunchEnvironment, store: dist.Store) -> None:
     """Keep rank 0 alive until the others have read the outcome: the store may be in its process."""
     num_exited, deadline = store.add("exited", 1), time.monotonic() + _SECONDS_TO_EXIT
     while environment.rank == 0 and num_exited < environment.world_size and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def _compare_with_rank_0(request: Request, environment: LaunchEnvironment, store
     if error is None and store.check(["differ"]):
         error = _reported_elsewhere(2)
         if environment.rank == 0:
-            _write_failure(request, error)
+            write_failure(request, error)
     if error is not None:
         raise error
 
@@ -167,7 +167,7 @@ def _plan_of_rank_0(
         print_error(error)  # before another rank exits: the launcher then kills this one
         error.is_reported = True
         answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
-        _write_failure(request, error)
+        write_failure(request, error)
         raise
     finally:
         if store is not None:
@@ -222,7 +222,7 @@ def _reported_elsewhere(exit_code: int) -> MegatrainError:
     return error
 
 
-def _write_failure(request: Request, error: MegatrainError) -> None:
+def write_failure(request: Request, error: MegatrainError) -> None:
     """Record in `status.json` that the run did not start, if the folder of --save exists and no other run uses it."""
     save = request.known("checkpoint.save")
     with contextlib.suppress(OSError):  # `error` is printed, and may be about this folder

@@ -37,7 +37,8 @@ from megatrain.parallel.process_groups import collective_calls, destroy_groups, 
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
-from megatrain.training.launch.agreement import agreed_plan, print_error
+from megatrain.training.faults.out_of_memory import allocation_errors, is_out_of_memory, without_plan
+from megatrain.training.launch.agreement import agreed_plan, exit_after_others, print_error, write_failure
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.failure import exit_code_of
@@ -68,6 +69,8 @@ class Ranks:
     """Watch over the other ranks; None with a single rank, or if another program watches them."""
     signals: Signals | None = None
     """Stop signals of this process; None: another program handles them."""
+    planned_bytes: int | None = None
+    """Bytes that this rank keeps allocated for the whole run by its plan; None: not known."""
 
     @property
     def console(self) -> Console:
@@ -99,6 +102,8 @@ def report_errors(run: Callable[[], int]) -> int:
         exit_code = exit_code_of(error)
         if isinstance(error, KeyboardInterrupt):
             print("interrupted", file=sys.stderr)
+        elif is_out_of_memory(error):
+            print_error(without_plan(error))
         else:  # any other error: traceback, and an exit code for the launcher
             _print_traceback()
     if (is_failed and dist.is_initialized()) or is_wandb_hanging():
@@ -127,15 +132,24 @@ def _raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+PlannedBytes = Callable[[Plan, LaunchEnvironment, dist.Store | None], int]
+"""Returns what this rank keeps allocated; raises a ConfigError on all ranks if it has not as much memory."""
+
+
 @contextmanager
 def joined_ranks(
-    request: Request, phases: Phases | None = None, signals: Signals | None = None
+    request: Request,
+    phases: Phases | None = None,
+    *,
+    signals: Signals | None = None,
+    check_memory: PlannedBytes | None = None,
 ) -> Iterator[Ranks]:
     """Resolve the plan and create the process groups; `report_errors` destroys them.
 
     Args:
         phases: continues an earlier timer.
         signals: stop signals of this process, which this rank reports to the others until it trains.
+        check_memory: compares the plan with the memory of this rank's device and host.
 
     Raises:
         MegatrainError: on every rank, before the first collective, if one rank finds a problem.
@@ -154,6 +168,9 @@ def joined_ranks(
     try:
         with phases.phase("reading inputs and planning"):
             facts, plan = agreed_plan(request, environment, store, locks)
+            planned = (
+                None if check_memory is None else _checked(check_memory, request, plan, environment, store)
+            )
     except BaseException as error:
         if watch is not None and isinstance(error, MegatrainError):
             watch.leave()  # raised on all ranks, which exit on their own
@@ -162,22 +179,24 @@ def joined_ranks(
         locks.release()
         raise
     try:
-        with phases.phase("joining process groups"):
-            device, grid = _join_groups(plan, environment, store, phases.console)
-        if watch is not None:
-            watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
-            watch.heartbeat.collective_calls = lambda: collective_calls(grid)
-        yield Ranks(
-            request=request,
-            plan=plan,
-            facts=facts,
-            grid=grid,
-            device=device,
-            local_rank=environment.local_rank,
-            phases=phases,
-            watch=watch,
-            signals=signals,
-        )
+        with allocation_errors(plan, lambda: phases.current, planned_bytes=planned):
+            with phases.phase("joining process groups"):
+                device, grid = _join_groups(plan, environment, store, phases.console)
+            if watch is not None:
+                watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
+                watch.heartbeat.collective_calls = lambda: collective_calls(grid)
+            yield Ranks(
+                request=request,
+                plan=plan,
+                facts=facts,
+                grid=grid,
+                device=device,
+                local_rank=environment.local_rank,
+                phases=phases,
+                watch=watch,
+                signals=signals,
+                planned_bytes=planned,
+            )
         if store is not None:
             dist.barrier()  # a rank that exits early can abort the others
     except BaseException as error:
@@ -198,6 +217,23 @@ def _stop_by_signal(locks: SaveLocks, watch: RankWatch | None, exit_code: int, r
         error = MegatrainError(reason, fix="run the same command again")
         error.exit_code = exit_code
         watch.fail(error)
+
+
+def _checked(
+    check_memory: PlannedBytes,
+    request: Request,
+    plan: Plan,
+    environment: LaunchEnvironment,
+    store: dist.Store | None,
+) -> int:
+    try:
+        return check_memory(plan, environment, store)
+    except ConfigError as error:
+        if store is not None:
+            exit_after_others(environment, store)
+        if environment.rank == 0:
+            write_failure(request, error)
+        raise
 
 
 def _join_groups(

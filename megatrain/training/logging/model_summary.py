@@ -17,7 +17,7 @@ from megatrain.training.planning.model_tree import active_parameters, expert_ele
 
 def model_summary(engine: Engine) -> str:
     """Return the lines about the model and this rank. All ranks call it, because parameters are summed over ranks."""
-    held = resident_memory(engine)
+    held = resident_memory(engine.optimizer)
     has_master = held.master_weights or held.on_host
     parts = [
         f"weights {_size(held.weights)}",

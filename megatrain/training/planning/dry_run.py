@@ -23,8 +23,8 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
-from megatrain.training.planning.host_memory import HostMemory, host_memory
-from megatrain.training.planning.memory_limit import memory_warning
+from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
+from megatrain.training.planning.memory_limit import HostUse, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
 
@@ -110,6 +110,8 @@ class DryRun:
     pipeline: Pipeline
     host_memory: HostMemory | None
     """Host memory of --async-save; None: the run does not save in the background."""
+    host_use: HostUse | None
+    """All host memory; None: everything lies on GPUs."""
 
 
 def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
@@ -130,6 +132,8 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
     device_bytes = _device_memory(plan)
     data = tuple(dataset_uses(plan, facts))
+    copies = host_memory(plan, engines, environment)
+    on_host = host_use(plan, memory, copies, environment)
     return DryRun(
         plan=plan,
         model=model_tree(
@@ -138,12 +142,13 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         flops=_flops(plan),
         memory=tuple(memory),
         device_memory_bytes=device_bytes,
-        memory_warning=memory_warning(plan, max(stage.total for stage in memory), device_bytes),
+        memory_warning=memory_warning(plan, max(stage.total for stage in memory), device_bytes, on_host),
         ranks=_rank_layout(plan, reason),
         data=data,
         timeline=timeline_of(plan, facts, data),
         pipeline=pipeline,
-        host_memory=host_memory(plan, engines, environment),
+        host_memory=copies,
+        host_use=on_host,
     )
 
 

@@ -14,7 +14,7 @@ from megatrain.config.environment import read_environment
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
 from megatrain.training.planning.host_memory import HostMemory
-from megatrain.training.planning.memory_limit import comparison
+from megatrain.training.planning.memory_limit import comparison, gigabytes
 from megatrain.training.planning.memory_plan import StageMemory
 from megatrain.training.planning.model_tree import StageTree
 
@@ -143,8 +143,12 @@ def _memory(found: DryRun) -> Iterator[str]:
         yield "  every expert is assumed to get the same number of tokens"
     if any(stage.held.on_host for stage in found.memory):
         most = max(stage.held.on_host for stage in found.memory)
-        yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of host memory per rank, not in the table"
+        yield f"  --optimizer-cpu-offload: up to {gigabytes(most)} GB of host memory per rank, not in the table"
     yield from _host_memory(found.host_memory)
+    if found.host_use is not None and (
+        found.plan.config.training.device == "cpu" or any(stage.held.on_host for stage in found.memory)
+    ):
+        yield f"  host memory: {found.host_use}"
     largest = max(stage.total for stage in found.memory)
     compared = comparison(found.plan, largest, found.device_memory_bytes)
     if compared is not None:
@@ -155,10 +159,10 @@ def _host_memory(memory: HostMemory | None) -> Iterator[str]:
     if memory is None:
         return
     yield (
-        f"  --async-save: {_gigabytes(max(memory.per_rank))} GB of host memory per rank, for a copy of its {', '.join(memory.kinds)};"
-        f" {_gigabytes(memory.per_host)} GB on a host of {memory.ranks_per_host} rank{'s' * (memory.ranks_per_host > 1)} ({memory.reason})"
+        f"  --async-save: {gigabytes(max(memory.per_rank))} GB of host memory per rank, for a copy of its {', '.join(memory.kinds)};"
+        f" {gigabytes(memory.per_host)} GB on a host of {memory.ranks_per_host} rank{'s' * (memory.ranks_per_host > 1)} ({memory.reason})"
     )
-    available = f"the {_gigabytes(memory.available)} GB that this host has available"
+    available = f"the {gigabytes(memory.available)} GB that this host has available"
     if memory.per_host > memory.available:
         yield f"    more than {available}: the run would not start here"
     else:
@@ -187,7 +191,7 @@ def _memory_rows(memory: Sequence[StageMemory]) -> Iterator[tuple[str, ...]]:
             stage.other,
             stage.total,
         )
-        yield (_stages(stages), *(_gigabytes(number) for number in numbers), stage.peak_at)
+        yield (_stages(stages), *(gigabytes(number) for number in numbers), stage.peak_at)
 
 
 def _ranks(found: DryRun) -> Iterator[str]:
@@ -329,7 +333,3 @@ def _stages(stages: Sequence[int]) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f}" if num_bytes >= 1e8 or not num_bytes else f"{num_bytes / 1e9:.4f}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.optim.offload import zeros_on_host
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
@@ -31,7 +32,13 @@ from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import Slots
-from megatrain.training.build import build_schedules
+from megatrain.training.build import (
+    build_buffers,
+    build_data_parallel,
+    build_model_from_plan,
+    build_optimizer,
+    build_schedules,
+)
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (
     Peak,
@@ -86,17 +93,24 @@ class StageMemory:
         return self.held.total + self.activations + self.temporaries + self.communication + self.other
 
 
-def resident_memory(engine: Engine) -> ResidentMemory:
-    """Return the bytes that an engine, possibly on the meta device, keeps allocated."""
+def resident_memory(optimizer: ShardedOptimizer) -> ResidentMemory:
+    """Return the bytes that an engine with this optimizer, possibly on the meta device, keeps allocated."""
     sizes = {
-        name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _resident_tensors(engine).items()
+        name: sum(tensor.nbytes for tensor in tensors)
+        for name, tensors in _resident_tensors(optimizer).items()
     }
     return ResidentMemory(**sizes)
 
 
-def _resident_tensors(engine: Engine) -> dict[str, list[Tensor]]:
-    optimizer, buffers = engine.optimizer, engine.buffers
-    first = optimizer.num_on_device
+def planned_resident_memory(plan: Plan, grid: RankGrid) -> ResidentMemory:
+    """Return what the rank of `grid` will keep allocated. Only weights, gradients and optimizer are built, on the meta device."""
+    device = torch.device("meta")
+    buffers = build_buffers(plan, build_model_from_plan(plan, grid, device), grid, device)
+    return resident_memory(build_optimizer(plan, build_data_parallel(plan, buffers, grid), grid))
+
+
+def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
+    buffers, first = optimizer.buffers, optimizer.num_on_device
     has_master = optimizer.master_weights[0].dtype != buffers.weights.dtype
     on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
@@ -121,7 +135,7 @@ class RecordedStep:
     def memory(self) -> StageMemory:
         """Return the memory by class."""
         return StageMemory(
-            held=resident_memory(self.engine),
+            held=resident_memory(self.engine.optimizer),
             peak_at=_description(self.engine, self.peak.activity, self.peak.creator),
             **self.by_class,
         )
@@ -194,7 +208,7 @@ def record_step(
         by_class[memory_class] += storage.num_bytes
     by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
     by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
-    by_class["other"] -= resident_memory(engine).total
+    by_class["other"] -= resident_memory(engine.optimizer).total
     by_class["temporaries"] += ledger.peak.workspace
     return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak)
 

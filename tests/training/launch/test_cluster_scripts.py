@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 from run_helpers import ROOT, command_line
-from test_launchers import own_environment
 
 SLURM = sorted((ROOT / "scripts" / "slurm").glob("*.sh"))
 KUBERNETES = ROOT / "scripts" / "kubernetes" / "job.yaml"
@@ -44,7 +43,7 @@ def run_script(
         (folder / "runs.txt").write_text("--seed 1\n--seed 2\n")
         words = [str(folder / "runs.txt"), *words]
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = own_environment() | JOB | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
+    environment = os.environ | JOB | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
     return subprocess.run(
         ["bash", str(script), *words], check=False, cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -29,7 +29,7 @@ from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text, to_dict
 from megatrain.training.planning.memory_limit import comparison, memory_warning
-from megatrain.training.planning.memory_plan import resident_memory
+from megatrain.training.planning.memory_plan import planned_resident_memory, resident_memory
 from megatrain.training.planning.meta_step import MetaOperations
 
 LARGE = {
@@ -100,7 +100,7 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
         "plan", "model", "flops", "memory", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline",
-        "host_memory",
+        "host_memory", "host_use",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
         "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"
@@ -117,7 +117,8 @@ def test_a_stage_holds_the_memory_of_its_engine(tied: str | None) -> None:
     for rank in range(4):
         grid = build_grid(GridShape(dp=2, pp=2), rank)
         engine = Engine(found.plan, grid, torch.device("cpu"))
-        assert resident_memory(engine) == found.memory[grid.pp.rank].held
+        assert resident_memory(engine.optimizer) == found.memory[grid.pp.rank].held
+        assert planned_resident_memory(found.plan, grid) == found.memory[grid.pp.rank].held
     assert found.memory[0].held.master_weights > 0
 
 
