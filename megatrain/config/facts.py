@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.errors import Problem
+from megatrain.config.model_spec.layer import LayerSizes
 
 
 @dataclass(frozen=True, kw_only=True)

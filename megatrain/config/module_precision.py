@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import yaml
 
-from megatrain.config.derive.layer_sizes import LayerSizes, LayerTable
+from megatrain.config.model_spec.layer import LayerTable
 from megatrain.config.plain_yaml import load_yaml
 
 RECIPES: Final = ("tensorwise", "blockwise", "mxfp8")
@@ -56,7 +56,7 @@ class Matcher(NamedTuple):
     """It applies to the other ones."""
 
 
-class Linear(NamedTuple):
+class NamedLinear(NamedTuple):
     """A linear layer."""
 
     path: str
@@ -72,7 +72,7 @@ class ModuleRecipes:
 
     by_path: Mapping[str, Recipe | None]
     """By path; None: the dtype of the weights."""
-    linears: tuple[Linear, ...]
+    linears: tuple[NamedLinear, ...]
     deciding: Mapping[str, int] = field(default_factory=dict)
     """Linear layers that each enabled matcher decides."""
     unmatched: tuple[Matcher, ...] = ()
@@ -124,51 +124,17 @@ def recipes_of_modules(
     return ModuleRecipes(by_path, linears, deciding, tuple(unmatched))
 
 
-def linear_layers(table: LayerTable) -> Iterator[Linear]:
+def linear_layers(table: LayerTable) -> Iterator[NamedLinear]:
     """Yield the linear layers that FP8 may cover. Products that are one here have several paths and one weight."""
     for number, layer in enumerate((*table.layers, *table.mtp_layers)):
         depth = number - len(table.layers)
         ours = f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
         theirs = ours if depth < 0 else f"{ours}.mtp_model_layer"
-        for path, weight in (_mixer(layer) | _mlp(layer)).items():
-            yield Linear(f"{theirs}.{path}", number, f"{ours}.{weight}.weight")
+        for one in layer.linears(hidden_size=0):
+            for module in one.modules:
+                yield NamedLinear(f"{theirs}.{module}", number, f"{ours}.{one.recipe or one.weight}.weight")
         if depth >= 0:
-            yield Linear(f"{ours}.eh_proj", number, f"{ours}.projection.weight")
-
-
-def _mixer(layer: LayerSizes) -> dict[str, str]:
-    latent = layer.latent
-    if layer.linear is not None:
-        names = {"in_proj": "linear_attention.q", "out_proj": "linear_attention.proj"}
-    elif not layer.num_heads:
-        names = {}
-    elif latent is None:
-        names = {"linear_qkv": "attention.q", "linear_proj": "attention.proj"}
-    else:
-        queries = {"linear_q_down_proj": "attention.q_down", "linear_q_up_proj": "attention.q_up"}
-        names = {
-            **({"linear_q_proj": "attention.q"} if latent.query_rank is None else queries),
-            "linear_kv_down_proj": "attention.kv_down" if latent.query_rank is None else "attention.q_down",
-            "linear_kv_up_proj": "attention.kv_up",
-            "linear_proj": "attention.proj",
-        }
-    return {f"self_attention.{theirs}": ours for theirs, ours in names.items()}
-
-
-def _mlp(layer: LayerSizes) -> dict[str, str]:
-    first, experts = "gate" if layer.is_gated else "up", layer.experts
-    if experts is None:
-        names = {"linear_fc1": first, "linear_fc2": "down"} if layer.ffn_hidden_size else {}
-    else:
-        names = {"experts.linear_fc1": "experts.down", "experts.linear_fc2": "experts.down"}
-        if experts.shared_ffn_hidden_size:
-            names |= {
-                "shared_experts.linear_fc1": f"shared.{first}",
-                "shared_experts.linear_fc2": "shared.down",
-            }
-        if experts.latent_size:
-            names |= {"fc1_latent_proj": "latent_down", "fc2_latent_proj": "latent_up"}
-    return {f"mlp.{theirs}": f"mlp.{ours}" for theirs, ours in names.items()}
+            yield NamedLinear(f"{ours}.eh_proj", number, f"{ours}.projection.weight")
 
 
 class _Loader(yaml.SafeLoader):

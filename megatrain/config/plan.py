@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatrain.config.derive.layer_sizes import LayerTable
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import DataPhase, Facts
+from megatrain.config.model_spec.layer import LayerTable
 from megatrain.config.module_precision import ModuleRecipes
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection

@@ -24,8 +24,9 @@ from typing import Any, Final
 import torch
 
 from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
-from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.schema.model import ModelConfig
 from megatrain.kernels.activations import ActivationFunction
 from megatrain.model.specs import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatrain.config.derive.layer_sizes import LinearSizes
+from megatrain.config.model_spec.delta_rule import LinearSizes
 from megatrain.kernels.activations import ActivationFunction
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule

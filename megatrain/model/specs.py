@@ -14,9 +14,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerSizes, LinearSizes, layer_table
+from megatrain.config.derive.layer_sizes import layer_table
 from megatrain.config.derive.model import activation_of, attention_scale, matrix_init_std
 from megatrain.config.derive.patterns import parse_layer_pattern, parse_window
+from megatrain.config.model_spec.delta_rule import LinearSizes
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.latent_attention import LatentSizes
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.plan import Activation
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig

@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from megatrain.config import Facts, StoredRun
-from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerSizes, LayerTable
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.latent_attention import LatentSizes
+from megatrain.config.model_spec.layer import LayerSizes, LayerTable
 from megatrain.config.module_precision import (
     PrecisionFileError,
     Recipe,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.model_spec.layer import LayerSizes
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
 _PLAIN_GPT_LAYERS: Final = (

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.module_precision import Recipe, digest_of, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
 
@@ -162,11 +162,7 @@ def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[Pro
     for number in draft.derived.fp8_layers:
         table = draft.derived.layer_table
         layer = (*table.layers, *table.mtp_layers)[number]
-        yield from _sizes_of(layer, tp)
-        if layer.experts is not None:
-            width = layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size
-            flags = "--moe-ffn-hidden-size, --expert-tensor-parallel-size"
-            yield ProductSize("channels of a routed expert", flags, width)
+        yield from _sizes_of(layer, model.hidden_size, tp, draft.derived.expert_tensor_parallel_size)
 
 
 def split_sizes(draft: Draft) -> Iterator[ProductSize]:
@@ -181,47 +177,21 @@ def split_sizes(draft: Draft) -> Iterator[ProductSize]:
     for number in draft.derived.fp8_layers if tp > 1 else ():
         table = draft.derived.layer_table
         layer = (*table.layers, *table.mtp_layers)[number]
-        if layer.num_heads and layer.linear is None and layer.latent is None:
-            keys = max(1, layer.num_query_groups / tp) * layer.value_channels
-            yield ProductSize("channels of keys", "--num-query-groups, --kv-channels", keys)
-        yield from _sizes_of(layer, tp)
+        for one in layer.linears(draft.config.model.hidden_size):
+            if one.split == "inputs" and not one.num_experts:
+                yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(tp))
+            elif one.split == "outputs" and not one.num_experts:
+                for piece in one.pieces:
+                    what = piece.what or one.writes
+                    yield ProductSize(f"channels of {what}", one.flags, piece.local_size(tp))
 
 
-def _sizes_of(layer: LayerSizes, tp: int) -> Iterator[ProductSize]:
-    heads = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-model-parallel-size"
-    width = "--tensor-model-parallel-size and the width of the MLP"
-    if layer.linear is not None:
-        sizes = layer.linear
-        outputs = 2 * (sizes.key_channels + sizes.value_channels + sizes.num_value_heads)
-        yield ProductSize(
-            "outputs of linear attention's projection", "--linear-num-value-heads", outputs / tp
-        )
-        yield ProductSize(
-            "channels of linear attention", "--linear-value-head-dim", sizes.value_channels / tp
-        )
-    elif layer.latent is not None:
-        latent = layer.latent
-        up = latent.plain_channels + latent.value_channels
-        for what, size in (
-            ("latents", (latent.query_rank or 0) + latent.kv_rank + latent.rotary_channels),
-            ("the latent of queries", latent.query_rank or 0),
-            ("the latent of keys and values", latent.kv_rank),
-            ("queries", layer.num_heads * latent.head_channels / tp),
-            ("keys and values", layer.num_heads * up / tp),
-            ("the heads", layer.num_heads * latent.value_channels / tp),
-        ):
-            yield ProductSize(f"channels of {what}", f"--q-lora-rank, --kv-lora-rank, {heads}", size)
-    elif layer.num_heads:
-        channels = layer.num_heads * layer.value_channels / tp
-        groups = max(1, layer.num_query_groups / tp) * layer.value_channels
-        yield ProductSize("channels of the heads", heads, channels)
-        yield ProductSize("channels of queries, keys and values", heads, channels + 2 * groups)
-    yield ProductSize("channels of an MLP", f"--ffn-hidden-size, {width}", layer.ffn_hidden_size / tp)
-    if layer.experts is not None:
-        experts = layer.experts
-        yield ProductSize(
-            "channels of the shared expert",
-            f"--moe-shared-expert-intermediate-size, {width}",
-            experts.shared_ffn_hidden_size / tp,
-        )
-        yield ProductSize("channels of experts", "--moe-latent-size", experts.latent_size)
+def _sizes_of(layer: LayerSizes, hidden_size: int, tp: int, etp: int) -> Iterator[ProductSize]:
+    """Yield the sizes of inputs and outputs of a layer's GEMMs on one rank; the width of an MLP once, as it is read."""
+    linears = layer.linears(hidden_size)
+    are_read = {one.reads for one in linears}
+    for one in linears:
+        ranks = etp if one.num_experts else tp
+        yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(ranks))
+        if one.writes not in are_read:
+            yield ProductSize(f"channels of {one.writes}", one.flags, one.local_outputs(ranks))

@@ -12,176 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern, parse_layer_pattern
+from megatrain.config.model_spec.delta_rule import LinearSizes
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.latent_attention import LatentSizes
+from megatrain.config.model_spec.layer import LayerSizes, LayerTable
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Sizes of the experts of a layer."""
-
-    num_experts: int
-    top_k: int
-    """Experts per token."""
-    ffn_hidden_size: int
-    """Width of each expert."""
-    shared_ffn_hidden_size: int
-    """Width of the shared expert; 0: none."""
-    latent_size: int = 0
-    """Width of the inputs and outputs of routed experts; 0: the hidden size."""
-
-    @property
-    def active_width(self) -> int:
-        """Total MLP width that a token uses."""
-        return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
-
-    def active_weights(self, hidden_size: int, num_matrices: int) -> int:
-        """Return the weights of experts and latent projections that process a token; an expert has `num_matrices`."""
-        routed = self.top_k * self.ffn_hidden_size * (self.latent_size or hidden_size)
-        shared = self.shared_ffn_hidden_size * hidden_size
-        return num_matrices * (routed + shared) + 2 * hidden_size * self.latent_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentSizes:
-    """Sizes of multi-latent attention (MLA). Channels are those of a head."""
-
-    query_rank: int | None
-    """Channels of the latent of queries; None: queries are projected from the hidden states."""
-    kv_rank: int
-    """Channels of the latent of keys and values."""
-    plain_channels: int
-    """Channels of queries and keys without RoPE."""
-    rotary_channels: int
-    """Channels of queries and keys with RoPE; all heads of keys share them."""
-    value_channels: int
-
-    @property
-    def head_channels(self) -> int:
-        """Channels of a head of queries and keys."""
-        return self.plain_channels + self.rotary_channels
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearSizes:
-    """Sizes of linear attention."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_channels: int
-    value_head_channels: int
-    convolution_taps: int
-
-    @property
-    def key_channels(self) -> int:
-        """Channels of all heads of keys, and of queries."""
-        return self.num_key_heads * self.key_head_channels
-
-    @property
-    def value_channels(self) -> int:
-        """Channels of all heads of values."""
-        return self.num_value_heads * self.value_head_channels
-
-    def active_weights(self, hidden_size: int) -> int:
-        """Return the multiplications per token: projections, convolution, and four products with the state of each head."""
-        k, v, heads = self.key_channels, self.value_channels, self.num_value_heads
-        projections = hidden_size * (2 * k + 2 * v + 2 * heads + v)
-        return projections + self.convolution_taps * (2 * k + v) + 4 * v * self.value_head_channels
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """Sizes of a layer. 0 heads: no attention, or a linear one; a width of 0 and no experts: no MLP."""
-
-    num_heads: int = 0
-    num_query_groups: int = 0
-    head_channels: int = 0
-    """Channels of a head of queries and keys."""
-    latent: LatentSizes | None = None
-    """Multi-latent attention; None: one projection to queries, keys and values."""
-    has_output_gate: bool = False
-    """A projection of the width of the queries gates the output of attention."""
-    linear: LinearSizes | None = None
-    """Linear attention in place of attention; None: none."""
-    ffn_hidden_size: int = 0
-    """Width of a dense MLP."""
-    is_gated: bool = False
-    experts: ExpertSizes | None = None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
-        """Build from the values of a JSON object."""
-        latent, linear, experts = values["latent"], values["linear"], values["experts"]
-        return cls(
-            **{
-                **values,
-                "latent": None if latent is None else LatentSizes(**latent),
-                "linear": None if linear is None else LinearSizes(**linear),
-                "experts": None if experts is None else ExpertSizes(**experts),
-            }
-        )
-
-    @property
-    def value_channels(self) -> int:
-        """Channels of a head of values."""
-        return self.head_channels if self.latent is None else self.latent.value_channels
-
-    @property
-    def has_mixer(self) -> bool:
-        """True if the layer has attention, or a linear one."""
-        return bool(self.num_heads) or self.linear is not None
-
-    @property
-    def has_mlp(self) -> bool:
-        """True if the layer has a dense MLP or experts."""
-        return bool(self.ffn_hidden_size) or self.experts is not None
-
-    @property
-    def active_width(self) -> int:
-        """Total MLP width that a token uses."""
-        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
-
-    def active_mlp_weights(self, hidden_size: int) -> int:
-        """Return the weights of the MLP or the experts that process a token."""
-        num_matrices = 3 if self.is_gated else 2
-        if self.experts is not None:
-            return self.experts.active_weights(hidden_size, num_matrices)
-        return num_matrices * hidden_size * self.ffn_hidden_size
-
-
-@dataclass(frozen=True)
-class LayerTable:
-    """Sizes of all layers."""
-
-    layers: tuple[LayerSizes, ...]
-    num_mtp_layers: int = 0
-    """Further layers for multi-token prediction, each as the last one."""
-
-    @property
-    def mtp_layers(self) -> tuple[LayerSizes, ...]:
-        return self.layers[-1:] * self.num_mtp_layers
-
-    def __str__(self) -> str:
-        attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
-        linear = sum(layer.linear is not None for layer in self.layers)
-        mlp = [layer.ffn_hidden_size for layer in self.layers if layer.ffn_hidden_size]
-        experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        parts = [
-            f"{len(self.layers)} layers",
-            f"query groups {_span(attention)}" if attention else "",
-            f"ffn {_span(mlp)}" if mlp else "",
-            _describe_experts(experts, len(self.layers)),
-            f"{linear} with linear attention" if linear else "",
-            _missing(len(self.layers) - len(attention) - linear, "attention"),
-            _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
-            f"{self.num_mtp_layers} more for multi-token prediction" if self.num_mtp_layers else "",
-        ]
-        return ", ".join(part for part in parts if part)
 
 
 class LayersError(Exception):
@@ -384,22 +224,3 @@ def _refuse_others(values: Mapping[str, Any], known: Any, where: str) -> None:
     for key, value in values.items():
         if key not in known and value:
             raise LayersError(f"{where}.{key} {json.dumps(value)} is not supported")
-
-
-def _describe_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
-    if not experts:
-        return ""
-    one = experts[0]
-    shared = f" and {one.shared_ffn_hidden_size} shared" if one.shared_ffn_hidden_size else ""
-    latent = f" on {one.latent_size} latent channels" if one.latent_size else ""
-    where = "" if len(experts) == num_layers else f" in {len(experts)} layers"
-    return f"{one.num_experts} experts of {one.ffn_hidden_size}{latent}{shared}, {one.top_k} a token{where}"
-
-
-def _span(numbers: list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _missing(count: int, name: str) -> str:
-    return f"{count} without {name}" if count else ""

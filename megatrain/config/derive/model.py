@@ -34,14 +34,8 @@ import math
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_sizes import (
-    LayersError,
-    LayerSizes,
-    LayerTable,
-    condensed,
-    latent_sizes,
-    layer_table,
-)
+from megatrain.config.derive.layer_sizes import LayersError, condensed, latent_sizes, layer_table
+from megatrain.config.model_spec.layer import LayerSizes, LayerTable
 from megatrain.config.plan import Activation, DerivedValue, Draft, Plan
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
@@ -298,9 +292,9 @@ def training_flops(
 ) -> int:
     """Return the FLOPs of forward and backward over documents of these lengths."""
     h, layers, depths = model.hidden_size, table.layers + table.mtp_layers, table.num_mtp_layers
-    weights = h * model.padded_vocab_size * (1 + depths) + sum(_weights(h, layer) for layer in layers)
+    weights = h * model.padded_vocab_size * (1 + depths) + sum(layer.active_weights(h) for layer in layers)
     weights += depths * _projection_weights(h)
-    channels = sum(map(pair_channels, layers))
+    channels = sum(layer.pair_channels for layer in layers)
     return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
@@ -313,36 +307,11 @@ def flops_per_token(draft: Draft | Plan) -> tuple[list[int], int]:
     h = model.hidden_size
 
     def of_layer(layer: LayerSizes) -> int:
-        return 6 * _weights(h, layer) + 3 * length * pair_channels(layer)
+        return 6 * layer.active_weights(h) + 3 * length * layer.pair_channels
 
     head = 6 * h * model.padded_vocab_size
     mtp = [of_layer(layer) + 6 * _projection_weights(h) + head for layer in table.mtp_layers]
     return [of_layer(layer) for layer in table.layers], head + sum(mtp)
-
-
-def pair_channels(layer: LayerSizes) -> int:
-    """Return the channels of all heads in the two products of a pair of tokens: scores, and their use."""
-    return layer.num_heads * (layer.head_channels + layer.value_channels)
-
-
-def _weights(hidden_size: int, layer: LayerSizes) -> int:
-    """Return the weights of a layer's matrices that process each token."""
-    linear = 0 if layer.linear is None else layer.linear.active_weights(hidden_size)
-    return layer.active_mlp_weights(hidden_size) + attention_weights(hidden_size, layer) + linear
-
-
-def attention_weights(hidden_size: int, layer: LayerSizes) -> int:
-    """Return the weights of attention's matrices, and with MLA those of the latents' norms, as Megatron-LM counts them."""
-    sizes, heads = layer.latent, layer.num_heads
-    if sizes is None:
-        projections = 3 if layer.has_output_gate else 2
-        return hidden_size * layer.head_channels * (projections * heads + 2 * layer.num_query_groups)
-    queries, rank = heads * sizes.head_channels, sizes.query_rank
-    return (
-        (hidden_size * queries if rank is None else rank * (hidden_size + queries + 1))
-        + sizes.kv_rank * (hidden_size + heads * (sizes.plain_channels + sizes.value_channels) + 1)
-        + hidden_size * (sizes.rotary_channels + heads * sizes.value_channels)
-    )
 
 
 def _projection_weights(hidden_size: int) -> int:

@@ -11,11 +11,11 @@ A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the resid
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
-from megatrain.config.derive.model import attention_weights, pair_channels
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.linear import Linear
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.linear_times import Fp8, Product, Times
@@ -93,7 +93,12 @@ class LayerTimes:
     def _mixer(self, sizes: LayerSizes) -> Times:
         if not sizes.has_mixer:
             return Times()
-        products = sum((self._linear(one) for one in self._mixer_products(sizes)), Times())
+        h = self.workload.hidden
+        products = sum((self._linear(self._product(one)) for one in sizes.mixer_linears(h)), Times())
+        if sizes.linear is not None:  # convolution and state, as if they were a GEMM
+            products += Product(self.tokens, sizes.linear.state_weights / h / self.layout.tp, h).times(
+                self.cluster
+            )
         channels = sizes.num_heads * sizes.head_channels + sizes.num_query_groups * sizes.head_channels
         copies = (
             60 if sizes.latent is not None else 12
@@ -101,32 +106,22 @@ class LayerTimes:
         rope = self._memory(copies * channels / self.layout.tp * self.tokens)
         return products + rope + self._attention(sizes)
 
-    def _mixer_products(self, sizes: LayerSizes) -> Iterator[Product]:
-        """Yield the products of a mixer; down projections of latents are not split over tensor ranks."""
-        h, tp, heads, t = self.workload.hidden, self.layout.tp, sizes.num_heads, self.tokens
-        if sizes.linear is not None:
-            yield Product(t, sizes.linear.active_weights(h) / h / tp, h)
-            return
-        latent = sizes.latent
-        if latent is None:
-            gate = heads if sizes.has_output_gate else 0
-            groups = max(sizes.num_query_groups, tp)
-            yield Product(t, (heads + gate + 2 * groups) * sizes.head_channels / tp, h)
-        else:
-            queries = heads * latent.head_channels / tp
-            yield Product(t, latent.query_rank or queries, h)
-            if latent.query_rank is not None:
-                yield Product(t, queries, latent.query_rank)
-            yield Product(t, latent.kv_rank + latent.rotary_channels, h)
-            yield Product(t, heads * (latent.plain_channels + latent.value_channels) / tp, latent.kv_rank)
-        yield Product(t, h, heads * sizes.value_channels / tp, is_row_parallel=True)
+    def _product(self, linear: Linear) -> Product:
+        """Return a dense GEMM on this rank."""
+        tp = self.layout.tp
+        return Product(
+            self.tokens,
+            linear.local_outputs(tp),
+            linear.local_inputs(tp),
+            is_row_parallel=linear.split == "inputs",
+        )
 
     def _attention(self, sizes: LayerSizes) -> Times:
         """Return the times of causal attention; a ring of context ranks overlaps its messages with it."""
         if not sizes.num_heads:
             return Times()
         rates, length, cp = self.cluster.rates, self.workload.seq_length, self.layout.cp
-        flops = self.tokens * length * pair_channels(sizes) / self.layout.tp
+        flops = self.tokens * length * sizes.pair_channels / self.layout.tp
         part = length / (2 * cp) if cp > 1 else length  # a rank has two parts of a sequence, for equal work
         forward = rates.attention * part / (part + rates.attention_length)
         forward *= min(1.0, sizes.head_channels / rates.full_head)
@@ -268,12 +263,13 @@ class LayerTimes:
 @functools.lru_cache(maxsize=65536)
 def layer_weights(workload: Workload, sizes: LayerSizes, tp: int, ep: int, etp: int) -> tuple[float, float]:
     """Return the weights of a layer on one rank: dense ones, and those of experts."""
-    h, matrices = workload.hidden, 3 if sizes.is_gated else 2
-    linear = 0 if sizes.linear is None else sizes.linear.active_weights(h)
-    dense = (attention_weights(h, sizes) + linear + matrices * h * sizes.ffn_hidden_size) / tp + 2 * h
-    experts = sizes.experts
-    if experts is None:
-        return dense, 0.0
-    dense += matrices * h * experts.shared_ffn_hidden_size / tp + h * experts.num_experts
-    one = matrices * (experts.latent_size or h) * experts.ffn_hidden_size / etp
-    return dense, one * experts.num_experts / ep
+    h, experts = workload.hidden, sizes.experts
+    dense, routed = 2.0 * h + (0 if experts is None else h * experts.num_experts), 0.0
+    for one in sizes.linears(h):
+        ranks = etp if one.num_experts else tp
+        weights = one.local_outputs(ranks) * one.local_inputs(ranks)
+        if one.num_experts:
+            routed += weights * one.num_experts / ep
+        else:
+            dense += weights
+    return dense, routed

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from megatrain.config import Plan, Request
-from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.derive.model import flops_per_token, training_flops
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.derive.ranks import all_gather_of_tokens
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.schema.tree import Setting, settings
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
@@ -166,17 +167,12 @@ def _deferring(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> 
 
 def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
     """Return bytes that the weight gradients of a layer hold while they wait: inputs and gradients of outputs, in bf16."""
-    h, tp, gate = workload.hidden, layout.tp, 2 if sizes.is_gated else 1
     tokens = workload.seq_length / layout.cp * layout.micro_batch
-    queries, values = sizes.num_heads * sizes.head_channels, sizes.num_heads * sizes.value_channels
-    keys = max(sizes.num_query_groups, tp) * sizes.head_channels
-    elements = 2 * h + (queries + 2 * keys + values) / tp if sizes.has_mixer else 0.0
-    experts, width = sizes.experts, sizes.ffn_hidden_size
-    if experts is not None:
-        width = experts.shared_ffn_hidden_size
-        one = 2 * (experts.latent_size or h) + (gate + 1) * experts.ffn_hidden_size / layout.etp
-        elements += _rows_per_token(workload, layout, experts) * one
-    elements += 2 * h + (gate + 1) * width / tp if width else 0.0
+    elements = 0.0
+    for one in sizes.linears(workload.hidden):
+        ranks = layout.etp if one.num_experts else layout.tp
+        rows = _rows_per_token(workload, layout, sizes.experts) if one.num_experts and sizes.experts else 1.0
+        elements += rows * (one.local_inputs(ranks) + one.local_outputs(ranks))
     return 2 * elements * tokens
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.model_spec.layer import LayerSizes
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"

@@ -21,9 +21,9 @@ import megatrain.config
 from megatrain.config import Facts, Problem, StoredRun, parse, resolve
 from megatrain.config.cli.parse_value import BadValueError
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.errors import MegatrainError
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.model_spec.layer import LayerSizes
 
 ROOT = Path(megatrain.config.__file__).parent
 ERRORS = {"Problem", "PipelineError", "SystemExit"}

@@ -4,7 +4,8 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
+from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.rules.experts import EXPERT_RULES
 
 OF_EXPERTS = LayerSizes(

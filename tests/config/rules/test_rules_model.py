@@ -4,7 +4,7 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.rules.model import MODEL_RULES
 
 CUDA = Facts(device="cuda")

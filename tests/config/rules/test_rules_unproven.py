@@ -46,7 +46,7 @@ CASES = {
     "fp8_blocks_across_ranks": (
         "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4",
         Facts(world_size=4),
-        "--fp8-recipe blockwise: 16 channels of keys",
+        "--fp8-recipe blockwise: 16 channels of queries",
     ),
 }
 FP8 = "--transformer-impl transformer_engine --bf16 --fp8-format hybrid"
@@ -109,7 +109,7 @@ matchers: {own: {type: glob, enabled: true, pattern: "*", config: own}}
          ["--fp4-format e2m1 --te-precision-config-file a.yaml has no row"]),
         ("--fp8-format e4m3 --te-precision-config-file a.yaml --tensor-model-parallel-size 4", Facts(world_size=4, module_precision=FILE),
          ["--fp8-format e4m3 --te-precision-config-file a.yaml has no row",
-          "--te-precision-config-file a.yaml: fp8_quantization_recipe mxfp8: 16 channels of keys"]),
+          "--te-precision-config-file a.yaml: fp8_quantization_recipe mxfp8: 16 channels of queries"]),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", None, ["--fp8-format e4m3 --fp8-recipe mxfp8 has no row"]),
     ],
 )  # fmt: skip

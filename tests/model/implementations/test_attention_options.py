@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.config.derive.layer_sizes import LatentSizes
+from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
-from megatrain.config.derive.layer_sizes import LatentSizes
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, MtpSpec, NormSpec

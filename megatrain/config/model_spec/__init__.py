@@ -1,0 +1,1 @@
+"""The model as data: what a layer consists of, without torch."""
