@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.model import attention_weights, pair_channels
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,13 +87,12 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     attention = linear = experts = inactive = moved = 0
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
-        f, matrices = layer.active_width, 3 if layer.is_gated else 2
-        linear += attention_weights(h, layer) + layer.active_mlp_weights(h)
-        if layer.experts is not None:
-            per_expert = matrices * (layer.experts.latent_size or h) * layer.experts.ffn_hidden_size
-            experts += per_expert * layer.experts.num_experts
-            inactive += per_expert * (layer.experts.num_experts - layer.experts.top_k)
-        attention += s * pair_channels(layer)
+        f = layer.active_width
+        linear += layer.active_weights(h)
+        for one in layer.linears(h):
+            experts += one.num_experts * one.inputs * one.outputs
+            inactive += (one.num_experts - one.top_k) * one.inputs * one.outputs if one.num_experts else 0
+        attention += s * layer.pair_channels
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
         moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
     head = h * model.padded_vocab_size

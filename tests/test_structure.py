@@ -8,10 +8,12 @@ Every finder also runs on small invented sources that break its rule, so that a 
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -555,3 +557,18 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
 )
 def test_cycles_are_found(sources: dict[str, str], num_cycles: int) -> None:
     assert len(import_cycles({name: Module(name, source) for name, source in sources.items()})) == num_cycles
+
+
+def test_scripts_import_names_that_exist() -> None:
+    """Type checks do not cover scripts/, and most of them need a GPU to run."""
+    missing = []
+    for path in sorted((ROOT / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatrain"):
+                module = importlib.import_module(node.module)
+                missing += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name) and find_spec(f"{node.module}.{alias.name}") is None
+                ]
+    assert not missing
