@@ -73,7 +73,7 @@ _STATE: Final = record(
         ),
         "pass_size": integer(1, 1 << 50),
         "datasets": list_of(
-            record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=("from_iteration",))
+            record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=("from_iteration", "has_loss_mask"))
         ),
     },
     {"amax_history": map_of(list_of(_amax)), "end_token_ids": list_of(_COUNT, most=1000)},

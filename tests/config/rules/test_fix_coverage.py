@@ -36,7 +36,6 @@ WITHOUT_A_COMMAND_LINE = {
     "environment.py": "variables of launchers: tests/config/test_environment.py",
     "errors.py": "the classes themselves",
     "facts.py": "copies of problems between ranks",
-    "product_algorithms.py": "a file's problems: tests/config/test_product_algorithms.py",
     "module_precision.py": "a file's problems: tests/config/test_module_precision.py",
 }
 
@@ -78,6 +77,7 @@ def files(digest: str, **values: Any) -> tuple[DatasetFacts, ...]:
 
 COMMANDS = {
     # name: (broken flags, mended flags or None: the fix names them, flags left out)
+    "a word that is not UTF-8": ("--save s\udcff", "--save s", ""),
     "a word without a flag": ("word", "", ""),
     "a switch with a value": ("--swiglu 3", "--swiglu", "--swiglu"),
     "an opposite with a value": ("--no-swiglu 3", "--no-swiglu", "--swiglu"),
@@ -128,6 +128,7 @@ YAML = {
     # name: (flag, broken text, mended text)
     "no mapping": ("--config", "- 1\n", "model: {num_layers: 4}\n"),
     "no section": ("--config", "xyz: {a: 1}\n", "model: {num_layers: 4}\n"),
+    "a removed setting": ("--config", "training: {product_algorithms: a.json}\n", "model: {num_layers: 4}\n"),
     "no field": ("--config", "model: {xyzzy_plugh: 1}\n", "model: {num_layers: 4}\n"),
     "an old name": ("--config", "training: {batch_size: 4}\n", "training: {micro_batch_size: 4}\n"),
     "a bad value": ("--config", "model: {num_layers: x}\n", "model: {num_layers: 4}\n"),

@@ -22,6 +22,7 @@ from everyday import one_in
 from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 
 from megatrain.config.errors import InputError
+from megatrain.data.files import open_regular
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.preprocess import encoder
@@ -502,15 +503,14 @@ def test_a_lock_whose_owner_ends_during_acquire_is_acquired_again(tmp_path):
     """Its file is removed by then, so a third run could lock a new file of the same name."""
     holder = contextlib.ExitStack()
     holder.enter_context(Journal(str(tmp_path / "out"), print))
-    real = Path.open
 
-    def opened(self, *arguments):
-        file = real(self, *arguments)
+    def opened(*arguments):
+        descriptor = open_regular(*arguments)
         holder.close()
-        return file
+        return descriptor
 
     with (
-        mock.patch.object(Path, "open", opened),
+        mock.patch("megatrain.data.files.open_regular", opened),
         Journal(str(tmp_path / "out"), print),
         pytest.raises(InputError, match="another run"),
         Journal(str(tmp_path / "out"), print),

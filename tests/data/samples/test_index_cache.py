@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatrain.data.samples import index_cache
 from megatrain.data.samples.index_cache import MAGIC, PREFIX, STALE_SECONDS, WORTH_ROWS, IndexCache
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
@@ -233,14 +234,10 @@ def test_a_folder_inside_a_file_is_reported(tmp_path):
 
 
 def test_an_unreadable_file_is_rebuilt(file, monkeypatch):
-    real = Path.open
+    def fail(_path):
+        raise OSError(errno.EIO, "Input/output error")
 
-    def fail(self, mode):
-        if mode == "rb":
-            raise OSError(errno.EIO, "Input/output error")
-        return real(self, mode)
-
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(index_cache, "open_regular", fail)
     cache = Cache(file.parent)
     check_equal(cache.get())
     assert cache.logged == [f"{file}: ignored and rebuilt: [Errno 5] Input/output error"]
