@@ -52,10 +52,8 @@ NOT_RUN = {
 NEED_GPUS = (
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
-    "python scripts/benchmarks/checkpoint.py",
     "python scripts/benchmarks/generation.py",
     "python scripts/benchmarks/memory.py",
-    "python scripts/compare_",
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
 )

@@ -45,7 +45,7 @@ MAX_ENTRY_LINES = 60
 MAX_FILES_PER_FOLDER = 20
 ENVIRONMENT_READER = "megatrain.config.environment"
 READERS_OF_PRINTED_LINES = {
-    "megatrain.checkpoint.background",
+    "megatrain.process.available_memory",
     "megatrain.tools.doctor.cli",
     "megatrain.tools.doctor.gpus",
 }

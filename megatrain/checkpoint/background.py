@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint.available_memory import available_bytes
 from megatrain.checkpoint.chunks import PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.save import Save, file_report
 from megatrain.checkpoint.writer_process import PROGRAM, SharedMemory, WriterProcess
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
+from megatrain.process.available_memory import available_bytes
 
 _ALIGNMENT = 64
 """Bytes; every copy of a chunk starts at a multiple."""

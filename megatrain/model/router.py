@@ -26,14 +26,13 @@ from megatrain.kernels.moe import router_linear
 from megatrain.kernels.moe.routing import (
     Routing,
     TopKRule,
-    expert_capacity,
+    kept_assignments,
     load_quantiles,
     select_by_biased_logits,
     select_by_sinkhorn,
     select_experts,
     sinkhorn_plan,
     tokens_per_expert,
-    within_capacity,
 )
 from megatrain.kernels.moe.routing_losses import (
     ScoreSums,
@@ -91,16 +90,13 @@ class Router(LaidOutModule):
         super().__init__()
         self.spec, self.layer, self.split, self.dp, self.bias = spec, layer, split, dp, None
         self.rule = TopKRule(
-            top_k=spec.top_k,
-            score_function=spec.score_function,
-            is_pre_softmax=spec.is_pre_softmax,
-            num_groups=spec.num_groups,
-            group_top_k=spec.group_top_k,
-            group_score_top_k=spec.group_score_top_k,
+            top_k=spec.top_k, score_function=spec.score_function, is_pre_softmax=spec.is_pre_softmax,
+            num_groups=spec.num_groups, group_top_k=spec.group_top_k, group_score_top_k=spec.group_score_top_k,
             scaling_factor=spec.scaling_factor or 1.0,
-        )
+        )  # fmt: skip
         self.dtype = dtype if spec.dtype is None else torch.promote_types(dtype, _DTYPES[spec.dtype])
         self.keys = {use: stream_key(seed, f"{name}.{use}") for use in ("jitter", "forced")}
+        self.has_bias_updates = spec.has_bias_updates
         self.cumulative_loads: list[Tensor] = []
         """Loads summed over all replicas and the step's micro-batches up to each one: [E] each."""
         self.add_weight(
@@ -143,8 +139,8 @@ class Router(LaidOutModule):
 
     def _select(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
         assert (self.spec.has_expert_bias or self.spec.quantile_ema is not None) == (self.bias is not None)
-        if self.spec.quantile_ema is not None:
-            return select_by_biased_logits(logits, self.rule, self._selection_bias())
+        if self.spec.quantile_ema is not None and self.bias is not None:
+            return select_by_biased_logits(logits, self.rule, self.bias)
         if not self.spec.is_sinkhorn:
             return select_experts(logits, self.rule, self.bias)
         if not info.is_training:
@@ -152,10 +148,6 @@ class Router(LaidOutModule):
         order = self.split.flat_positions(rows, samples, logits.device)
         plan = sinkhorn_plan(self.split.gather(logits.detach(), order))
         return select_by_sinkhorn(logits, plan if self.split.num_ranks == 1 else plan[order], self.spec.top_k)
-
-    def _selection_bias(self) -> Tensor:
-        assert self.bias is not None, "the model attaches it"
-        return self.bias
 
     def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int, info: PassInfo) -> Tensor | None:
         """Return the assignments within the experts' capacity, bool [t, k]; None: all.
@@ -169,17 +161,10 @@ class Router(LaidOutModule):
             probs = probs.float()  # have the rounding of the model
         order = self.split.flat_positions(rows, samples, experts.device)
         all_experts, all_probs = (self.split.gather(x.detach(), order) for x in (experts, probs))
-        num_tokens, is_padding = len(all_experts), None
-        if info.num_samples is not None and info.num_samples < samples:
-            num_tokens = num_tokens // samples * info.num_samples
-            is_padding = torch.arange(len(all_experts), device=order.device) % samples >= info.num_samples
-            all_experts = all_experts.masked_fill(is_padding[:, None], spec.num_experts)
-        capacity = expert_capacity(
-            spec.capacity_factor, top_k=spec.top_k, num_tokens=num_tokens, num_experts=spec.num_experts
-        )
-        kept = within_capacity(all_experts, all_probs, capacity, "position" if spec.drops_last else "probs")
-        if is_padding is not None:
-            kept &= ~is_padding[:, None]
+        kept = kept_assignments(
+            all_experts, all_probs, num_experts=spec.num_experts, capacity_factor=spec.capacity_factor,
+            policy="position" if spec.drops_last else "probs", samples=samples, num_samples=info.num_samples,
+        )  # fmt: skip
         return kept if self.split.num_ranks == 1 else kept[order]
 
     def _with_losses(
@@ -194,13 +179,12 @@ class Router(LaidOutModule):
         """Return the probabilities, through which the losses enter the graph; record the metrics."""
         scores = score_sums(logits, self.spec.score_function, samples)
         loads = tokens_per_expert(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
-        num_metrics = len(ROUTER_METRICS)
-        metrics = loads.new_zeros(num_metrics, dtype=torch.float64)
+        metrics = loads.new_zeros(len(ROUTER_METRICS), dtype=torch.float64)
         metrics[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
             metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
         of_experts = [loads.sum(0)]  # before `loads` is overwritten
-        if self.spec.has_bias_updates:
+        if self.has_bias_updates:
             of_experts.append(self._bias_updates(logits, experts, kept, samples))
         parts = self._losses(logits, scores, loads, info)
         if parts:
@@ -217,12 +201,12 @@ class Router(LaidOutModule):
 
         They are loads without dropped assignments, or the load quantiles of the micro-batch, on the first of its ranks.
         """
-        if self.spec.quantile_ema is None:
+        if self.spec.quantile_ema is None or self.bias is None:
             assert kept is not None, "it has a capacity"
             return tokens_per_expert(experts, self.spec.num_experts, kept)
         order = self.split.flat_positions(len(logits) // samples, samples, logits.device)
         whole = self.split.gather(logits.detach(), order)
-        quantiles = load_quantiles(whole, self._selection_bias(), self.spec.top_k)
+        quantiles = load_quantiles(whole, self.bias, self.spec.top_k)
         return quantiles if self.split.is_first else torch.zeros_like(quantiles)
 
     def _losses(

@@ -71,11 +71,7 @@ class BucketMemory:
         """Add a bucket, zeroed and allocated. Call `free` once its views exist."""
         full = torch.zeros(size, dtype=self.dtype, device=self.device)
         self.full.append(full)
-        self.shards.append(
-            full[shard]
-            if is_kept_full
-            else torch.zeros(full[shard].shape, dtype=full.dtype, device=full.device)
-        )
+        self.shards.append(full[shard] if is_kept_full else full.new_zeros(full[shard].shape))
         self.is_kept_full.append(is_kept_full)
         self.is_allocated.append(True)
 

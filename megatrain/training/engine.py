@@ -176,14 +176,7 @@ class Engine:
             self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
-        return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))
-
-    def recompute(self, batches: Sequence[Batch], *, first_sample: int) -> dict[str, float]:
-        """Return loss and gradient norm of a step with the present weights, which it does not change. Dropout is keyed by samples."""
-        losses = self.accumulate_gradients(batches, first_sample=first_sample)
-        norm = self.optimizer.gradient_norm() / self.loss_scaler.scale
-        self.buffers.gradients.zero()
-        return {"lm loss": losses.lm_loss.item(), "grad norm": norm.item()}
+        return losses_of(self.loss_names, self.sum_over_ranks(infos, self.loss_names))
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this context-parallel rank's rows of its replica's micro-batches."""
@@ -192,7 +185,11 @@ class Engine:
 
     def pass_infos(self, batches: Sequence[Batch], *, first_sample: int) -> list[PassInfo]:
         """Return the info of each micro-batch's pass. The global batch of these shards starts at `first_sample`."""
-        micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
+        micro, dp, scales = (
+            self.plan.config.training.micro_batch_size,
+            self.grid.dp,
+            self._loss_scales(batches),
+        )
         return [
             PassInfo(
                 microbatch=number,
@@ -201,9 +198,7 @@ class Engine:
                 loss_scale=scale,
                 router_loss_scale=router_scale,
             )
-            for number, (batch, (scale, router_scale)) in enumerate(
-                zip(batches, self._loss_scales(batches), strict=True)
-            )
+            for number, (batch, (scale, router_scale)) in enumerate(zip(batches, scales, strict=True))
         ]
 
     def _loss_scales(self, batches: Sequence[Batch]) -> list[tuple[float | Tensor, float | Tensor]]:
@@ -231,23 +226,7 @@ class Engine:
             all_reduce(factors, self.grid.pp)
         return [(of_tokens, of_routers) for of_tokens, of_routers in map(Tensor.unbind, factors.unbind())]
 
-    def evaluate(self, batches: Sequence[Batch], num_samples: Sequence[int | None] | None = None) -> Tensor:
-        """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2].
-
-        Args:
-            num_samples: samples of each micro-batch before its padding; None: all.
-        """
-        batches = self.shard_batches(batches)
-        infos = [
-            PassInfo(microbatch=number, documents=batch.documents, num_samples=samples, is_training=False)
-            for number, (batch, samples) in enumerate(
-                zip(batches, num_samples or [None] * len(batches), strict=True)
-            )
-        ]
-        self.executor.run(self.pipeline.evaluation(self.grid.pp.rank, len(batches)), batches, infos)
-        return self._sum_over_ranks(infos, ["lm_loss", "tokens"])
-
-    def _sum_over_ranks(self, infos: Sequence[PassInfo], names: Sequence[str]) -> Tensor:
+    def sum_over_ranks(self, infos: Sequence[PassInfo], names: Sequence[str]) -> Tensor:
         """Return named sums over micro-batches and replicas, on all pipeline stages: fp64 [names]."""
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for info in infos:

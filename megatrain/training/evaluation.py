@@ -1,16 +1,19 @@
 """Evaluation of a run: losses over validation and test samples, at the iterations that the configuration asks for.
 
-evaluation sets ─> micro-batches ─> Engine.evaluate ─> mean loss ─> RunLog      a stop request ends it before the log
+evaluation sets ─> micro-batches ─> `evaluate` ─> mean loss ─> RunLog      a stop request ends it before the log
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.config.derive.data_plans import evaluations
+from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine
@@ -22,6 +25,25 @@ from megatrain.training.losses import mean_losses
 from megatrain.training.progress import Progress
 from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest
+
+
+def evaluate(
+    engine: Engine, batches: Sequence[Batch], num_samples: Sequence[int | None] | None = None
+) -> Tensor:
+    """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2].
+
+    Args:
+        num_samples: samples of each micro-batch before its padding; None: all.
+    """
+    batches = engine.shard_batches(batches)
+    infos = [
+        PassInfo(microbatch=number, documents=batch.documents, num_samples=samples, is_training=False)
+        for number, (batch, samples) in enumerate(
+            zip(batches, num_samples or [None] * len(batches), strict=True)
+        )
+    ]
+    engine.executor.run(engine.pipeline.evaluation(engine.grid.pp.rank, len(batches)), batches, infos)
+    return engine.sum_over_ranks(infos, ["lm_loss", "tokens"])
 
 
 class Evaluation:
@@ -120,7 +142,7 @@ class Evaluation:
             count = min(per_batch, evaluation_set.num_microbatches - done)
             start = consumed + done * samples_per_pass
             batches = evaluation_set.batches.microbatches(start, count)
-            sums += self.engine.evaluate(batches, evaluation_set.num_samples(start, count))
+            sums += evaluate(self.engine, batches, evaluation_set.num_samples(start, count))
         return mean_losses(sums).item(), None
 
     def _reason_to_stop(self) -> str | None:

@@ -35,7 +35,7 @@ from megatrain.training.faults.bad_steps import (
     RewindError,
     SpikeError,
 )
-from megatrain.training.faults.reruns import Reruns
+from megatrain.training.faults.reruns import Reruns, recompute
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
@@ -181,7 +181,7 @@ class Iterations:
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
         first_results = None
         if self.reruns.reports:
-            first_results = self.engine.recompute(batches, first_sample=consumed)
+            first_results = recompute(self.engine, batches, first_sample=consumed)
         if self.reruns.injects(number):
             self.engine.spike_limits = -math.inf, -math.inf
         restore_scales = scales_of(self.engine)
@@ -287,7 +287,7 @@ class Iterations:
         self.progress.consumed_train_samples -= iteration.batch
         first_sample = iteration.first_sample
         iteration.restore_scales()
-        second = self.engine.recompute(iteration.batches, first_sample=first_sample)
+        second = recompute(self.engine, iteration.batches, first_sample=first_sample)
         is_finite = all(map(math.isfinite, second.values()))
         is_rejected_again = self.reruns.is_rejected_again(iteration.number, is_finite=is_finite)
         culprits = () if is_finite else self._explain(iteration).ranks
@@ -307,7 +307,7 @@ class Iterations:
         policy = self.plan.config.resilience.on_spike
         restore_later_scales = scales_of(self.engine)
         iteration.restore_scales()
-        second = self.engine.recompute(iteration.batches, first_sample=iteration.first_sample)
+        second = recompute(self.engine, iteration.batches, first_sample=iteration.first_sample)
         results = ((report.lm_loss, second["lm loss"]), (report.grad_norm, second["grad norm"]))
         if not all(math.isclose(*pair, rel_tol=_SAME_SPIKE) for pair in results):
             self._record("spike", iteration, report, spike, policy)

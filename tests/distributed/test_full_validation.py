@@ -9,6 +9,7 @@ from megatrain.parallel.batch import Batch
 from megatrain.tools.parity.measure import engine_of, tiny_plan
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.evaluation import evaluate
 
 LENGTH, TOTAL = 24, 5
 
@@ -38,11 +39,11 @@ def evaluated(rank: int, world_size: int, layout: Layout, is_padded: bool) -> tu
     sampler = FullSampler(DataShard(micro_batch_size=MICRO_BATCH, dp_rank=dp.rank, dp_size=dp.size), TOTAL)
     indices = [sampler.indices(0, number) for number in range(sampler.num_microbatches)]
     if not is_padded:
-        sums = [engine.evaluate([batch_of(one, len(one))]) for one in indices]
+        sums = [evaluate(engine, [batch_of(one, len(one))]) for one in indices]
         loss, tokens = torch.stack(sums).sum(0).tolist()
     else:
         batches = [batch_of(one, MICRO_BATCH) for one in indices]
-        loss, tokens = engine.evaluate(batches, [len(one) for one in indices]).tolist()
+        loss, tokens = evaluate(engine, batches, [len(one) for one in indices]).tolist()
     return loss, tokens
 
 

@@ -19,7 +19,7 @@ from megatrain.training.launch.ranks import report_errors
 LIMITED = f"""
 import resource, sys
 import pretrain
-from megatrain.checkpoint.available_memory import process_bytes
+from megatrain.process.available_memory import process_bytes
 import torch, megatrain.training.trainer, megatrain.training.planning.memory_check
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40, {resource.RLIM_INFINITY}))
 held = (1 << 40) - process_bytes()

@@ -285,6 +285,37 @@ def expert_capacity(factor: float, *, top_k: int, num_tokens: int, num_experts: 
     return math.ceil(factor * top_k * num_tokens / num_experts)
 
 
+def kept_assignments(
+    experts: Tensor,
+    probs: Tensor,
+    *,
+    num_experts: int,
+    capacity_factor: float,
+    policy: DropPolicy,
+    samples: int,
+    num_samples: int | None = None,
+) -> Tensor:
+    """Return the assignments that experts with a capacity keep.
+
+    Args:
+        experts, probs: of all tokens of a micro-batch in order, [s b, k].
+        samples: b.
+        num_samples: samples before the padding samples, whose assignments are dropped and do not count; None: all.
+    Returns:
+        bool [s b, k].
+    """
+    num_tokens, is_padding = len(experts), None
+    if num_samples is not None and num_samples < samples:
+        num_tokens = num_tokens // samples * num_samples
+        is_padding = (torch.arange(len(experts), device=experts.device) % samples >= num_samples)[:, None]
+        experts = experts.masked_fill(is_padding, num_experts)
+    capacity = expert_capacity(
+        capacity_factor, top_k=experts.shape[1], num_tokens=num_tokens, num_experts=num_experts
+    )
+    kept = within_capacity(experts, probs, capacity, policy)
+    return kept if is_padding is None else kept & ~is_padding
+
+
 def within_capacity(experts: Tensor, probs: Tensor, capacity: int, policy: DropPolicy) -> Tensor:
     """Return the assignments within the experts' capacity: those with the largest probabilities, or the first ones.
 

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatrain.checkpoint.available_memory import available_bytes
 from megatrain.checkpoint.find import Candidate, is_of_megatron, list_candidates
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
@@ -27,6 +26,7 @@ from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
+from megatrain.process.available_memory import available_bytes
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.logging.console import Console

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.kernels.moe import permute
+from megatrain.kernels.moe import permute, routing
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
@@ -178,7 +178,7 @@ def _capacity_per_rank() -> AbstractContextManager[Any]:
         parts = [slice(0, half), slice(half, None)]
         return torch.cat([within_capacity(experts[p], weights[p], -(-capacity // 2), policy) for p in parts])
 
-    return mock.patch.object(router, "within_capacity", own_room)
+    return mock.patch.object(routing, "within_capacity", own_room)
 
 
 EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {

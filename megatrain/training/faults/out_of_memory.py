@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from megatrain.checkpoint.available_memory import available_bytes, held_bytes, process_bytes
 from megatrain.config import Plan
 from megatrain.config.errors import MegatrainError
+from megatrain.process.available_memory import available_bytes, held_bytes, process_bytes
 from megatrain.training.planning.memory_limit import gigabytes, memory_fix
 
 _ON_GPU: Final = (

@@ -25,6 +25,8 @@ import torch
 from megatrain.checkpoint.untrusted_json import integer, list_of, parse_json, record, text
 from megatrain.config.schema.training import ResilienceConfig
 from megatrain.data.files import read_regular, replace_file
+from megatrain.parallel.batch import Batch
+from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 
@@ -34,6 +36,14 @@ RESUME_TO_DISAMBIGUATE, FAILED_VALIDATION = 16, 17
 _MAX_BYTES: Final = 1 << 20
 _RECORD: Final = record({"iteration": integer(1), "devices": list_of(text(max_characters=200))})
 _RESUME = "resume from the last checkpoint"
+
+
+def recompute(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> dict[str, float]:
+    """Return loss and gradient norm of a step with the present weights, which it does not change. Dropout is keyed by samples."""
+    losses = engine.accumulate_gradients(batches, first_sample=first_sample)
+    norm = engine.optimizer.gradient_norm() / engine.loss_scaler.scale
+    engine.buffers.gradients.zero()
+    return {"lm loss": losses.lm_loss.item(), "grad norm": norm.item()}
 
 
 class RejectedResultError(NotFiniteError):

@@ -165,19 +165,9 @@ def joined_ranks(
         watch.before_exit = locks.release
     if signals is not None:
         signals.before_exit = functools.partial(_stop_by_signal, locks, watch)
-    try:
-        with phases.phase("reading inputs and planning"):
-            facts, plan = agreed_plan(request, environment, store, locks)
-            planned = (
-                None if check_memory is None else _checked(check_memory, request, plan, environment, store)
-            )
-    except BaseException as error:
-        if watch is not None and isinstance(error, MegatrainError):
-            watch.leave()  # raised on all ranks, which exit on their own
-        elif watch is not None:
-            watch.fail(error)
-        locks.release()
-        raise
+    with _start_failures(watch, locks), phases.phase("reading inputs and planning"):
+        facts, plan = agreed_plan(request, environment, store, locks)
+        planned = None if check_memory is None else _checked(check_memory, request, plan, environment, store)
     try:
         with allocation_errors(plan, lambda: phases.current, planned_bytes=planned):
             with phases.phase("joining process groups"):
@@ -208,6 +198,20 @@ def joined_ranks(
         locks.release()
     if watch is not None:
         watch.leave()
+
+
+@contextmanager
+def _start_failures(watch: RankWatch | None, locks: SaveLocks) -> Iterator[None]:
+    """Release the locks if the plan fails, and report an error that only this rank has."""
+    try:
+        yield
+    except BaseException as error:
+        if watch is not None and isinstance(error, MegatrainError):
+            watch.leave()  # raised on all ranks, which exit on their own
+        elif watch is not None:
+            watch.fail(error)
+        locks.release()
+        raise
 
 
 def _stop_by_signal(locks: SaveLocks, watch: RankWatch | None, exit_code: int, reason: str) -> None:

@@ -15,11 +15,11 @@ from typing import Final
 
 import torch
 
-from megatrain.checkpoint.available_memory import available_bytes
 from megatrain.checkpoint.background import host_bytes
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.config import Plan
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.process.available_memory import available_bytes
 from megatrain.training.checkpoints import saved_kinds
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape

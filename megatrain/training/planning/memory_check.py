@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatrain.checkpoint.available_memory import available_bytes, process_bytes
 from megatrain.config import ConfigError, Plan
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.build_grid import build_grid
+from megatrain.process.available_memory import available_bytes, process_bytes
 from megatrain.training.launch.agreement import print_error
 from megatrain.training.launch.ranks import grid_shape, local_gpu
 from megatrain.training.planning.memory_limit import gigabytes, memory_fix

@@ -18,6 +18,7 @@ from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, ti
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.build import build_schedules
+from megatrain.training.evaluation import evaluate
 
 BF16 = ("--bf16", "--params-dtype", "bfloat16")
 
@@ -34,7 +35,7 @@ def trained(
             batches, build_schedules(engine.plan).at(0), first_sample=step * layout.global_batch
         )
         found.append((report.lm_loss, report.grad_norm))
-    loss, tokens = engine.evaluate(batches).tolist()
+    loss, tokens = evaluate(engine, batches).tolist()
     state = [flat for kind in engine.optimizer.kinds for flat in engine.optimizer.state(kind)]
     return [*found, (loss, tokens)], [flat.double().numpy() for flat in state]
 
@@ -117,7 +118,7 @@ def allocated_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[in
     for step in range(2):
         batches = list(own_batches(step, layout, engine.grid.dp.rank))
         engine.step(batches, build_schedules(engine.plan).at(0))
-    engine.evaluate(batches)
+    evaluate(engine, batches)
     counts += [num_allocated(engine.buffers.weights), num_allocated(engine.buffers.gradients)]
     assert isinstance(engine.data_parallel, Watched)
     return [*counts, engine.data_parallel.most_weights, engine.data_parallel.most_gradients]

@@ -204,5 +204,5 @@ def test_a_missing_input_does_not_hide_that_the_run_continues(
     errors = capsys.readouterr().err
     assert errors.count("fix:") == 1
     assert "/nosuch" in errors
-    assert pretrain.main(command_line({**run, **missing, "--finetune": ""})) == 2
+    assert pretrain.main(command_line({**run, **missing, "--finetune": "", "--load": "/elsewhere"})) == 2
     assert "which this run does not continue" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint.available_memory import available_bytes, control_groups, held_bytes, process_bytes
+from megatrain.process.available_memory import available_bytes, control_groups, held_bytes, process_bytes
 
 
 def write(folder: Path, **files: str) -> None:
@@ -56,11 +56,11 @@ def test_the_least_of_machine_and_groups_is_available(
     write(tmp_path, memory_max="4000\n", memory_current="3000\n", memory_stat="")
     (tmp_path / "own").write_text("0::/\n")
     limited = list(control_groups(tmp_path / "own", tmp_path))
-    monkeypatch.setattr("megatrain.checkpoint.available_memory.control_groups", lambda: iter(limited))
+    monkeypatch.setattr("megatrain.process.available_memory.control_groups", lambda: iter(limited))
     assert available_bytes() == 1000
 
 
-SHOW = "from megatrain.checkpoint.available_memory import process_bytes; print(process_bytes())"
+SHOW = "from megatrain.process.available_memory import process_bytes; print(process_bytes())"
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "command_lines.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "command_lines.py"
 LEAST_SHARE = 0.75
 
 
