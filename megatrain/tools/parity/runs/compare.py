@@ -170,4 +170,4 @@ def _require(ended: Ended, exit_code: int, name: str) -> None:
 
 def _end_of(text: str) -> list[str]:
     """Return the last lines of an output."""
-    return [line for line in text.splitlines() if line.strip()][-6:]
+    return [line for line in text.split("\n") if line.strip()][-6:]

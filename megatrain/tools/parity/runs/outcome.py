@@ -76,7 +76,7 @@ class Outcome:
         assert printed is not None, "a run prints the size of its model"
         total, active = (int((number or printed[1]).replace(",", "")) for number in printed.groups())
         return cls(
-            metrics=[json.loads(line) for line in text.splitlines()],
+            metrics=[json.loads(line) for line in text.split("\n") if line],
             kinds=kinds,
             counters=counters,
             num_checkpoints=len(find_checkpoints(save)),
