@@ -381,6 +381,16 @@ def first_start_is_over(draft: Draft) -> Iterator[str]:
         )
 
 
+def finetuning_replaces_checkpoints(draft: Draft) -> Iterator[str]:
+    checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    is_first = stored is not None and "finetune" not in stored.started
+    if checkpoint.finetune and is_first and checkpoint.save == checkpoint.load:
+        yield (
+            f"--finetune starts at iteration 0 in the folder of its start, {checkpoint.save}: a save replaces the checkpoint of the"
+            " same iteration, and restarts resume this run; another --save folder keeps the old ones"
+        )
+
+
 def finetune_does_not_resume(draft: Draft) -> Iterator[str]:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
@@ -450,6 +460,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     profiling_without_a_switch,
     profiling_ends_in_time,
     first_start_is_over,
+    finetuning_replaces_checkpoints,
     finetune_does_not_resume,
     checkpoint_is_of_megatron,
     changed_since_the_checkpoint,

@@ -111,6 +111,15 @@ def test_last_iterations_without_a_learning_rate_are_noted(plan_of):
     assert notes("--lr-decay-iters 7 --lr-decay-style constant") == []
 
 
+def test_a_first_start_that_may_replace_checkpoints_is_noted(plan_of):
+    config = plan_of("").config.to_dict()
+    run = StoredRun(path="r/iter_0000002", iteration=2, consumed_train_samples=4, config=config, is_start=True)
+    words = "--finetune starts at iteration 0 in the folder of its start, r: a save replaces"
+    for flags, is_noted in (("--load r --save r", True), ("--load r --save s", False)):
+        notes = plan_of(f"{flags} --finetune", facts=Facts(checkpoint=run)).notes
+        assert any(note.startswith(words) for note in notes) == is_noted
+
+
 def test_a_restart_after_the_first_start_is_noted(plan_of):
     config = plan_of("").config.to_dict()
     run = StoredRun(
