@@ -32,7 +32,7 @@ def loss_names(spec: GptSpec) -> tuple[str, ...]:
 
 
 def mean_losses(sums: Tensor) -> Tensor:
-    """Divide sums of losses by the last sum, the number of tokens; `Engine.evaluate` returns such sums."""
+    """Divide sums of losses by the last sum, the number of tokens; `evaluate` of evaluation.py returns such sums."""
     return sums[:-1] / sums[-1].clamp(min=1)
 
 

@@ -22,6 +22,7 @@ from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training import saving
+from megatrain.training import evaluation
 from megatrain.training.engine import Engine
 
 ASYNC = ["--async-save"]
@@ -266,7 +267,7 @@ def test_a_save_is_committed_during_an_evaluation(
 def train_with_a_slow_evaluation(
     rank: int, world_size: int, flags: list[str], folder: str
 ) -> tuple[int, str]:
-    is_evaluating, newest, evaluate = Path(folder) / "evaluating", "iter_0000004", Engine.evaluate
+    is_evaluating, newest, evaluate = Path(folder) / "evaluating", "iter_0000004", evaluation.evaluate
 
     def slow(engine: Engine, *args: Any) -> Any:
         if list(Path(folder).glob(f"{newest}*")):
@@ -276,7 +277,7 @@ def train_with_a_slow_evaluation(
         return evaluate(engine, *args)
 
     wait = f"while not os.path.exists({str(is_evaluating)!r}): time.sleep(0.02)"
-    with mock.patch.object(Engine, "evaluate", slow):
+    with mock.patch.object(evaluation, "evaluate", slow):
         return train_with(rank, world_size, flags, FAULTY_WRITER.format(condition=ALL, fault=wait))
 
 

@@ -33,6 +33,7 @@ from megatrain.model.embedding import Embedding
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.training import losses
 from megatrain.training.debugging import spikes
+from megatrain.training import evaluation
 from megatrain.training.engine import Engine
 from megatrain.training.faults.heartbeat import Heartbeat
 
@@ -232,7 +233,7 @@ FAULTS = (
     Fault(name="hang in backward", plant=at_call(torch.autograd, "backward", sleeps), expected=late("backward\n"), exit_codes=(1,), is_late=True),
     Fault(name="hang in the optimizer", plant=at_call(ShardedOptimizer, "_update", sleeps), expected=late("optimizer\n"), exit_codes=(1,), is_late=True),
     Fault(name="hang in a collective", plant=at_call(torch.distributed, "all_reduce", sleeps), expected=late(r"[\w ]+\n"), exit_codes=(1,), is_late=True),
-    Fault(name="hang in evaluation", plant=at_call(Engine, "evaluate", sleeps), expected=late("evaluation\n"), exit_codes=(1,), is_late=True, flags=_EVALUATES),
+    Fault(name="hang in evaluation", plant=at_call(evaluation, "evaluate", sleeps), expected=late("evaluation\n"), exit_codes=(1,), is_late=True, flags=_EVALUATES),
     Fault(name="hang in a save", plant=at_call(Disk, "create", sleeps), expected=late("checkpoint save\n"), exit_codes=(1,), is_late=True, everywhere=limits_slow_phases),
     Fault(name="another collective", plant=at_step(lambda: torch.distributed.all_reduce(torch.ones(1))), expected=r"late: no progress|no rank is late: all wait", exit_codes=(1,), is_late=True, flags=(*_PLAIN, "--tensor-model-parallel-size", "2")),
     Fault(name="slow rank", plant=is_slow, expected="> ended at iteration 8 of 8: the target is reached", exit_codes=(0,)),

@@ -11,6 +11,7 @@ from run_helpers import command_line
 
 import pretrain
 from megatrain.checkpoint.find import newest_valid
+from megatrain.training import evaluation
 from megatrain.training.engine import Engine
 
 
@@ -64,7 +65,7 @@ def test_a_poisoned_moment_is_not_committed(
 
 @pytest.fixture
 def nan_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "evaluate", lambda *_: torch.tensor([math.nan, 1.0], dtype=torch.float64))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: torch.tensor([math.nan, 1.0], dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("nan_evaluations")
