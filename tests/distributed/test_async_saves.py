@@ -21,8 +21,7 @@ from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
-from megatrain.training import saving
-from megatrain.training import evaluation
+from megatrain.training import evaluation, saving
 from megatrain.training.engine import Engine
 
 ASYNC = ["--async-save"]

@@ -31,9 +31,8 @@ from megatrain.checkpoint.find import folder_name
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.model.embedding import Embedding
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.training import losses
+from megatrain.training import evaluation, losses
 from megatrain.training.debugging import spikes
-from megatrain.training import evaluation
 from megatrain.training.engine import Engine
 from megatrain.training.faults.heartbeat import Heartbeat
 

@@ -113,7 +113,9 @@ def test_last_iterations_without_a_learning_rate_are_noted(plan_of):
 
 def test_a_first_start_that_may_replace_checkpoints_is_noted(plan_of):
     config = plan_of("").config.to_dict()
-    run = StoredRun(path="r/iter_0000002", iteration=2, consumed_train_samples=4, config=config, is_start=True)
+    run = StoredRun(
+        path="r/iter_0000002", iteration=2, consumed_train_samples=4, config=config, is_start=True
+    )
     words = "--finetune starts at iteration 0 in the folder of its start, r: a save replaces"
     for flags, is_noted in (("--load r --save r", True), ("--load r --save s", False)):
         notes = plan_of(f"{flags} --finetune", facts=Facts(checkpoint=run)).notes
