@@ -126,7 +126,7 @@ def recipes_of_modules(
 
 def linear_layers(table: LayerTable) -> Iterator[NamedLinear]:
     """Yield the linear layers that FP8 may cover. Products that are one here have several paths and one weight."""
-    for number, layer in enumerate((*table.layers, *table.mtp_layers)):
+    for number, layer in enumerate(table.all_layers):
         depth = number - len(table.layers)
         ours = f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
         theirs = ours if depth < 0 else f"{ours}.mtp_model_layer"

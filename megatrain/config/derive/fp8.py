@@ -160,8 +160,7 @@ def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[Pro
     )
     yield ProductSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
-        table = draft.derived.layer_table
-        layer = (*table.layers, *table.mtp_layers)[number]
+        layer = draft.derived.layer_table.all_layers[number]
         yield from _sizes_of(layer, model.hidden_size, tp, draft.derived.expert_tensor_parallel_size)
 
 
@@ -175,8 +174,7 @@ def split_sizes(draft: Draft) -> Iterator[ProductSize]:
             "tokens of a chunk of a micro-batch", "--seq-length, --context-parallel-size", tokens
         )
     for number in draft.derived.fp8_layers if tp > 1 else ():
-        table = draft.derived.layer_table
-        layer = (*table.layers, *table.mtp_layers)[number]
+        layer = draft.derived.layer_table.all_layers[number]
         for one in layer.linears(draft.config.model.hidden_size):
             if one.split == "inputs" and not one.num_experts:
                 yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(tp))

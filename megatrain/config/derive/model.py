@@ -291,7 +291,7 @@ def training_flops(
     model: ModelConfig, table: LayerTable, *, num_tokens: int, sum_of_squared_lengths: int
 ) -> int:
     """Return the FLOPs of forward and backward over documents of these lengths."""
-    h, layers, depths = model.hidden_size, table.layers + table.mtp_layers, table.num_mtp_layers
+    h, layers, depths = model.hidden_size, table.all_layers, table.num_mtp_layers
     weights = h * model.padded_vocab_size * (1 + depths) + sum(layer.active_weights(h) for layer in layers)
     weights += depths * _projection_weights(h)
     channels = sum(layer.pair_channels for layer in layers)

@@ -131,6 +131,11 @@ class LayerTable:
     def mtp_layers(self) -> tuple[LayerSizes, ...]:
         return self.layers[-1:] * self.num_mtp_layers
 
+    @property
+    def all_layers(self) -> tuple[LayerSizes, ...]:
+        """Layers by number, with those of multi-token prediction."""
+        return self.layers + self.mtp_layers
+
     def __str__(self) -> str:
         attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
         linear = sum(layer.linear is not None for layer in self.layers)

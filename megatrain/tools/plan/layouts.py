@@ -46,7 +46,7 @@ class Workload:
     @functools.cached_property
     def all_layers(self) -> tuple[LayerSizes, ...]:
         """Sizes of each layer, those of multi-token prediction last."""
-        return (*self.layers, *self.plan.derived.layer_table.mtp_layers)
+        return self.plan.derived.layer_table.all_layers
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[LayerSizes, bool], ...]:
