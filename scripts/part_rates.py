@@ -39,16 +39,16 @@ def main() -> None:
 
 def products(plan: Plan) -> float:
     """Return the TFLOP/s of all matrix products of a step."""
-    model, layers = plan.config.model, plan.derived.layer_table.layers
+    model, layers = plan.config.model, plan.derived.model_spec.layers
     tokens, h = plan.config.training.micro_batch_size * plan.config.data.seq_length, model.hidden_size
-    layer = layers[0]
+    layer, mlp = layers[0].attention, layers[0].dense or layers[0].experts
     inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
-    width = layer.active_width
+    width = mlp.active_width
     num_layers = len(layers)
     shapes = [
         (inner + 2 * keys, h, num_layers),
         (h, inner, num_layers),
-        (width * (2 if layer.is_gated else 1), h, num_layers),
+        (width * (2 if mlp.is_gated else 1), h, num_layers),
         (h, width, num_layers),
         (plan.config.model.padded_vocab_size, h, 1),
     ]
@@ -76,7 +76,7 @@ def products(plan: Plan) -> float:
 
 def attention(plan: Plan) -> tuple[float, float]:
     """Return the TFLOP/s of attention, forward and backward."""
-    layer = plan.derived.layer_table.layers[0]
+    layer = plan.derived.model_spec.layers[0].attention
     s, b, d = plan.config.data.seq_length, plan.config.training.micro_batch_size, layer.head_channels
     q, dout = (torch.randn(s, b, layer.num_heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (

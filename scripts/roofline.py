@@ -85,16 +85,17 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     h, s = model.hidden_size, plan.config.data.seq_length
     has_rope = model.position_embedding_type == "rope" or model.multi_latent_attention
     attention = linear = experts = inactive = moved = 0
-    for layer in derived.layer_table.layers:
-        inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
-        f = layer.active_width
+    for layer in derived.model_spec.layers:
+        mixer, mlp = layer.attention, layer.dense or layer.experts
+        inner, keys = (n * mixer.head_channels for n in (mixer.num_heads, mixer.num_query_groups))
+        f = mlp.active_width
         linear += layer.active_weights(h)
         for one in layer.linears(h):
             experts += one.num_experts * one.inputs * one.outputs
             inactive += (one.num_experts - one.top_k) * one.inputs * one.outputs if one.num_experts else 0
         attention += s * layer.pair_channels
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
-        moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
+        moved += (6 + 10) * f if mlp.is_gated else (4 + 6) * f
     head = h * model.padded_vocab_size
     moved += 6 * model.padded_vocab_size
     weights = linear + inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)

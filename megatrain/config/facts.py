@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.errors import Problem
-from megatrain.config.model_spec.layer import LayerSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +189,9 @@ class Facts:
     """Versions of installed libraries."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        """Return all facts, without the function of --spec: each rank loads its own."""
+        values = dataclasses.asdict(dataclasses.replace(self, custom_layers=None))
+        return json.dumps({**values, "custom_layers": self.custom_layers and self.custom_layers.digest})
 
     @classmethod
     def from_json(cls, text: str) -> Facts:
@@ -200,12 +201,8 @@ class Facts:
             stored["sources"], stored["started"] = tuple(stored["sources"]), tuple(stored["started"])
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
-        if values["custom_layers"] is not None:
-            own = values["custom_layers"]
-            layers, differences = map(LayerSizes.from_dict, own["layers"]), own["differences"]
-            values["custom_layers"] = CustomLayers(
-                **{**own, "layers": tuple(layers), "differences": tuple(differences)}
-            )
+        digest = values["custom_layers"]
+        values["custom_layers"] = None if digest is None else CustomLayers(digest, None)
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         if values["device_capability"] is not None:
             values["device_capability"] = tuple(values["device_capability"])

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import yaml
 
-from megatrain.config.model_spec.layer import LayerTable
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.plain_yaml import load_yaml
 
 RECIPES: Final = ("tensorwise", "blockwise", "mxfp8")
@@ -103,14 +103,14 @@ class ModuleRecipes:
 
 
 def recipes_of_modules(
-    text: str, table: LayerTable, *, fp8_layers: Container[int], recipe: Recipe | None
+    text: str, spec: ModelSpec, *, fp8_layers: Container[int], recipe: Recipe | None
 ) -> ModuleRecipes:
     """Return the recipes that a file gives to the linear layers.
 
     Args:
         fp8_layers: the layers in FP8 by flags, and `recipe` theirs.
     """
-    matchers, linears = matchers_of(text), tuple(linear_layers(table))
+    matchers, linears = matchers_of(text), tuple(linear_layers(spec))
     by_path: dict[str, Recipe | None] = {}
     deciding = {matcher.name: 0 for matcher in matchers}
     for one in linears:
@@ -124,14 +124,13 @@ def recipes_of_modules(
     return ModuleRecipes(by_path, linears, deciding, tuple(unmatched))
 
 
-def linear_layers(table: LayerTable) -> Iterator[NamedLinear]:
+def linear_layers(spec: ModelSpec) -> Iterator[NamedLinear]:
     """Yield the linear layers that FP8 may cover. Products that are one here have several paths and one weight."""
-    for number, layer in enumerate(table.all_layers):
-        depth = number - len(table.layers)
-        ours = f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
+    for number, layer in enumerate(spec.all_layers):
+        depth, ours = number - len(spec.layers), spec.layer_name(number)
         theirs = ours if depth < 0 else f"{ours}.mtp_model_layer"
         for one in layer.linears(hidden_size=0):
-            for module in one.modules:
+            for module in one.modules or (one.weight,):
                 yield NamedLinear(f"{theirs}.{module}", number, f"{ours}.{one.recipe or one.weight}.weight")
         if depth >= 0:
             yield NamedLinear(f"{ours}.eh_proj", number, f"{ours}.projection.weight")

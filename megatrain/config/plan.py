@@ -9,15 +9,12 @@ from typing import Any, Literal
 
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import DataPhase, Facts
-from megatrain.config.model_spec.layer import LayerTable
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-
-Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"]
-"""Activation between the two linear layers of an MLP."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,8 @@ class Derived(CheckedSection):
 
     world_size: int = INVALID
     """Number of ranks."""
-    activation: Activation = INVALID
-    layer_table: LayerTable = INVALID
-    """Sizes of each layer."""
-    attention_scale: float | None = INVALID
-    """Factor of attention scores; None: 1 / sqrt(kv channels)."""
+    model_spec: ModelSpec = INVALID
+    """The model as data: its layers, and what feeds and ends them."""
     transformer_impl: Literal["local", "transformer_engine"] = INVALID
     """Implementation of the layers; `local` supplies what Transformer Engine lacks."""
     attention_backend: Literal[
@@ -51,8 +45,6 @@ class Derived(CheckedSection):
     """Numbers of the layers with linear layers in FP8; those of multi-token prediction follow the others."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
-    matrix_init_std: float = INVALID
-    """Standard deviation of initial matrices, before scaling by depth."""
     model_parallel_size: int = INVALID
     """Ranks of a model replica: tp * pp."""
     pipeline_chunks: int = INVALID

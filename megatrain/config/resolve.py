@@ -58,7 +58,11 @@ def _drafted(request: Request, facts: Facts) -> tuple[Draft, list[str], list[Pro
     config, problems = _checked_values(request.config)
     draft = Draft(config, Derived(), facts, dict(request.origins))
     for path, derive in DERIVATIONS:
-        draft = _with_derived(draft, path, derive)
+        try:
+            draft = _with_derived(draft, path, derive)
+        except ConfigError as error:  # of the function of --spec
+            problems += error.problems
+            draft = _with_value(draft, path, DerivedValue(INVALID, "not known"))
     overridden: list[str] = []
     for path, override in OVERRIDES:
         new = _unless_unresolved(override, draft)

@@ -19,29 +19,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.part import CacheSizes
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.specs import AttentionSpec, GptSpec, LinearAttentionSpec
 
 Space = int | None
 """The window of a space's layers; None: they attend to all earlier tokens."""
 
 
 @dataclass(frozen=True)
-class LayerSizes:
-    """Cache of one layer on this rank."""
-
-    space: Space = None
-    rows: tuple[tuple[int, int], ...] = ()
-    """Heads and channels of each tensor of rows."""
-    states: tuple[tuple[int, ...], ...] = ()
-    """Shape of each state of a sequence, in the accumulation dtype."""
-
-
-@dataclass(frozen=True)
 class CachePlan:
     """Sizes of the cache for `num_sequences` sequences of `max_tokens` tokens; shorter ones leave memory for more."""
 
-    layers: tuple[LayerSizes, ...]
+    layers: tuple[CacheSizes, ...]
     dtype: torch.dtype
     tokens_per_pass: int
     """Most tokens that one pass adds to a sequence."""
@@ -54,7 +45,7 @@ class CachePlan:
     @property
     def spaces(self) -> list[Space]:
         """Return the spaces of the layers with rows."""
-        return list(dict.fromkeys(layer.space for layer in self.layers if layer.rows))
+        return list(dict.fromkeys(layer.window for layer in self.layers if layer.rows))
 
     def rows_of(self, space: Space, tokens: int) -> int:
         """Return the rows that a sequence of so many tokens reserves."""
@@ -62,7 +53,7 @@ class CachePlan:
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of the rows of one sequence of so many tokens."""
-        return sum(self.rows_of(layer.space, tokens) * self._row_bytes(layer) for layer in self.layers)
+        return sum(self.rows_of(layer.window, tokens) * self._row_bytes(layer) for layer in self.layers)
 
     @property
     def state_bytes(self) -> int:
@@ -88,26 +79,24 @@ class CachePlan:
         )
         return f"cache of {size} for {self.num_sequences} x {self.max_tokens} tokens, {self.max_sequences} sequences at most"
 
-    def _row_bytes(self, layer: LayerSizes) -> int:
+    def _row_bytes(self, layer: CacheSizes) -> int:
         return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)
 
 
-def layer_sizes(spec: GptSpec, tp_size: int) -> tuple[LayerSizes, ...]:
-    """Return the cache of each layer with a mixer, on a tensor rank."""
-    return tuple(_sizes(layer.mixer, tp_size) for layer in spec.layers if layer.mixer is not None)
-
-
-def _sizes(mixer: AttentionSpec | LinearAttentionSpec, tp_size: int) -> LayerSizes:
-    if isinstance(mixer, LinearAttentionSpec):
-        sizes = mixer.sizes
-        channels = (2 * sizes.key_channels + sizes.value_channels) // tp_size
-        heads = sizes.num_value_heads // tp_size
-        state = (heads, sizes.key_head_channels, sizes.value_head_channels)
-        return LayerSizes(states=((sizes.convolution_taps - 1, channels), state))
-    if mixer.latent is not None:
-        return LayerSizes(mixer.window, ((1, mixer.latent.kv_rank + mixer.latent.rotary_channels),))
-    groups = max(1, mixer.num_query_groups // tp_size)
-    return LayerSizes(mixer.window, ((groups, mixer.head_channels), (groups, mixer.value_channels)))
+def layer_caches(spec: ModelSpec, tp_size: int) -> tuple[CacheSizes, ...]:
+    """Return the cache of each layer with a mixer, on a tensor rank. Raises ConfigError for a part that has none."""
+    found = []
+    for layer in spec.layers:
+        for part in layer.parts:
+            sizes = part.cache_sizes(tp_size)
+            if sizes is None:
+                raise ConfigError(
+                    f"layers with {type(part).__name__} generate no text: the part has no cache for it",
+                    fix="evaluate the model with pretrain.py --skip-train, or use a model without this part",
+                )
+            if part.role == "mixer":
+                found.append(sizes)
+    return tuple(found)
 
 
 @dataclass
@@ -158,7 +147,7 @@ class Cache:
         # The last row is that of slots without a sequence, in passes with a fixed number of slots.
         self.rows = [
             [
-                torch.zeros((self.num_rows[layer.space] + 1, *shape), dtype=plan.dtype, device=device)
+                torch.zeros((self.num_rows[layer.window] + 1, *shape), dtype=plan.dtype, device=device)
                 for shape in layer.rows
             ]
             for layer in plan.layers
@@ -237,7 +226,7 @@ class Cache:
         assert space is not None, "the whole sequence is reserved"
         first = rows.start + rows.used - space
         for layer, tensors in zip(self.plan.layers, self.rows, strict=True):
-            for one in tensors if layer.space == space else ():
+            for one in tensors if layer.window == space else ():
                 one[rows.start : rows.start + space] = one[first : first + space].clone()
         rows.used = space
         return True

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.inference.cache import Extent, Space, SpaceStep
 from megatrain.kernels.attention.backends import TritonAttention, attention_kernel
 from megatrain.kernels.attention.decode import decode_attention, write_rows
@@ -35,7 +36,6 @@ from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.implementations.local import LocalColumnLinear
 from megatrain.model.latent_attention import UpProjection
 from megatrain.model.linear_attention import DeltaRule
-from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import PassInfo
 
 _MAX_FUSED_CHANNELS = 256

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.inference.cache import Cache, CachePlan, Reservation
 from megatrain.inference.cached_attention import (
     CachedAttention,
@@ -29,7 +30,6 @@ from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
 from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule, LinearAttention
 from megatrain.model.mtp import MtpLayer
-from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Batch, PassInfo
 
 
@@ -61,7 +61,7 @@ class CachedModel:
         self.can_decode = True
         """`decode` computes all layers: none has latents or linear attention."""
         mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
-        specs = [layer.mixer for layer in model.spec.layers if layer.mixer is not None]
+        specs = [part for layer in model.spec.layers for part in layer.parts if part.role == "mixer"]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
             self._replace(mixer, spec, number)
 

@@ -19,7 +19,6 @@ from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.host_copy import copy_to_device
-from megatrain.model.specs import ExpertsSpec
 
 _NUM_WARM_UP = 2
 """Passes before a capture: kernels are compiled, libraries allocate their memory."""
@@ -128,7 +127,7 @@ class _Pass:
 def can_capture(model: CachedModel) -> bool:
     """Return whether CUDA graphs compute the passes: kernels of one GPU that do not wait for the host."""
     spec = model.model.spec
-    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    has_experts = any(layer.experts is not None for layer in spec.layers)
     rows = next((one for layer in model.cache.rows for one in layer), None)
     is_one_kernel = not has_experts or model.cache.plan.dtype is torch.bfloat16
     return rows is not None and is_fused(rows) and is_one_kernel and model.model.tp.size == 1

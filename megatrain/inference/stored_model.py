@@ -26,6 +26,7 @@ from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, Tens
 from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
@@ -34,7 +35,6 @@ from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers, digest_of
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import MakeHandle, build_grid
@@ -153,7 +153,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         "dtype": options.dtype,
     }
     with _untrusted_configuration(path):
-        described = apply_custom_layers(gpt_spec(config, experts, vocab_size=vocab_size), config)
+        described = apply_custom_layers(describe_model(config, experts, vocab_size=vocab_size), config)
         described = without_capacity(described) if options.is_unlimited else described
         described, shape = split_over_ranks(described, ranks.size)
         silent = build_grid(shape, ranks.rank)

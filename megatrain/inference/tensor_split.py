@@ -6,23 +6,24 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatrain.config.errors import ConfigError
-from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LayerSpec, LinearAttentionSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.parallel.rank_lists import GridShape
 
 
-def without_capacity(spec: GptSpec) -> GptSpec:
+def without_capacity(spec: ModelSpec) -> ModelSpec:
     """Return the model without limits of the experts' loads: dropped assignments would depend on other sequences."""
 
     def unlimited(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.mlp, ExpertsSpec):
+        if layer.experts is None:
             return layer
-        router = dataclasses.replace(layer.mlp.router, capacity_factor=None, is_padded=False)
-        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router))
+        router = dataclasses.replace(layer.experts.router, capacity_factor=None, is_padded=False)
+        return layer.with_part(dataclasses.replace(layer.experts, router=router))
 
     return dataclasses.replace(spec, layers=tuple(map(unlimited, spec.layers)))
 
 
-def split_over_ranks(spec: GptSpec, tp_size: int) -> tuple[GptSpec, GridShape]:
+def split_over_ranks(spec: ModelSpec, tp_size: int) -> tuple[ModelSpec, GridShape]:
     """Return the model with a vocabulary padded for `tp_size` ranks, and the shape of their grid.
 
     Raises:
@@ -30,34 +31,29 @@ def split_over_ranks(spec: GptSpec, tp_size: int) -> tuple[GptSpec, GridShape]:
     """
     if tp_size == 1:
         return spec, GridShape()
-    wrong = next((text for text, size in _sizes(spec) if size % tp_size), None)
-    groups = {layer.mixer.num_query_groups for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)}
+    wrong = next((text for text, divides in _sizes(spec, tp_size) if not divides), None)
+    groups = {layer.attention.num_query_groups for layer in spec.layers if layer.attention is not None}
     fewer = {count for count in groups if count < tp_size}
-    if wrong is None and any(tp_size % count for count in fewer):
-        wrong = f"{min(fewer)} key and value heads"
     if wrong is None and len(fewer) > 1:
-        wrong = f"key and value heads, {sorted(fewer)} of them by layer,"
+        wrong = f"query groups, {sorted(fewer)} of them by layer,"
     if wrong is not None:
         raise ConfigError(
             f"{tp_size} tensor ranks: {wrong} of the model do not divide over them",
             fix="start fewer ranks (--nproc-per-node of torchrun), or one process without torchrun",
         )
     rows = -(-spec.vocab_size // tp_size) * tp_size
-    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    has_experts = any(layer.experts is not None for layer in spec.layers)
     copies = tp_size // min(fewer) if fewer else 1
     shape = GridShape(tp=tp_size, etp=tp_size if has_experts else None, kv_copies=copies)
     return dataclasses.replace(spec, padded_vocab_size=rows), shape
 
 
-def _sizes(spec: GptSpec) -> Iterator[tuple[str, int]]:
-    """Yield the sizes that are split, each with its text."""
+def _sizes(spec: ModelSpec, tp_size: int) -> Iterator[tuple[str, bool]]:
+    """Yield the sizes that are split, each as a text, and whether it divides over the ranks."""
     for layer in spec.layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        if isinstance(mixer, LinearAttentionSpec):
-            yield f"{mixer.sizes.num_key_heads} linear attention heads", mixer.sizes.num_key_heads
-        elif mixer is not None:
-            yield f"{mixer.num_heads} attention heads", mixer.num_heads
-        widths = [mlp] if not isinstance(mlp, ExpertsSpec) else [mlp.expert, mlp.shared]
-        for one in widths:
-            if one is not None:
-                yield f"{one.ffn_hidden_size} channels of an MLP", one.ffn_hidden_size
+        for linear in layer.linears(spec.hidden_size):
+            for piece in linear.pieces if linear.split == "outputs" else ():
+                what = piece.unit if piece.heads else f"channels of {linear.writes}"
+                yield f"{piece.count} {what}", piece.divides_over(tp_size)
+            if linear.split == "inputs":
+                yield f"{linear.inputs} channels of {linear.reads}", linear.inputs % tp_size == 0

@@ -9,13 +9,12 @@ import torch
 
 from megatrain.config.errors import ConfigError
 from megatrain.data.tokenizers.build import Tokenizer
-from megatrain.inference.cache import CachePlan, layer_sizes
+from megatrain.inference.cache import CachePlan, layer_caches
 from megatrain.inference.cached_model import CachedModel
 from megatrain.inference.engine import Completion, Engine
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.text_stream import TextStream
 from megatrain.model.gpt import Model
-from megatrain.model.specs import AttentionSpec
 
 _TOKENS_PER_PASS = 1024
 _FEWEST_TOKENS_PER_PASS = 64
@@ -113,9 +112,9 @@ def plan_cache(
         most = num_sequences if not has_states else count
         return CachePlan(layers, dtype, per_pass, max_tokens, count, most)
 
-    layers = layer_sizes(model.spec, model.tp.size)
-    mixers = [layer.mixer for layer in model.spec.layers]
-    num_heads = max([one.num_heads for one in mixers if isinstance(one, AttentionSpec)], default=1)
+    layers = layer_caches(model.spec, model.tp.size)
+    mixers = [layer.attention for layer in model.spec.layers]
+    num_heads = max([one.num_heads for one in mixers if one is not None], default=1)
     has_states = any(layer.states for layer in layers)
     one = plan(1).num_bytes
     if one > limit_bytes:

@@ -10,27 +10,16 @@ accumulation dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import activations as fused
 from megatrain.kernels.fused.launching import is_fused
-
-
-@dataclass(frozen=True)
-class ActivationFunction:
-    """An element-wise function and its derivative."""
-
-    name: str
-    value: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]
-    has_kernel: bool = False
-    """True: the fused kernels implement it, under its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +114,14 @@ def _weighted(x: Tensor, weights: Tensor) -> Tensor:
 def activate_reference(x: Tensor, activation: Activation) -> Tensor:
     """Apply the activation with torch operators."""
     if not activation.is_gated:
-        return activation.fn.value(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+        y: Tensor = activation.fn.value(x.to(accumulation_dtype(x.dtype)))
+        return y.to(x.dtype)
     if _is_plain_swiglu(activation):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     a, b = _clamped(x, activation)
-    return (activation.fn.value(a) * (b + activation.offset)).to(x.dtype)
+    gated: Tensor = activation.fn.value(a)
+    return (gated * (b + activation.offset)).to(x.dtype)
 
 
 def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:
@@ -138,7 +129,8 @@ def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -
     fn, clamp = activation.fn, activation.clamp
     if not activation.is_gated:
         xw = x.to(accumulation_dtype(x.dtype))
-        return (dy.to(xw.dtype) * fn.derivative(xw)).to(x.dtype)
+        slope: Tensor = fn.derivative(xw)
+        return (dy.to(xw.dtype) * slope).to(x.dtype)
     a, b = _clamped(x, activation)
     dyw = dy.to(a.dtype)
     if _is_plain_swiglu(activation):  # the most common case on CPUs, with torch's own kernels

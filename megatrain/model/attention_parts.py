@@ -1,4 +1,4 @@
-"""Parts of an attention layer, built from its spec: core attention, projection, norms of queries and keys, gate of the output."""
+"""Parts of an attention layer, built from its spec: core attention, norms of queries and keys, gate of the output."""
 
 from __future__ import annotations
 
@@ -8,43 +8,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels import output_gate
-from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
+from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
     Weights,
     columns_bias_layout,
     heads_layout,
-    rows_layout,
-    stream_layout,
     unit_gain,
 )
-from megatrain.model.specs import AttentionSpec, GptSpec, NormSpec
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
-def core_attention(
-    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> nn.Module:
+def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     """Build the core attention of a layer, with its sink logits."""
-    sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
-    core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+    name = context.name(spec)
+    columns, init = [Columns(f"{name}.sink", spec.num_heads)], Init(std=context.model.init_std)
+    sink = columns_bias_layout(columns, context.tp, init) if spec.sink == "learned" else None
+    core = context.leaves.core_attention(spec, sink, name)
     assert isinstance(core, nn.Module)
     return core
-
-
-def attention_projection(
-    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> RowLinear:
-    """Build the projection of the heads' outputs to the residual stream."""
-    h, channels = gpt.hidden_size, spec.num_heads * spec.value_channels
-    return leaves.row_linear(
-        Weights(
-            rows_layout(f"{prefix}.proj.weight", h, channels, Init(std=gpt.output_init_std), tp),
-            stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
-        )
-    )
 
 
 def qk_norm(

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import nn
 
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.moe.routing import expert_capacity
-from megatrain.kernels.side_stream import SideStream
 from megatrain.model.experts import ExpertBranch, Experts
-from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.implementations.leaves import Pointwise
 from megatrain.model.layer import Sequential, branch_output
+from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.layouts import (
     Columns,
     Weights,
-    branch_norm_weights,
     expert_columns_bias_layout,
     expert_columns_layout,
     expert_rows_bias_layout,
     expert_rows_layout,
 )
-from megatrain.model.recompute import Recompute, RecomputedModule
+from megatrain.model.recompute import RecomputedModule
 from megatrain.model.router import Router
 from megatrain.model.shared_expert import LatentProjection, SharedExpert, WithSharedExpert
-from megatrain.model.specs import ExpertsSpec, GptSpec, NormPosition, RouterSpec
-from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -35,72 +31,33 @@ from megatrain.parallel.expert_parallel import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
-from megatrain.parallel.pipeline.interleave import Turns
-
-DispatcherType = Literal["allgather", "alltoall"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertCommunication:
-    """The way in which ranks exchange tokens, and what overlaps it."""
-
-    dispatcher: DispatcherType = "allgather"
-    side: SideStream | None = None
-    """Stream of the shared expert on a GPU; None: that of the other experts."""
-    turns: Turns | None = None
-    """Turns of a forward and a backward pass, which a pass gives up before it waits; None: passes run one after the other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRanks:
-    """Distribution of the tokens and the experts over ranks."""
-
-    split: TokenSplit
-    dp: RankGroup
-    """Data-parallel ranks."""
-    parallel: ExpertParallel
-    communication: ExpertCommunication = ExpertCommunication()
-    dtype: torch.dtype
-    """Dtype of the weights."""
-    seed: int
-    """Seed of the router's jitter."""
-
-
-def expert_branch(
-    spec: ExpertsSpec,
-    gpt: GptSpec,
-    number: int,
-    position: NormPosition,
-    leaves: Leaves,
-    ranks: ExpertRanks,
-    recompute: Recompute,
-) -> ExpertBranch:
-    """Build the branch of layer `number`."""
-    prefix, tp = f"{gpt.layer_name(number)}.mlp", ranks.split.tp
-    norm = leaves.residual_norm(branch_norm_weights(gpt, position, prefix, tp))
-    experts = _experts(spec, gpt, number, prefix, leaves, ranks)
+def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
+    """Build the branch of a layer's experts."""
+    recompute = context.recompute
+    norm = context.leaves.residual_norm(context.branch_norm(spec))
+    experts = _experts(spec, context)
     mlp: nn.Module = experts
     if spec.shared is not None:
-        shared = SharedExpert(
-            spec.shared, gpt, prefix, leaves, tp, ranks.dtype, has_gate=spec.has_shared_gate
-        )
+        shared = SharedExpert(spec.shared, context, context.name(spec), has_gate=spec.has_shared_gate)
         is_recomputed = recompute.has_part("shared_experts")
         mlp = WithSharedExpert(
-            experts, RecomputedModule(shared) if is_recomputed else shared, ranks.communication.side
+            experts,
+            RecomputedModule(shared) if is_recomputed else shared,
+            context.ranks.communication.side,
         )
     mlp = RecomputedModule(mlp) if recompute.has_part("moe") else mlp
-    return ExpertBranch(norm, mlp, branch_output(gpt, position, prefix, leaves, tp))
+    return ExpertBranch(norm, mlp, branch_output(spec, context))
 
 
-def _experts(
-    spec: ExpertsSpec, gpt: GptSpec, number: int, prefix: str, leaves: Leaves, ranks: ExpertRanks
-) -> Experts:
-    init, output_init, tp = Init(std=gpt.init_std), Init(std=gpt.output_init_std), ranks.split.tp
+def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
+    gpt, ranks, leaves, prefix = context.model, context.ranks, context.leaves, context.name(spec)
+    init, tp = Init(std=gpt.init_std), context.tp
     router = Router(
         spec.router,
-        number,
+        context.number,
         f"{prefix}.router",
         hidden_size=gpt.hidden_size,
         init=init,
@@ -114,7 +71,9 @@ def _experts(
     after: list[Pointwise] = []
     if latent is not None:
         before = [LatentProjection(f"{prefix}.latent_down", latent, h, init, leaves, has_bias, tp)]
-        after = [LatentProjection(f"{prefix}.latent_up", h, latent, output_init, leaves, has_bias, tp)]
+        after = [
+            LatentProjection(f"{prefix}.latent_up", h, latent, context.output_init, leaves, has_bias, tp)
+        ]
     mlp = leaves.grouped_mlp(
         spec.expert, *_expert_weights(spec, gpt, f"{prefix}.experts", ranks.parallel), ranks.parallel
     )
@@ -122,7 +81,7 @@ def _experts(
 
 
 def _expert_weights(
-    spec: ExpertsSpec, gpt: GptSpec, prefix: str, parallel: ExpertParallel
+    spec: ExpertsSpec, gpt: ModelSpec, prefix: str, parallel: ExpertParallel
 ) -> tuple[Weights, Weights]:
     """Return the layouts of both linear layers of this rank's experts."""
     names = [f"{prefix}.{expert}" for expert in parallel.own(spec.router.num_experts)]
@@ -141,7 +100,7 @@ def _expert_weights(
     return Weights(fc1, fc1_bias), Weights(fc2, fc2_bias)
 
 
-def _token_dispatcher(spec: RouterSpec, ranks: ExpertRanks) -> TokenDispatcher:
+def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:
     ep, etp, num_ranks = ranks.parallel.ep, ranks.parallel.etp, ranks.split.num_ranks
     rows_per_expert = None
     if spec.is_padded:

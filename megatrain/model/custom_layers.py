@@ -13,66 +13,34 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 
-from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
+from megatrain.config.derive.custom_layers import LayerFunction, Layers, layer_function
 from megatrain.config.errors import ConfigError
-from megatrain.config.model_spec.experts import ExpertSizes
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.linear import Linear
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.part import Part, Role
 from megatrain.config.schema.model import ModelConfig
-from megatrain.kernels.activations import ActivationFunction
-from megatrain.model.specs import (
-    AttentionSpec,
-    ExpertsSpec,
-    GptSpec,
-    LayerSpec,
-    LinearAttentionSpec,
-    MlpSpec,
-)
+from megatrain.model.parts import MODULES
 
 _NAMES: Final = "give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)"
 
 
-def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
-    """Replace the layers of a model by those of --spec, if it is given.
-
-    Raises:
-        ConfigError: the function cannot be loaded, or its file differs from the plan's.
-    """
+def apply_custom_layers(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
+    """Replace the layers of a stored model by those of --spec, if it is given. Raises ConfigError."""
     function = layer_function(model.spec)
-    if function is None:
-        return spec
-    digest = digest_of(function)
-    if digest != model.spec_digest:
-        raise ConfigError(
-            f"--spec {function}: this rank's file has digest {digest}, the plan has {model.spec_digest}",
-            fix="let all ranks read the same file, and do not change it during the start",
-        )
-    return dataclasses.replace(spec, layers=load_layers(function, model, spec.layers))
-
-
-def describe_custom_layers(
-    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
-) -> CustomLayers:
-    """Describe the custom layers for a plan. Raises ConfigError."""
-    digest, layers = digest_of(function), load_layers(function, model, default)
-    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
-    has_either = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
-    return CustomLayers(
-        digest=digest,
-        layers=tuple(map(_sizes, layers)),
-        differences=tuple(_differences(layers, default)),
-        has_windows=any(mixer.window is not None for mixer in mixers),
-        has_sinks=any(mixer.sink != "none" for mixer in mixers),
-        softcap_or_dropout="none" if not any(has_either) else "all" if all(has_either) else "some",
+    return (
+        spec
+        if function is None
+        else dataclasses.replace(spec, layers=load_layers(function)(model, spec.layers))
     )
 
 
@@ -87,10 +55,8 @@ def digest_of(function: LayerFunction) -> str:
         ) from error
 
 
-def load_layers(
-    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
-) -> tuple[LayerSpec, ...]:
-    """Load and call the function, and check its result. Raises ConfigError."""
+def load_layers(function: LayerFunction) -> Layers:
+    """Load the function. What is returned calls it, and checks its result. Raises ConfigError, both do."""
     module = _module(function)
     found = getattr(module, function.function, None)
     if not callable(found):
@@ -98,14 +64,18 @@ def load_layers(
             f"--spec {function}: {function.module} has no function {function.function}",
             fix="name a function of that module",
         )
-    try:
-        layers = found(model, default)
-    except Exception as error:
-        raise ConfigError(
-            f"--spec {function}: {_where(error)}", fix="correct the function at that line"
-        ) from error
-    _check(function, layers, len(default))
-    return tuple(layers)
+
+    def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        try:
+            made = found(model, default)
+        except Exception as error:
+            raise ConfigError(
+                f"--spec {function}: {_where(error)}", fix="correct the function at that line"
+            ) from error
+        _check(function, made, len(default), model.hidden_size)
+        return tuple(made)
+
+    return layers
 
 
 def _file_of(module: str) -> Path:
@@ -151,7 +121,7 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
-def _check(function: LayerFunction, layers: Any, count: int) -> None:
+def _check(function: LayerFunction, layers: Any, count: int, hidden_size: int) -> None:
     is_sequence = isinstance(layers, Sequence) and all(isinstance(layer, LayerSpec) for layer in layers)
     if not is_sequence or len(layers) != count:
         returned = (
@@ -161,10 +131,16 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
         )
         raise ConfigError(
             f"--spec {function} returned {returned}, and --num-layers is {count}",
-            fix="return one LayerSpec per layer, such as dataclasses.replace(layer, ...) of each argument layer",
+            fix="return one LayerSpec per layer, such as layer.with_part(...) of each argument layer",
         )
+    for number, layer in enumerate(layers):
+        for problem in _problems(layer, hidden_size):
+            raise ConfigError(
+                f"--spec {function}: layer {number} (from 0): {problem}",
+                fix="docs/extending.md says what a part is",
+            )
     for activation_fn in {
-        mlp.activation_fn for layer in layers for mlp in _mlps(layer) if mlp.activation_fn is not None
+        mlp.activation_fn for layer in layers for mlp in layer.mlps if mlp.activation_fn is not None
     }:
         x = torch.linspace(-3.05, 3.05, 20, dtype=torch.float64)
         derivative = (activation_fn.value(x + 1e-6) - activation_fn.value(x - 1e-6)) / 2e-6
@@ -175,65 +151,37 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
             )
 
 
-def _mlps(layer: LayerSpec) -> list[MlpSpec]:
-    """Return the MLPs of a layer: its own, or those of its experts."""
-    if not isinstance(layer.mlp, ExpertsSpec):
-        return [] if layer.mlp is None else [layer.mlp]
-    return [layer.mlp.expert, *([] if layer.mlp.shared is None else [layer.mlp.shared])]
+def _problems(layer: LayerSpec, hidden_size: int) -> Iterator[str]:
+    """Yield what is wrong with the parts of a layer."""
+    names = [getattr(part, "name", None) for part in layer.parts]
+    for part, name in zip(layer.parts, names, strict=True):
+        kind = type(part).__name__
+        if not isinstance(part, Part):
+            yield f"{kind} is no part of a layer: derive it from megatrain.config.model_spec.part.Part"
+        elif (
+            not dataclasses.is_dataclass(part)
+            or getattr(part, "role", None) not in get_args(Role)
+            or not name
+        ):
+            yield f"{kind} must be a frozen dataclass with a class attribute `name`, and `role` of {get_args(Role)}"
+        elif names.count(name) > 1:
+            yield f"two parts have the name {name}"
+        elif type(part).module is None and type(part) not in MODULES:
+            yield f"{kind} has no class attribute `module`, the class of its torch module"
+        else:
+            yield from _problems_of_linears(part, hidden_size)
 
 
-def _sizes(layer: LayerSpec) -> LayerSizes:
-    mlp = layer.mlp
-    mixer = layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
-    linear = layer.mixer if isinstance(layer.mixer, LinearAttentionSpec) else None
-    return LayerSizes(
-        num_heads=mixer.num_heads if mixer else 0,
-        num_query_groups=mixer.num_query_groups if mixer else 0,
-        head_channels=mixer.head_channels if mixer else 0,
-        latent=mixer.latent if mixer else None,
-        has_output_gate=mixer is not None and mixer.has_output_gate,
-        linear=None if linear is None else linear.sizes,
-        ffn_hidden_size=mlp.ffn_hidden_size if isinstance(mlp, MlpSpec) else 0,
-        is_gated=any(one.is_gated for one in _mlps(layer)),
-        experts=_expert_sizes(mlp) if isinstance(mlp, ExpertsSpec) else None,
-    )
-
-
-def _expert_sizes(experts: ExpertsSpec) -> ExpertSizes:
-    return ExpertSizes(
-        num_experts=experts.router.num_experts,
-        top_k=experts.router.top_k,
-        ffn_hidden_size=experts.expert.ffn_hidden_size,
-        shared_ffn_hidden_size=0 if experts.shared is None else experts.shared.ffn_hidden_size,
-        latent_size=experts.latent_size or 0,
-    )
-
-
-def _differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:
-    """Yield a line for each run of consecutive layers with the same differences."""
-    texts = [", ".join(_changes(layer, other, "")) for layer, other in zip(layers, default, strict=True)]
-    first = 0
-    for text, run in itertools.groupby(texts):
-        last = first + len(list(run)) - 1
-        if text:
-            yield f"{f'layer {first}' if first == last else f'layers {first} to {last}'}: {text}"
-        first = last + 1
-
-
-def _changes(one: Any, other: Any, path: str) -> Iterator[str]:
-    is_part = dataclasses.is_dataclass(one) and not isinstance(one, ActivationFunction)
-    if is_part and type(one) is type(other):
-        for field in dataclasses.fields(one):
-            yield from _changes(
-                getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".lstrip(".")
-            )
-    elif one != other:
-        yield f"{path} {_shown(one)}, by the flags {_shown(other)}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, ActivationFunction):
-        return f"{value.name} (without a fused kernel)"
-    if dataclasses.is_dataclass(value):
-        return type(value).__name__
-    return "none" if value is None else str(value)
+def _problems_of_linears(part: Part, hidden_size: int) -> Iterator[str]:
+    kind = type(part).__name__
+    try:
+        linears = list(part.linears(hidden_size))
+        hash(part)
+    except Exception as error:  # noqa: BLE001 (code of the user)
+        yield f"{kind}: {_where(error)}"
+        return
+    for one in linears:
+        if not isinstance(one, Linear):
+            yield f"{kind}.linears() yields {type(one).__name__}, not Linear"
+        elif one.part.split(".")[0] != part.name:
+            yield f"{kind}.linears() yields a Linear of part {one.part}, not {part.name}"

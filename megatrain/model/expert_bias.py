@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.model.router import Router
-from megatrain.model.specs import RouterSpec
 
 
 class ExpertBiases:

@@ -74,6 +74,11 @@ def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
     return out
 
 
+def weight_of(module: LaidOutModule, name: str) -> Tensor:
+    """Return a small parameter of a module for use in plain autograd, which adds its gradient to the gradient buffer."""
+    return as_leaf(getattr(module, name), module.weight_grads.get(name))
+
+
 def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """Return x / (1 - p) where `kept`, else 0; saves the mask."""
     return (x / (1 - p)).masked_fill(~kept, 0)

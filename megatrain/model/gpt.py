@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.rotary import RotarySpec
-from megatrain.model.build_experts import ExpertCommunication, ExpertRanks, expert_branch
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.head import Head
@@ -25,20 +26,18 @@ from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
-from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import (
     Attention,
-    Mlp,
     ParallelLayer,
     RotaryEmbedding,
     Sequential,
     TransformerLayer,
 )
+from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
-from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mtp import MtpLayer
+from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
-from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAttentionSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
@@ -60,7 +59,7 @@ OUTPUT_NAME = "output_layer.weight"
 class Model:
     """This rank's part of the model. Its parameters have no memory until `FlatBuffers` allocates it."""
 
-    spec: GptSpec
+    spec: ModelSpec
     segments: list[nn.Module]
     chunks: list[range]
     """Numbers of the segments of each model chunk."""
@@ -86,7 +85,7 @@ def equal_stages(num_layers: int, num_stages: int) -> list[range]:
 
 
 def build_model(
-    spec: GptSpec,
+    spec: ModelSpec,
     grid: RankGrid,
     *,
     seq_length: int,
@@ -136,7 +135,7 @@ def build_model(
             return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
         return LocalLeaves(*common)
 
-    ranks = ExpertRanks(
+    ranks = LayerRanks(
         split=TokenSplit(tp, cp),
         dp=grid.dp,
         parallel=ExpertParallel(grid.ep, grid.etp),
@@ -159,13 +158,13 @@ def build_model(
 class _StageBuilder:
     """Builder of the segments of this rank's virtual stages."""
 
-    spec: GptSpec
+    spec: ModelSpec
     placement: Placement
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
     leaves_of: Callable[[int], Leaves]
     """Returns the leaves of a layer, by its number."""
-    ranks: ExpertRanks
+    ranks: LayerRanks
     ropes: _RotaryEmbeddings
     recompute: Recompute
 
@@ -208,8 +207,8 @@ class _StageBuilder:
         return found
 
     def _layer(self, number: int) -> TransformerLayer:
-        rope = self.ropes.of(self.spec.all_layers[number].mixer)
-        return _layer(self.spec, number, self.leaves_of(number), self.ranks, rope, self.recompute)
+        leaves = self.leaves_of(number)
+        return _layer(LayerContext(self.spec, number, leaves, self.ranks, self.ropes.of, self.recompute))
 
     def _embedding_output(self, name: str) -> Sequential:
         """Build the modules that are applied to embedded tokens; `name`: key of their dropout."""
@@ -282,37 +281,12 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
     return next((module for module in modules if isinstance(module, Embedding)), None)
 
 
-def _layer(
-    spec: GptSpec,
-    number: int,
-    leaves: Leaves,
-    ranks: ExpertRanks,
-    rope: RotaryEmbedding | None,
-    recompute: Recompute,
-) -> TransformerLayer:
-    layer, tp, prefix = spec.all_layers[number], ranks.split.tp, spec.layer_name(number)
-    position = layer.norm_position
-    branches: list[nn.Module] = []
-    if isinstance(layer.mixer, AttentionSpec):
-        attention = Attention if layer.mixer.latent is None else LatentAttention
-        branches.append(
-            attention(layer.mixer, spec, position, f"{prefix}.attention", leaves, tp, rope, recompute)
-        )
-    elif layer.mixer is not None:
-        name = f"{prefix}.linear_attention"
-        branches.append(
-            LinearAttention(layer.mixer, spec, position, name, leaves, tp, recompute, ranks.dtype)
-        )
-    if isinstance(layer.mlp, ExpertsSpec):
-        branches.append(expert_branch(layer.mlp, spec, number, position, leaves, ranks, recompute))
-    elif layer.mlp is not None:
-        is_recomputed = recompute.has_part("mlp")
-        recompute_norm = recompute.has_part("layernorm") and not is_recomputed
-        mlp = Mlp(layer.mlp, spec, position, f"{prefix}.mlp", leaves, tp, recompute_norm=recompute_norm)
-        branches.append(RecomputedModule(mlp) if is_recomputed else mlp)
+def _layer(context: LayerContext) -> TransformerLayer:
+    layer = context.model.all_layers[context.number]
+    branches = [build_part(part, context) for part in layer.parts]
     if layer.is_parallel:
         return ParallelLayer(branches)
-    if tp.peers is not None and tp.size == 2:
+    if context.tp.peers is not None and context.tp.size == 2:
         _leave_sums_to_residual(branches)
     return TransformerLayer(branches)
 
@@ -338,9 +312,9 @@ class _RotaryEmbeddings:
         self.positions, self.dtype = positions, accumulation_dtype(dtype)
         self.modules: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
 
-    def of(self, mixer: AttentionSpec | LinearAttentionSpec | None) -> RotaryEmbedding | None:
-        """Return the module of a layer, if it has RoPE."""
-        if not isinstance(mixer, AttentionSpec) or mixer.rotary is None:
+    def of(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
+        """Return the module of an attention, if it has RoPE."""
+        if mixer.rotary is None:
             return None
         key = (mixer.rotary, mixer.rope_channels)
         if key not in self.modules:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
-from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
@@ -88,7 +88,7 @@ class Head(LaidOutModule):
         norm: nn.Module | None,
         weight: ParamLayout | None,
         embedding: LaidOutModule | None,
-        spec: GptSpec,
+        spec: ModelSpec,
         tp: TensorParallel,
         dtype: torch.dtype,
     ) -> None:

@@ -21,28 +21,25 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.model import latent_functions
-from megatrain.model.attention_parts import attention_projection, core_attention
+from megatrain.model.attention_parts import core_attention
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
-    Leaves,
 )
 from megatrain.model.layer import RotaryEmbedding, branch_output
+from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
-    Columns,
     Weights,
-    branch_norm_weights,
     columns_layout,
     norm_weights,
-    replicated_layout,
 )
-from megatrain.model.recompute import Recompute, RecomputedModule, discarded
-from megatrain.model.specs import AttentionSpec, GptSpec, NormPosition
+from megatrain.model.recompute import RecomputedModule, discarded
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.latent_context import gather_latents, gather_samples
 from megatrain.parallel.layout import Init
-from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
+from megatrain.parallel.tensor_parallel import enter_tp_region
 
 
 class Latents(NamedTuple):
@@ -67,25 +64,15 @@ class Heads(NamedTuple):
 class LatentAttention(nn.Module):
     """Multi-latent attention over this rank's heads, from the norm to the output of the branch."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        rope: RotaryEmbedding | None,
-        recompute: Recompute,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         assert spec.latent is not None
         has_latent_queries = spec.latent.query_rank is not None
         down = DownProjection if has_latent_queries else DownProjectionOfKeys
-        self.down = down(spec, gpt, position, prefix, leaves, tp, recompute)
-        self.attention = _attention(spec, gpt, prefix, leaves, tp, rope, recompute)
-        self.proj = attention_projection(spec, gpt, prefix, leaves, tp)
-        self.output = branch_output(gpt, position, prefix, leaves, tp)
+        self.down = down(spec, context)
+        self.attention = _attention(spec, context)
+        self.proj = context.row_linear(context.linears(spec)["proj"], has_bias=spec.has_bias)
+        self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, latents = self.down(residual, delta, info)
@@ -95,28 +82,12 @@ class LatentAttention(nn.Module):
 class DownProjection(nn.Module):
     """Norm of the branch, and one product for all latents."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        recompute: Recompute,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
-        sizes = spec.latent
-        assert sizes is not None
-        rank = sizes.query_rank
-        assert rank is not None
-        self.sizes = [rank, sizes.kv_rank, sizes.rotary_channels]
-        tensors = [(f"{prefix}.q_down.weight", rank), _kv_down(spec, prefix)]
-        self.linear = leaves.replicated_linear(
-            branch_norm_weights(gpt, position, prefix, tp),
-            Weights(replicated_layout(tensors, gpt.hidden_size, Init(std=gpt.init_std), tp)),
-            recompute_norm=recompute.has_part("layernorm"),
-        )
+        down = context.linears(spec)["q_down"]
+        assert spec.latent is not None
+        self.sizes = [down.pieces[0].size, spec.latent.kv_rank, spec.latent.rotary_channels]
+        self.linear = context.replicated_linear(down, context.branch_norm(spec))
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
         residual, latents = self.linear(residual, delta, info)
@@ -126,22 +97,12 @@ class DownProjection(nn.Module):
 class DownProjectionOfKeys(nn.Module):
     """Norm of the branch, from which queries are projected, and a product for the latent of keys and values."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        recompute: Recompute,  # noqa: ARG002 (two products keep the output of the norm)
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         assert spec.latent is not None
         self.sizes = [spec.latent.kv_rank, spec.latent.rotary_channels]
-        self.norm = leaves.residual_norm(branch_norm_weights(gpt, position, prefix, tp))
-        layout = replicated_layout([_kv_down(spec, prefix)], gpt.hidden_size, Init(std=gpt.init_std), tp)
-        self.linear = leaves.replicated_linear(None, Weights(layout))
+        self.norm = context.leaves.residual_norm(context.branch_norm(spec))  # two GEMMs keep its output
+        self.linear = context.replicated_linear(context.linears(spec)["kv_down"], None)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
         residual, x = self.norm.add_and_norm(residual, delta)
@@ -155,40 +116,30 @@ class UpProjection(nn.Module):
         is_gathered: latents of keys and values have the rows of whole samples on every rank.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        gpt: GptSpec,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        rope: RotaryEmbedding | None,
-        recompute: Recompute,
-        *,
-        is_gathered: bool,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext, *, is_gathered: bool) -> None:
         super().__init__()
+        tp, rope, recompute, prefix = context.tp, context.rope_of(spec), context.recompute, context.name(spec)
         assert spec.latent is not None
-        assert rope is not None, "the rotary channels have RoPE"
+        assert isinstance(rope, RotaryEmbedding), "the rotary channels have RoPE"
         self.tp, self.rope, self.local_heads = tp, rope, spec.num_heads // tp.size
         self.sizes = sizes = spec.latent
         recompute_norm = recompute.has_part("layernorm") or recompute.has_part("mla_up_proj")
+        linears = context.linears(spec)
 
-        def linear(name: str, channels: int, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
-            columns = [Columns(f"{prefix}.{name}.weight", spec.num_heads * channels)]
-            norm, has_norm = None, spec.qk_norm == "latent"
-            if rank is not None and has_norm:
+        def linear(name: str, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
+            norm, one, leaves = None, linears[name], context.leaves
+            if rank is not None and spec.qk_norm == "latent":
                 rows_tp = replace(tp, sequence_parallel=False) if is_gathered else tp
-                norm = norm_weights(f"{prefix}.{name.removesuffix('_up')}_norm", rank, gpt.norm, rows_tp)
+                norm = norm_weights(
+                    f"{prefix}.{name.removesuffix('_up')}_norm", rank, context.model.norm, rows_tp
+                )
             build = leaves.whole_rows_linear if is_gathered else leaves.column_linear
-            layout = columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)
+            columns, init = context.columns(one, "weight"), Init(std=context.model.init_std)
+            layout = columns_layout(columns, one.inputs, init, tp)
             return build(norm, Weights(layout), recompute_norm=recompute_norm and norm is not None)
 
-        self.queries = linear(
-            "q" if sizes.query_rank is None else "q_up", sizes.head_channels, sizes.query_rank
-        )
-        width = sizes.plain_channels + sizes.value_channels
-        self.keys_values = linear("kv_up", width, sizes.kv_rank, is_gathered=is_gathered)
+        self.queries = linear("q" if sizes.query_rank is None else "q_up", sizes.query_rank)
+        self.keys_values = linear("kv_up", sizes.kv_rank, is_gathered=is_gathered)
 
     def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Heads:
         """Map `Latents` to the heads of a rank's rows."""
@@ -262,28 +213,14 @@ class GatheredAttention(nn.Module):
         return k, self.core.padded(v)
 
 
-def _attention(
-    spec: AttentionSpec,
-    gpt: GptSpec,
-    prefix: str,
-    leaves: Leaves,
-    tp: TensorParallel,
-    rope: RotaryEmbedding | None,
-    recompute: Recompute,
-) -> nn.Module:
-    recomputes_core = recompute.has_part("core_attn")
-    to_samples = leaves.attention_to_samples(spec, prefix)
-    up = UpProjection(spec, gpt, prefix, leaves, tp, rope, recompute, is_gathered=to_samples is not None)
+def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
+    recomputes_core = context.recompute.has_part("core_attn")
+    to_samples = context.leaves.attention_to_samples(spec, context.name(spec))
+    up = UpProjection(spec, context, is_gathered=to_samples is not None)
     if to_samples is not None:
         gathered = GatheredAttention(up, to_samples)
         return RecomputedModule(gathered) if recomputes_core else gathered
-    core = core_attention(spec, gpt, prefix, leaves, tp)
-    if not recompute.has_part("mla_up_proj"):
+    core = core_attention(spec, context)
+    if not context.recompute.has_part("mla_up_proj"):
         return ExpandedAttention(up, RecomputedModule(core) if recomputes_core else core)
     return RecomputedModule(ExpandedAttention(up, core)) if recomputes_core else RecomputedExpansion(up, core)
-
-
-def _kv_down(spec: AttentionSpec, prefix: str) -> tuple[str, int]:
-    """Return name and rows of the weight for the latent of keys and values and the rotary channels of keys."""
-    assert spec.latent is not None
-    return f"{prefix}.kv_down.weight", spec.latent.kv_rank + spec.latent.rotary_channels

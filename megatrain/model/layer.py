@@ -15,27 +15,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.kernels.rotary import cos_sin_tables
 from megatrain.model import functions
-from megatrain.model.attention_parts import attention_projection, core_attention, gate_output, qk_norm
-from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.attention_parts import core_attention, gate_output, qk_norm
+from megatrain.model.implementations.leaves import Pointwise
+from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
-    Columns,
-    Weights,
-    branch_norm_weights,
-    columns_bias_layout,
-    columns_layout,
     norm_weights,
-    qkv_columns,
-    rows_layout,
-    stream_layout,
 )
-from megatrain.model.recompute import Recompute, RecomputedModule
-from megatrain.model.specs import AttentionSpec, GptSpec, MlpSpec, NormPosition
+from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_overlap.terms import add_terms
-from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class TransformerLayer(nn.Module):
@@ -68,43 +62,31 @@ class ParallelLayer(TransformerLayer):
 class Attention(nn.Module):
     """Self-attention over this rank's heads, from the norm to the output of the branch."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        rope: RotaryEmbedding | None,
-        recompute: Recompute,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         self.spec = spec
+        leaves, tp, norm, prefix = context.leaves, context.tp, context.model.norm, context.name(spec)
         local_groups = max(1, spec.num_query_groups // tp.size)
         num_heads = spec.num_heads // tp.size
         self.sizes = [num_heads, local_groups, local_groups, *([num_heads] if spec.has_output_gate else [])]
-        columns, init = qkv_columns(spec, prefix, "weight", tp), Init(std=gpt.init_std)
-        self.qkv = leaves.column_linear(
-            branch_norm_weights(gpt, position, prefix, tp),
-            Weights(
-                columns_layout(columns, gpt.hidden_size, init, tp, is_qkv=True),
-                columns_bias_layout(qkv_columns(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
-            ),
-            recompute_norm=recompute.has_part("layernorm"),
+        linears = context.linears(spec)
+        self.qkv = context.column_linear(
+            linears["q"], context.branch_norm(spec), has_bias=spec.has_qkv_bias, is_qkv=True
         )
+        columns = context.columns(linears["q"], "weight")
         norms = [
-            qk_norm(spec, f"{prefix}.{x}_norm", columns, gpt.norm, leaves, tp)
-            for x, columns in zip("qk", qkv_columns(spec, prefix, "norm", tp)[:2], strict=True)
+            qk_norm(spec, f"{prefix}.{x}_norm", one, norm, leaves, tp)
+            for x, one in zip("qk", columns[:2], strict=True)
         ]
         # Without norms of queries and keys, one kernel splits the projection and applies RoPE.
+        rope = context.rope_of(spec)
         self.rope = None if any(norms) else rope
         after_norm: list[Pointwise] = [] if rope is None or self.rope is not None else [rope]
         self.query_output, self.key_output = (Sequential([*norm, *after_norm]) for norm in norms)
-        core = core_attention(spec, gpt, prefix, leaves, tp)
-        self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
-        self.proj = attention_projection(spec, gpt, prefix, leaves, tp)
-        self.output = branch_output(gpt, position, prefix, leaves, tp)
+        core = core_attention(spec, context)
+        self.core = RecomputedModule(core) if context.recompute.has_part("core_attn") else core
+        self.proj = context.row_linear(linears["proj"], has_bias=spec.has_bias)
+        self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
@@ -117,7 +99,8 @@ class Attention(nn.Module):
     def split_heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
         """Split [s, b, heads, d] into queries, keys, values and, if there is one, the gate; queries and keys get norm and RoPE."""
         if self.rope is not None:
-            return self.rope.split_qkv(qkv, self.sizes)
+            parts: tuple[Tensor, ...] = self.rope.split_qkv(qkv, self.sizes)
+            return parts
         q, k, *others = functions.split_heads(qkv, self.sizes)
         return self.query_output(q, info), self.key_output(k, info), *others
 
@@ -125,37 +108,18 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """The dense MLP, from the norm to the output of the branch."""
 
-    def __init__(
-        self,
-        spec: MlpSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        *,
-        recompute_norm: bool,
-    ) -> None:
+    def __init__(self, spec: MlpSpec, context: LayerContext) -> None:
         super().__init__()
-        h, f = gpt.hidden_size, spec.ffn_hidden_size
-        fc1 = [Columns(f"{prefix}.{name}.weight", f) for name in spec.fc1_names]
-        fc1_bias = [Columns(f"{prefix}.{name}.bias", f) for name in spec.fc1_names]
-        self.fc1 = leaves.column_linear(
-            branch_norm_weights(gpt, position, prefix, tp),
-            Weights(
-                columns_layout(fc1, h, Init(std=gpt.init_std), tp),
-                columns_bias_layout(fc1_bias, tp) if spec.has_bias else None,
-            ),
-            recompute_norm=recompute_norm,
+        fc1, fc2 = spec.linears(context.model.hidden_size)
+        self.fc1 = context.column_linear(
+            fc1,
+            context.branch_norm(spec),
+            has_bias=spec.has_bias,
+            keeps_norm=context.recompute.has_part("mlp"),
         )
-        self.fc2 = leaves.activation_row_linear(
-            spec,
-            Weights(
-                rows_layout(f"{prefix}.down.weight", h, f, Init(std=gpt.output_init_std), tp),
-                stream_layout(f"{prefix}.down.bias", h, Init(), tp) if spec.has_bias else None,
-            ),
-        )
-        self.output = branch_output(gpt, position, prefix, leaves, tp)
+        weights = context.row_weights(fc2, has_bias=spec.has_bias)
+        self.fc2 = context.leaves.activation_row_linear(spec, weights)
+        self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, x = self.fc1(residual, delta, info)
@@ -199,14 +163,13 @@ class Sequential(nn.Module):
         return x
 
 
-def branch_output(
-    gpt: GptSpec, position: NormPosition, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> Sequential:
-    """Build the norm and the dropout that end a branch, if it has them."""
+def branch_output(part: Part, context: LayerContext) -> Sequential:
+    """Build the norm and the dropout that end the branch of a part, if it has them."""
     modules: list[Pointwise] = []
-    if position != "pre":
-        weights = norm_weights(f"{prefix}.post_norm", gpt.hidden_size, gpt.norm, tp)
-        modules.append(leaves.norm(weights, gpt.norm))
-    if gpt.hidden_dropout:
-        modules.append(leaves.dropout(gpt.hidden_dropout, f"{prefix}.hidden"))
+    spec, name = context.model, context.name(part)
+    if context.norm_position != "pre":
+        weights = norm_weights(f"{name}.post_norm", spec.hidden_size, spec.norm, context.tp)
+        modules.append(context.leaves.norm(weights, spec.norm))
+    if spec.hidden_dropout:
+        modules.append(context.leaves.dropout(spec.hidden_dropout, f"{name}.hidden"))
     return Sequential(modules)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.config.derive.lr_schedule import ParamKind
-from megatrain.model.specs import AttentionSpec, GptSpec, NormPosition, NormSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -89,18 +89,6 @@ def convolution_layout(tensors: Sequence[Columns], num_taps: int, tp: TensorPara
     return ParamLayout(
         shape=(rows, num_taps), pieces=pieces, init=Init(uniform=(-bound, bound)), kind="vector"
     )
-
-
-def qkv_columns(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
-    """Return the outputs of the QKV projection: queries, keys, values and the gate of the output, if there is one."""
-    queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels
-    copies = tp.kv if spec.num_query_groups < tp.size else None
-    columns = [
-        Columns(f"{prefix}.q.{kind}", queries),
-        Columns(f"{prefix}.k.{kind}", keys, copies=copies),
-        Columns(f"{prefix}.v.{kind}", keys, copies=copies),
-    ]
-    return [*columns, Columns(f"{prefix}.gate.{kind}", queries)] if spec.has_output_gate else columns
 
 
 def expert_columns_layout(
@@ -211,13 +199,6 @@ def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> We
 def unit_gain(spec: NormSpec) -> Init:
     """Return the initial weight of a norm, a gain of 1 as it is stored."""
     return Init(mean=0.0 if spec.is_stored_minus_one else 1.0)
-
-
-def branch_norm_weights(
-    gpt: GptSpec, position: NormPosition, prefix: str, tp: TensorParallel
-) -> Weights | None:
-    """Return the layouts of the norm that begins a branch, if it has one."""
-    return None if position == "post" else norm_weights(f"{prefix}.norm", gpt.hidden_size, gpt.norm, tp)
 
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:

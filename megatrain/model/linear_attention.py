@@ -20,30 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatrain.config.model_spec.delta_rule import LinearSizes
-from megatrain.kernels.activations import ActivationFunction
+from megatrain.config.model_spec.activation import ActivationFunction
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule
 from megatrain.model import functions
-from megatrain.model.implementations.leaves import Leaves
 from megatrain.model.implementations.local_leaves import ACTIVATION_FUNCTIONS
 from megatrain.model.layer import branch_output
+from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
     Weights,
-    branch_norm_weights,
     columns_bias_layout,
-    columns_layout,
     convolution_layout,
     heads_layout,
-    rows_layout,
     unit_gain,
 )
-from megatrain.model.recompute import Recompute, RecomputedModule
-from megatrain.model.specs import GptSpec, LinearAttentionSpec, NormPosition
+from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import Init, LaidOutModule
-from megatrain.parallel.tensor_parallel import TensorParallel
 
 _MIN_SQUARE = 1e-6
 """Added to the squared length of queries and keys."""
@@ -52,44 +47,22 @@ _MIN_SQUARE = 1e-6
 class LinearAttention(nn.Module):
     """Linear attention over this rank's heads, from the norm to the output of the branch."""
 
-    def __init__(
-        self,
-        spec: LinearAttentionSpec,
-        gpt: GptSpec,
-        position: NormPosition,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        recompute: Recompute,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, spec: LinearAttentionSpec, context: LayerContext) -> None:
         super().__init__()
-        sizes, h = spec.sizes, gpt.hidden_size
-        values, heads = sizes.value_channels, sizes.num_value_heads
+        leaves, tp, norm, prefix = context.leaves, context.tp, context.model.norm, context.name(spec)
+        values, heads = spec.value_channels, spec.num_value_heads
         self.activation = ACTIVATION_FUNCTIONS[spec.activation]
-        self.sizes = [size // tp.size for size in (2 * sizes.key_channels + values, values, heads, heads)]
-        columns = [
-            *_convolved(sizes, prefix, "weight"),
-            Columns(f"{prefix}.gate.weight", values),
-            Columns(f"{prefix}.beta.weight", heads),
-            Columns(f"{prefix}.alpha.weight", heads),
-        ]
-        self.projections = leaves.column_linear(
-            branch_norm_weights(gpt, position, prefix, tp),
-            Weights(columns_layout(columns, h, Init(std=gpt.init_std), tp)),
-            recompute_norm=recompute.has_part("layernorm"),
-        )
-        core = DeltaRule(sizes, self.activation, prefix, tp, dtype)
-        self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
-        width, gain_init = sizes.value_head_channels, unit_gain(gpt.norm)
+        self.sizes = [size // tp.size for size in (2 * spec.key_channels + values, values, heads, heads)]
+        linears = context.linears(spec)
+        self.projections = context.column_linear(linears["q"], context.branch_norm(spec))
+        core = DeltaRule(spec, self.activation, context)
+        self.core = RecomputedModule(core) if context.recompute.has_part("core_attn") else core
+        width, gain_init = spec.value_head_channels, unit_gain(norm)
         gain = heads_layout(f"{prefix}.out_norm.weight", width, gain_init, tp, decays=False)
         bias = heads_layout(f"{prefix}.out_norm.bias", width, Init(), tp, decays=False)
-        self.norm = leaves.norm(Weights(gain, bias if gpt.norm.kind == "LayerNorm" else None), gpt.norm)
-        output_init = Init(std=gpt.output_init_std)
-        self.proj = leaves.row_linear(
-            Weights(rows_layout(f"{prefix}.proj.weight", h, values, output_init, tp))
-        )
-        self.output = branch_output(gpt, position, prefix, leaves, tp)
+        self.norm = leaves.norm(Weights(gain, bias if norm.kind == "LayerNorm" else None), norm)
+        self.proj = context.row_linear(linears["proj"])
+        self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, projected = self.projections(residual, delta, info)
@@ -118,18 +91,14 @@ class DeltaRule(LaidOutModule):
     a_log: Tensor
 
     def __init__(
-        self,
-        sizes: LinearSizes,
-        activation: ActivationFunction,
-        prefix: str,
-        tp: TensorParallel,
-        dtype: torch.dtype,
+        self, sizes: LinearAttentionSpec, activation: ActivationFunction, context: LayerContext
     ) -> None:
         super().__init__()
         self.sizes, self.activation = sizes, activation
+        prefix, tp, dtype = context.name(sizes), context.tp, context.ranks.dtype
         heads = Columns(f"{prefix}.dt_bias", sizes.num_value_heads)
         logs = Columns(f"{prefix}.a_log", sizes.num_value_heads)
-        convolved = _convolved(sizes, prefix, "convolution")
+        convolved = context.columns(context.linears(sizes)["q"], "convolution")[:3]  # queries, keys, values
         self.widths = [columns.num_outputs // tp.size for columns in convolved]
         self.add_weight("convolution", convolution_layout(convolved, sizes.convolution_taps, tp), dtype)
         self.add_weight("dt_bias", columns_bias_layout([heads], tp, Init(mean=1.0)), dtype)
@@ -143,8 +112,7 @@ class DeltaRule(LaidOutModule):
         """Return the arguments of the rule. `qkv` may have rows before those of `beta`, which are only convolved."""
         sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
         convolution, dt_bias, a_log = (
-            functions.as_leaf(getattr(self, name), self.weight_grads.get(name))
-            for name in ("convolution", "dt_bias", "a_log")
+            functions.weight_of(self, name) for name in ("convolution", "dt_bias", "a_log")
         )
         convolved = causal_convolution(qkv.to(dtype), convolution.to(dtype))[len(qkv) - len(beta) :]
         mixed = self.activation.value(convolved)
@@ -155,12 +123,6 @@ class DeltaRule(LaidOutModule):
         g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
         v = v.unflatten(-1, (-1, sizes.value_head_channels))
         return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
-
-
-def _convolved(sizes: LinearSizes, prefix: str, kind: str) -> list[Columns]:
-    """Return the outputs of the projection that are convolved: queries, keys and values."""
-    widths = {"q": sizes.key_channels, "k": sizes.key_channels, "v": sizes.value_channels}
-    return [Columns(f"{prefix}.{name}.{kind}", width) for name, width in widths.items()]
 
 
 def _unit_heads(x: Tensor, dtype: torch.dtype) -> Tensor:

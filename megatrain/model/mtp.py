@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.model.embedding import Embedding
 from megatrain.model.implementations.leaves import Leaves
 from megatrain.model.layouts import Columns, Weights, columns_layout, norm_weights
-from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.column_gather import gather_columns
 from megatrain.parallel.layout import Init, LaidOutModule
@@ -39,7 +39,7 @@ class MtpLayer(LaidOutModule):
 
     def __init__(
         self,
-        spec: GptSpec,
+        spec: ModelSpec,
         depth: int,
         *,
         model_norm: nn.Module | None,

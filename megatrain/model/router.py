@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.kernels.moe import router_linear
 from megatrain.kernels.moe.routing import (
     Routing,
@@ -43,7 +44,6 @@ from megatrain.kernels.moe.routing_losses import (
 )
 from megatrain.kernels.random import fill_uniform, stream_key
 from megatrain.model.layouts import router_layout, stream_layout
-from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import TokenSplit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model import functions
 from megatrain.model.experts import Experts
 from megatrain.model.implementations.leaves import Leaves
+from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
     Weights,
@@ -18,7 +19,6 @@ from megatrain.model.layouts import (
     rows_layout,
     stream_layout,
 )
-from megatrain.model.specs import GptSpec, MlpSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import Init, LaidOutModule
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -56,18 +56,9 @@ class SharedExpert(LaidOutModule):
 
     gate: Tensor
 
-    def __init__(
-        self,
-        mlp: MlpSpec,
-        gpt: GptSpec,
-        prefix: str,
-        leaves: Leaves,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        *,
-        has_gate: bool,
-    ) -> None:
+    def __init__(self, mlp: MlpSpec, context: LayerContext, prefix: str, *, has_gate: bool) -> None:
         super().__init__()
+        gpt, leaves, tp, dtype = context.model, context.leaves, context.tp, context.ranks.dtype
         h, f, init = gpt.hidden_size, mlp.ffn_hidden_size, Init(std=gpt.init_std)
         columns, biases = (
             [Columns(f"{prefix}.shared.{name}.{kind}", f) for name in mlp.fc1_names]
@@ -84,7 +75,7 @@ class SharedExpert(LaidOutModule):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
         out = self.fc2(self.fc1(x, None, info)[1], info)
         if "gate" in self.layouts:
-            gate = functions.as_leaf(self.gate, self.weight_grads.get("gate"))
+            gate = functions.weight_of(self, "gate")
             out = out * (x @ gate.t()).sigmoid()
         return out
 

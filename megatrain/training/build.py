@@ -17,11 +17,9 @@ from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
 from megatrain.kernels.side_stream import SideStream
-from megatrain.model.build_experts import ExpertCommunication
-from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
-from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.optim.muon import Muon, MuonRule
@@ -47,15 +45,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
     return build_model(
-        apply_custom_layers(
-            gpt_spec(
-                config.model,
-                config.experts,
-                vocab_size=plan.derived.vocab_size,
-                qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
-            ),
-            config.model,
-        ),
+        plan.derived.model_spec,
         grid,
         seq_length=config.data.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,

@@ -20,7 +20,9 @@ from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.derive.data_plans import evaluations
+from megatrain.config.derive.model import activation_of
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.activation import GATED
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.rules.resume_classes import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
@@ -201,7 +203,7 @@ def _adaptation(plan: Plan, stored: StoredRun) -> Adaptation:
 
 
 def _upcycling(plan: Plan) -> Upcycling:
-    is_cubic = plan.derived.activation in ("swiglu", "geglu_tanh", "quick_geglu", "squared_relu")
+    is_cubic = activation_of(plan.config.model)[0] in (*GATED, "squared_relu")
     return upcycling_of(plan.config.experts, has_cubic_mlp=is_cubic, seed=plan.config.training.seed)
 
 

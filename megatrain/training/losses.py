@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatrain.model.specs import GptSpec
+from megatrain.config.model_spec.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Losses:
     """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
 
 
-def loss_names(spec: GptSpec) -> tuple[str, ...]:
+def loss_names(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
     depths = range(1, spec.num_mtp_layers + 1)
     of_model = ("lm_loss", *(["z_loss"] if spec.z_loss_coeff else []), "tokens")

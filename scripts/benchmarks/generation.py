@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Facts, parse, resolve
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.inference.cached_model import CachedModel
 from megatrain.inference.engine import Engine
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.texts import plan_cache
 from megatrain.kernels.fused.matrix_vector import TILE, matrix_vector
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import gpt_spec
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
@@ -74,7 +74,7 @@ def random_model(arguments: argparse.Namespace) -> Model:
     request = parse([*words, "--device", "cpu", "--no-bf16"])
     vocab_size = 300 if arguments.tiny else 128256
     config = resolve(request, Facts(vocab_size=vocab_size, eod_id=0)).config
-    spec = gpt_spec(config.model, config.experts, vocab_size=vocab_size)
+    spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     grid = build_grid(GridShape(), 0)
     model = build_model(spec, grid, seq_length=1024, sequence_parallel=False, dtype=dtype, device=device)
     allocate_buffers(

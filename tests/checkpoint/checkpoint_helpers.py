@@ -39,9 +39,12 @@ from megatrain.checkpoint.save import (
 from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.derive.lr_schedule import ScheduleValues
-from megatrain.kernels.rotary import RotarySpec
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec, MtpSpec
+from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.model.gpt import build_model
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, MtpSpec
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -79,12 +82,14 @@ class Rank:
         return [flat.clone() for kind in self.optimizer.kinds for flat in self.optimizer.state(kind)]
 
 
-def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_depths: int = 0) -> GptSpec:
+def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_depths: int = 0) -> ModelSpec:
     layer = LayerSpec(
-        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary=RotarySpec(base=1e4)),
-        mlp=MlpSpec(ffn_hidden_size=24),
+        parts=(
+            AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary=RotarySpec(base=1e4)),
+            MlpSpec(ffn_hidden_size=24),
+        )
     )
-    return GptSpec(
+    return ModelSpec(
         hidden_size=16,
         vocab_size=vocab,
         padded_vocab_size=padded,
@@ -99,7 +104,7 @@ def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_
 def build_rank(
     shape: GridShape,
     rank: int,
-    spec: GptSpec,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype = torch.bfloat16,
     master_dtype: torch.dtype = torch.float32,
@@ -119,7 +124,7 @@ def build_rank(
     return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, master_dtype=master_dtype))
 
 
-def build_ranks(shape: GridShape, spec: GptSpec, **options: Any) -> list[Rank]:
+def build_ranks(shape: GridShape, spec: ModelSpec, **options: Any) -> list[Rank]:
     return [build_rank(shape, rank, spec, **options) for rank in range(shape.world_size)]
 
 

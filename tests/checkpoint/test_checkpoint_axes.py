@@ -9,7 +9,9 @@ from everyday import one_in
 
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
-from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec, RouterSpec
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
 
 torch.set_num_threads(1)
@@ -31,13 +33,13 @@ LAYOUTS = (
 )
 
 
-def spec_of(shape: GridShape) -> GptSpec:
+def spec_of(shape: GridShape) -> ModelSpec:
     """A dense layer, and one with experts; padded as this layout needs it."""
     spec = small_spec(tied=False, vocab=29, padded=32 if shape.tp > 1 else 29)
     (dense, _), mlp = spec.layers, MlpSpec(ffn_hidden_size=8)
     experts = ExpertsSpec(router=RouterSpec(num_experts=NUM_EXPERTS, top_k=2), expert=mlp, shared=mlp)
-    layer = LayerSpec(mixer=dense.mixer, mlp=experts)
-    return GptSpec(**{**vars(spec), "layers": (dense, layer)})
+    layer = dense.with_part(experts)
+    return ModelSpec(**{**vars(spec), "layers": (dense, layer)})
 
 
 @pytest.mark.parametrize("step", one_in(2, [5, 1]))

@@ -7,9 +7,12 @@ from collections import Counter
 import pytest
 
 from megatrain.config import Facts, StoredRun
-from megatrain.config.model_spec.experts import ExpertSizes
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
-from megatrain.config.model_spec.layer import LayerSizes, LayerTable
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.module_precision import (
     PrecisionFileError,
     Recipe,
@@ -41,13 +44,21 @@ def file(*matchers):
     return CONFIGS + "".join(lines)
 
 
-DENSE = LayerSizes(num_heads=4, num_query_groups=4, head_channels=16, ffn_hidden_size=256)
-TABLE = LayerTable((DENSE,) * 4)
+def model_of(*layers, mtp=None):
+    """Return a model with these layers."""
+    sizes = {"hidden_size": 64, "vocab_size": 99, "padded_vocab_size": 128, "is_tied": True}
+    return ModelSpec(**sizes, layers=layers, init_std=0.02, output_init_std=0.01, mtp=mtp)
+
+
+DENSE = LayerSpec(
+    parts=(AttentionSpec(num_heads=4, num_query_groups=4, head_channels=16), MlpSpec(ffn_hidden_size=256))
+)
+MODEL = model_of(*(DENSE,) * 4)
 
 
 def chosen(text, layers=range(4)):
     """Return the recipes of the linear layers by path, without `decoder.layers.`."""
-    found = recipes_of_modules(text, TABLE, fp8_layers=layers, recipe=FLAGS)
+    found = recipes_of_modules(text, MODEL, fp8_layers=layers, recipe=FLAGS)
     return {path.removeprefix("decoder.layers."): recipe for path, recipe in found.by_path.items()}
 
 
@@ -71,9 +82,11 @@ def test_layers_that_the_flags_keep_out_of_fp8_need_an_override():
 
 def test_paths_are_those_of_megatron_lm():
     latent = LatentSizes(query_rank=8, kv_rank=8, plain_channels=4, rotary_channels=4, value_channels=4)
-    experts = ExpertSizes(num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, latent_size=8)
-    layer = LayerSizes(num_heads=4, latent=latent, is_gated=True, experts=experts)
-    found = {one.path: one.weight for one in linear_layers(LayerTable((layer,), num_mtp_layers=1))}
+    mlp, router = MlpSpec(ffn_hidden_size=8), RouterSpec(num_experts=4, top_k=2)
+    attention = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=8, latent=latent)
+    layer = LayerSpec(parts=(attention, ExpertsSpec(router=router, expert=mlp, shared=mlp, latent_size=8)))
+    model = model_of(layer, mtp=MtpSpec(num_layers=1, loss_factor=0.1))
+    found = {one.path: one.weight for one in linear_layers(model)}
     assert (
         found["decoder.layers.0.self_attention.linear_kv_up_proj"]
         == "decoder.layers.0.attention.kv_up.weight"

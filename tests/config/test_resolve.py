@@ -41,8 +41,9 @@ def test_every_derived_field_has_a_derivation():
 
 
 def test_ffn_size_without_a_gate_is_four_times_hidden():
+    flags = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --tensor-model-parallel-size 5"
     with pytest.raises(ConfigError) as caught:
-        resolve(parse(["--hidden-size", "96", "--tensor-model-parallel-size", "5"]), Facts(world_size=5))
+        resolve(parse(flags.split()), Facts(world_size=5))
     assert any("--ffn-hidden-size 384" in problem.text for problem in caught.value.problems)
 
 

@@ -23,7 +23,7 @@ from megatrain.checkpoint.find import TRACKER_NAME, Candidate, find_checkpoints,
 from megatrain.checkpoint.load import Loaded
 from megatrain.checkpoint.reader import verify
 from megatrain.config.errors import MegatrainError
-from megatrain.model.specs import GptSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.parallel.rank_lists import GridShape
 
 SECONDS_PER_CASE = 60.0
@@ -107,7 +107,7 @@ def unexpected_names(folder: Path) -> list[str]:
 class Seeds:
     """Ranks whose state follows from a seed, and a rank into which checkpoints are loaded."""
 
-    def __init__(self, seeds: Iterable[int], spec: GptSpec | None = None) -> None:
+    def __init__(self, seeds: Iterable[int], spec: ModelSpec | None = None) -> None:
         torch.set_num_threads(1)
         spec = spec or small_spec(tied=False, vocab=29, padded=32, num_layers=1)
         self.ranks = {seed: build_rank(GridShape(), 0, spec) for seed in seeds}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.model.implementations.attention import LocalAttention
-from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 
 pytestmark = [

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.inference.cache import CachePlan, layer_sizes
+from megatrain.config.derive.model_spec import describe_model
+from megatrain.inference.cache import CachePlan, layer_caches
 from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.decoding import Decoder, can_capture
 from megatrain.inference.engine import Engine
@@ -14,7 +15,6 @@ from megatrain.inference.tensor_split import without_capacity
 from megatrain.kernels.attention.decode import decode_attention, decode_attention_reference
 from megatrain.kernels.linear import linear
 from megatrain.model.gpt import build_model
-from megatrain.model.specs import gpt_spec
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
@@ -43,7 +43,7 @@ def cached(name: str) -> CachedModel:
         " --device cpu --hidden-dropout 0 --attention-dropout 0"
     )
     config = resolve(parse([*flags.split(), *MODELS[name].split()]), Facts(vocab_size=VOCAB, eod_id=0)).config
-    spec = without_capacity(gpt_spec(config.model, config.experts, vocab_size=VOCAB))
+    spec = without_capacity(describe_model(config.model, config.experts, vocab_size=VOCAB))
     grid, device = build_grid(GridShape(), 0), torch.device("cuda")
     model = build_model(
         spec, grid, seq_length=SEQ, sequence_parallel=False, dtype=torch.bfloat16, device=device
@@ -56,7 +56,7 @@ def cached(name: str) -> CachedModel:
     for segment in model.segments:
         for weight in segment.parameters():
             weight.data.normal_(std=0.1) if weight.dim() > 1 else weight.data.fill_(1)
-    plan = CachePlan(layer_sizes(model.spec, 1), torch.bfloat16, 64, SEQ, len(LENGTHS), len(LENGTHS))
+    plan = CachePlan(layer_caches(model.spec, 1), torch.bfloat16, 64, SEQ, len(LENGTHS), len(LENGTHS))
     return CachedModel(model, plan, device)
 
 

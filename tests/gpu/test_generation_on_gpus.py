@@ -9,11 +9,12 @@ import torch
 from attention_heads import MAX_ERRORS
 
 import pretrain
-from megatrain.inference.cache import Cache, CachePlan, LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.part import CacheSizes
+from megatrain.inference.cache import Cache, CachePlan
 from megatrain.inference.cached_attention import CachedAttention, CachedPass
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
-from megatrain.model.specs import AttentionSpec
 from megatrain.tools.main import main
 
 pytestmark = [
@@ -31,7 +32,7 @@ PASSES = [(200, 0, 64), (0, 40, 1), (64, 1, 0), *[(1, 0, 1)] * 36, (0, 0, 28)]
 )
 def test_attention_to_a_cache(d: int, options: dict[str, Any]) -> None:
     spec = AttentionSpec(num_heads=8, num_query_groups=2, head_channels=d, **options)
-    layer = LayerSizes(spec.window, ((2, d), (2, d)))
+    layer = CacheSizes(window=spec.window, rows=((2, d), (2, d)))
     plan = CachePlan((layer,), torch.bfloat16, 400, max(LENGTHS), len(LENGTHS), len(LENGTHS))
     cache = Cache(plan, torch.device("cuda"))
     attention = CachedAttention(spec, torch.nn.Identity(), cache.rows[0])

@@ -6,12 +6,12 @@ import functools
 import torch
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.inference.cache import CachePlan, layer_sizes
+from megatrain.config.derive.model_spec import describe_model
+from megatrain.inference.cache import CachePlan, layer_caches
 from megatrain.inference.cached_model import CachedModel
 from megatrain.inference.tensor_split import without_capacity
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
@@ -41,7 +41,7 @@ def _model(name: str) -> Model:
     request = parse([*flags.split(), *MODELS[name].split()])
     facts = Facts(vocab_size=VOCAB, eod_id=VOCAB - 1)
     config = resolve(request, add_custom_layers(request, facts)).config
-    spec = apply_custom_layers(gpt_spec(config.model, config.experts, vocab_size=VOCAB), config.model)
+    spec = apply_custom_layers(describe_model(config.model, config.experts, vocab_size=VOCAB), config.model)
     spec = without_capacity(spec)
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
     grid = build_grid(GridShape(), 0)
@@ -67,6 +67,6 @@ def tiny_model(name: str) -> Model:
 def cached(name: str, *, sequences: int = 3, tokens: int = SEQ, per_pass: int = 8) -> CachedModel:
     model = tiny_model(name)
     plan = CachePlan(
-        layer_sizes(model.spec, 1), torch.float64, per_pass, tokens, sequences, max_sequences=sequences
+        layer_caches(model.spec, 1), torch.float64, per_pass, tokens, sequences, max_sequences=sequences
     )
     return CachedModel(model, plan, torch.device("cpu"))

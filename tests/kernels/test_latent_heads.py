@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.latent_heads import (
     expand_keys,
     expand_keys_backward,
     rotate_queries,
 )
-from megatrain.kernels.rotary import RotarySpec, apply_rope_reference, cos_sin_tables
+from megatrain.kernels.rotary import apply_rope_reference, cos_sin_tables
 
 S, B, HEADS, PLAIN, ROTARY, VALUE = 5, 2, 3, 6, 4, 7
 

@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from megatrain.kernels.rotary import (
-    LlamaScaling,
-    RotarySpec,
-    YarnScaling,
-    apply_rope,
-    apply_rope_to_qkv,
-    apply_rope_to_qkv_backward,
-    cos_sin_tables,
-)
+from megatrain.config.model_spec.rotary import LlamaScaling, RotarySpec, YarnScaling
+from megatrain.kernels.rotary import apply_rope, apply_rope_to_qkv, apply_rope_to_qkv_backward, cos_sin_tables
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
-from megatrain.config.derive.custom_layers import LayerFunction, layer_function
+from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.build_grid import build_grid
@@ -18,7 +18,7 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import evaluate
-from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.custom_layers import add_custom_layers, with_own_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODEL = (
@@ -44,22 +44,22 @@ def example(tmp_path: Path) -> Path:
 def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "", ranks: int = 1) -> Plan:
     request = parse(f"{MODEL} --spec {spec} {flags}".split())
     facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
-    return resolve(request, Facts.from_json(facts.to_json()))
+    return resolve(request, with_own_layers(request, Facts.from_json(facts.to_json())))
 
 
 EXPERTS = """
 import dataclasses
-from megatrain.model.specs import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 
 def experts_after_the_first(model, layers):
     first, *others = layers
     expert = dataclasses.replace(first.mlp, ffn_hidden_size=16)
     experts = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=expert, shared=expert)
-    return [first, *(dataclasses.replace(layer, mlp=experts) for layer in others)]
+    return [first, *(layer.with_part(experts) for layer in others)]
 
 def with_biases(model, layers):
-    return [dataclasses.replace(one, mlp=dataclasses.replace(one.mlp, expert=dataclasses.replace(
-        one.mlp.expert, has_bias=True))) if isinstance(one.mlp, ExpertsSpec) else one
+    return [one.with_part(dataclasses.replace(one.experts, expert=dataclasses.replace(
+        one.experts.expert, has_bias=True))) if one.experts else one
         for one in experts_after_the_first(model, layers)]
 """
 
@@ -69,7 +69,7 @@ import dataclasses
 
 def near(model, layers):
     *others, last = layers
-    return [*others, dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=8))]
+    return [*others, last.with_part(dataclasses.replace(last.mixer, window=8))]
 """
 
 
@@ -80,7 +80,7 @@ def test_custom_windows_choose_all_gather_over_a_ring(tmp_path: Path, asked: str
     flags = f"{MODEL} --context-parallel-size 2 {asked} --device cuda --bf16 --kv-channels 16"
     known = Facts(vocab_size=101, eod_id=100, world_size=2, device="cuda")
     request = parse(f"{flags} --spec {file}:near".split())
-    plan = resolve(request, Facts.from_json(add_custom_layers(request, known).to_json()))
+    plan = resolve(request, add_custom_layers(request, known))
     assert plan.derived.cp_comm_types == ("all_gather",)
     assert resolve(parse(flags.split()), known).derived.cp_comm_types == ("p2p",)
 
@@ -90,7 +90,7 @@ import dataclasses
 
 def of_last(layers, **changes):
     *others, last = layers
-    return [*others, dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, **changes))]
+    return [*others, last.with_part(dataclasses.replace(last.mixer, **changes))]
 
 def plain(model, layers):
     return layers
@@ -102,30 +102,30 @@ def with_sink(model, layers):
     return of_last(layers, sink="zero")
 
 def all_dropped(model, layers):
-    return [dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, dropout=0.1)) for layer in layers]
+    return [layer.with_part(dataclasses.replace(layer.mixer, dropout=0.1)) for layer in layers]
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "has_sinks", "softcap_or_dropout", "kernel"),
+    ("name", "has_sinks", "kernel"),
     [
-        ("plain", False, "none", "cudnn"),
-        ("capped", False, "some", "triton"),
-        ("with_sink", True, "none", "cudnn"),
-        ("all_dropped", False, "all", "triton"),
+        ("plain", False, "cudnn"),
+        ("capped", False, "triton"),
+        ("with_sink", True, "cudnn"),
+        ("all_dropped", False, "triton"),
     ],
 )
 def test_a_plan_knows_the_needs_of_custom_attention(
-    tmp_path: Path, name: str, has_sinks: bool, softcap_or_dropout: str, kernel: str
+    tmp_path: Path, name: str, has_sinks: bool, kernel: str
 ) -> None:
     file = tmp_path / "scores.py"
     file.write_text(SCORES)
     request = parse(f"{MODEL} --device cuda --bf16 --kv-channels 16 --spec {file}:{name}".split())
     facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
-    custom = facts.custom_layers
-    assert custom is not None
-    assert (custom.has_sinks, custom.softcap_or_dropout) == (has_sinks, softcap_or_dropout)
-    assert resolve(request, facts).derived.attention_backend == kernel
+    plan = resolve(request, facts)
+    mixers = [layer.attention for layer in plan.derived.model_spec.layers if layer.attention]
+    assert any(mixer.sink != "none" for mixer in mixers) == has_sinks
+    assert plan.derived.attention_backend == kernel
 
 
 def test_custom_layers_may_have_experts(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_custom_layers_may_have_experts(tmp_path: Path) -> None:
     file.write_text(EXPERTS)
     six = "--num-experts 6 --moe-layer-freq [0]+[1]*3"
     plan = plan_of(f"{file}:experts_after_the_first", flags=six)
-    assert "in 3 layers" in str(plan.derived.layer_table)
-    assert "6 experts of 16 and 16 shared, 2 a token" in str(plan.derived.layer_table)
+    assert "in 3 layers" in str(plan.derived.model_spec)
+    assert "6 experts of 16 and 16 shared, 2 a token" in str(plan.derived.model_spec)
     registry = model_of(plan).registry
     names = {piece.name for entry in registry.entries.values() for piece in entry.layout.pieces}
     assert "decoder.layers.0.mlp.up.weight" in names
@@ -169,7 +169,7 @@ def test_the_page_s_example_is_built_and_noted(example: Path) -> None:
         "layers 2 to 3: mlp.activation squared_relu, by the flags swiglu, mlp.activation_fn cubed_relu"
         in note
     )
-    assert [layer.is_gated for layer in plan.derived.layer_table.layers] == [True, True, False, False]
+    assert [layer.dense.is_gated for layer in plan.derived.model_spec.layers] == [True, True, False, False]
 
 
 def test_gradients_are_those_of_the_loss(example: Path) -> None:
@@ -200,7 +200,7 @@ def test_gradients_are_those_of_the_loss(example: Path) -> None:
 def spec_file(tmp_path: Path, text: str) -> str:
     path = tmp_path / "layers.py"
     path.write_text(
-        "import dataclasses\nfrom megatrain.kernels.activations import ActivationFunction\n"
+        "import dataclasses\nfrom megatrain.config.model_spec.activation import ActivationFunction\n"
         f"def change(layer, **values):\n    return dataclasses.replace(layer, **values)\n{text}\n"
     )
     return f"{path}:f"
@@ -248,8 +248,9 @@ def test_a_changed_file_is_reported(example: Path) -> None:
     digest = first.config.model.spec_digest
     with pytest.raises(ConfigError, match=r"--spec .*has changed[\s\S]*--spec-digest"):
         plan_of(f"{example}:my_spec", flags=f"--spec-digest {digest}")
+    of_rank_0 = Facts(custom_layers=CustomLayers(str(digest), None))
     with pytest.raises(ConfigError, match="fix: let all ranks read the same file"):
-        model_of(first)
+        with_own_layers(parse(f"{MODEL} --spec {example}:my_spec".split()), of_rank_0)
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -272,8 +273,9 @@ def test_a_changed_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plan_of(name, stored=stored, flags="--load c")
     with pytest.raises(ConfigError, match="has changed"):
         plan_of(name, flags=f"--spec-digest {first.config.model.spec_digest}")
+    of_rank_0 = Facts(custom_layers=CustomLayers(str(first.config.model.spec_digest), None))
     with pytest.raises(ConfigError, match="this rank's file has digest"):
-        model_of(first)
+        with_own_layers(parse(f"{MODEL} --spec {name}".split()), of_rank_0)
     assert not mark.exists()
     plan_of(name)
     assert mark.exists()
@@ -288,7 +290,7 @@ def test_a_changed_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("def f(model, layers): return layers[:3]", "returned 3 layers, and --num-layers is 4"),
         ("def f(model, layers): return 7", "returned int, not a sequence of LayerSpec"),
         (("C = ActivationFunction('c', lambda x: x * x, lambda x: x)\n"
-         "def f(model, layers): return [change(x, mlp=change(x.mlp, activation_fn=C)) for x in layers]"),
+         "def f(model, layers): return [x.with_part(change(x.mlp, activation_fn=C)) for x in layers]"),
          "derivative of activation function c does not match"),
     ],
 )  # fmt: skip
@@ -305,16 +307,16 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 def test_sizes_of_custom_layers_must_divide_over_the_ranks(tmp_path: Path) -> None:
     spec = spec_file(
         tmp_path,
-        "def f(model, layers): return [change(x, mixer=change(x.mixer, num_heads=9, num_query_groups=3),"
-        " mlp=change(x.mlp, ffn_hidden_size=97)) for x in layers]",
+        "def f(model, layers): return [x.with_part(change(x.mixer, num_heads=9, num_query_groups=3))"
+        ".with_part(change(x.mlp, ffn_hidden_size=97)) for x in layers]",
     )
     request = parse(f"{MODEL} --spec {spec} --tensor-model-parallel-size 2".split())
     with pytest.raises(ConfigError) as found:
         resolve(request, add_custom_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
     texts = [problem.text for problem in found.value.problems]
     over_ranks = [text for text in texts if "--tensor-model-parallel-size 2" in text]
-    assert sum("9 heads" in text for text in over_ranks) == 4
-    assert sum("width 97" in text for text in over_ranks) == 4
+    assert sum("9 heads" in text for text in over_ranks) == 1
+    assert sum("width 97" in text for text in over_ranks) == 1
 
 
 def test_an_error_beside_spec_is_the_only_one_on_a_cpu(tmp_path: Path) -> None:

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.build_experts import ExpertRanks, expert_branch
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.norm import NormSpec
+from megatrain.model.build_experts import expert_branch
 from megatrain.model.experts import ExpertBranch
 from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.recompute import Recompute
-from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec, NormSpec, RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
@@ -53,16 +58,16 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
     tp = TensorParallel(GROUPS["tp"], GROUPS["kv"], sequence_parallel=False)
     cp = ContextParallel(GROUPS["cp"])
     leaves = LocalLeaves(tp, cp, torch.float64, NormSpec(), seed=0)
-    layer = LayerSpec(mixer=None, mlp=spec, norm_position="post")
-    gpt = GptSpec(
+    layer = LayerSpec(parts=(spec,), norm_position="post")
+    gpt = ModelSpec(
         hidden_size=H, vocab_size=8, padded_vocab_size=8, layers=(layer,), is_tied=False, init_std=1,
         output_init_std=1,
     )  # fmt: skip
-    ranks = ExpertRanks(
+    ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"]),
         dtype=torch.float64, seed=0,
     )  # fmt: skip
-    branch = expert_branch(spec, gpt, 0, "post", leaves, ranks, Recompute())
+    branch = expert_branch(spec, LayerContext(gpt, 0, leaves, ranks, lambda _: None, Recompute()))
     branch.output = torch.nn.Identity()  # type: ignore[assignment]
     branch.output.forward = lambda x, _: x  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(1)

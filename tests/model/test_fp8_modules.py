@@ -40,7 +40,7 @@ def test_the_names_that_the_file_may_have_are_those_of_the_model(words: str) -> 
 
     with mock.patch.object(Fp8Recipes, "recipe", noting):
         build(plan)
-    assert asked == {(one.layer, one.weight) for one in linear_layers(plan.derived.layer_table)}
+    assert asked == {(one.layer, one.weight) for one in linear_layers(plan.derived.model_spec)}
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])

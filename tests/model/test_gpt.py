@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.rotary import RotarySpec
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
@@ -30,14 +33,14 @@ VOCAB, SEQ, BATCH = 101, 12, 2
 CPU = torch.device("cpu")
 
 
-def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
+def _spec(*, is_tied: bool, padded: int = 128) -> ModelSpec:
     layer = LayerSpec(
-        mixer=AttentionSpec(
-            num_heads=4, num_query_groups=2, head_channels=8, rotary=RotarySpec(base=10000.0)
-        ),
-        mlp=MlpSpec(ffn_hidden_size=24),
+        parts=(
+            AttentionSpec(num_heads=4, num_query_groups=2, head_channels=8, rotary=RotarySpec(base=10000.0)),
+            MlpSpec(ffn_hidden_size=24),
+        )
     )
-    return GptSpec(
+    return ModelSpec(
         hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, is_tied=is_tied, init_std=0.2, output_init_std=0.1,
     )  # fmt: skip
 
@@ -66,7 +69,7 @@ class Recorder(DataParallel):
 
 
 class Built:
-    def __init__(self, spec: GptSpec, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float64) -> None:
         self.grid = build_grid(GridShape(), 0)
         self.model: Model = build_model(
             spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU
@@ -121,7 +124,7 @@ def _batches(count: int, seed: int = 0) -> Iterator[Batch]:
         )
 
 
-def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> Tensor:
+def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: ModelSpec) -> Tensor:
     """Compute the same model as the papers describe it: [b, s] -> [b, s, v]."""
     x = weights["embedding.word_embeddings.weight"][tokens]
     b, s, _ = x.shape
@@ -155,7 +158,7 @@ def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: GptSpec) -> Tensor:
+def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: ModelSpec) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         logits = plain_logits(weights, batch.tokens, spec)

@@ -31,10 +31,10 @@ from transformers_weights import (
 )
 
 from megatrain.config import Facts, parse, resolve
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.inference.whole_sequences import all_logits
 from megatrain.model.gpt import build_model
 from megatrain.model.router import ROUTER_METRICS
-from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
@@ -74,7 +74,7 @@ class Ours:
     def __init__(self, flags: str, weights: Weights) -> None:
         plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
         self.grid = build_grid(GridShape(), 0)
-        spec = gpt_spec(plan.config.model, plan.config.experts, vocab_size=VOCAB)
+        spec = describe_model(plan.config.model, plan.config.experts, vocab_size=VOCAB)
         kind = {"dtype": torch.float32, "device": torch.device("cpu")}
         self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
         self.buffers = allocate_buffers(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.kernels.moe.routing import Routing, load_quantiles
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_METRICS, Router
-from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_METRICS
-from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.context_parallel import ContextParallel

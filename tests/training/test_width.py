@@ -182,9 +182,16 @@ def test_initial_matrices_shrink_with_the_width(flags: str) -> None:
         assert found[name].item() == pytest.approx(std, rel=0.03), name
 
 
+def scale_of(plan: Plan) -> float | None:
+    """Return the factor of attention scores."""
+    mixer = plan.derived.model_spec.layers[0].attention
+    assert mixer is not None
+    return mixer.scale
+
+
 def test_scores_logits_and_embeddings_are_scaled() -> None:
     plan = plan_of(4 * BASE, f"{MUP} --mup-embedding-mult 3")
-    assert plan.derived.attention_scale == 16**0.5 / 64
+    assert scale_of(plan) == 16**0.5 / 64
     assert plan.config.model.mup_output_mult == 0.25
     plain = engine_of(plan_of(4 * BASE, f"{MUP} --mup-embedding-mult 1 --mup-output-mult 0.5"))
     ours = engine_of(plan)
@@ -192,7 +199,7 @@ def test_scores_logits_and_embeddings_are_scaled() -> None:
         assert torch.equal(mine, theirs)
     found, other = activations(ours, batch_of(0)), activations(plain, batch_of(0))
     torch.testing.assert_close(found["embedding"], other["embedding"] * 3)
-    assert plan_of(4 * BASE, f"{MUP} --mup-attn-scale-power 0.5").derived.attention_scale == 16**0.5 / 8
+    assert scale_of(plan_of(4 * BASE, f"{MUP} --mup-attn-scale-power 0.5")) == 16**0.5 / 8
     logits = engine_of(plan_of(4 * BASE, f"{MUP} --mup-output-mult 0.5 --mup-embedding-mult 3"))
     torch.testing.assert_close(activations(logits, batch_of(0))["logits"], found["logits"] * 2)
 
@@ -206,7 +213,7 @@ def test_an_output_multiplier_of_one_stands_for_the_width() -> None:
 def test_without_a_base_nothing_but_attention_is_scaled() -> None:
     plan = plan_of(BASE, "--use-mup")
     assert plan.config.model.mup_width_mult == plan.config.model.mup_output_mult == 1
-    assert plan.derived.attention_scale == 1 / 16
+    assert scale_of(plan) == 1 / 16
     assert any("--mup-base-hidden-size" in note and "64" in note for note in plan.notes)
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from megatrain.config.derive.attention_features import (
     EAGER_BACKENDS,
+    attentions,
     fits_gpu_kernels,
     has_documents,
     has_sinks,
@@ -77,8 +78,7 @@ def attention_backend(draft: Draft) -> DerivedValue:
 def _padded_values(kernel: str, draft: Draft) -> str:
     """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
     is_native = kernel in ("sdpa", "math") and draft.config.parallel.context_parallel_size == 1
-    layers = draft.derived.layer_table.layers
-    widths = {(layer.value_channels, layer.head_channels) for layer in layers if layer.num_heads}
+    widths = {(mixer.value_channels, mixer.head_channels) for mixer in attentions(draft)}
     narrow = sorted(width for width in widths if width[0] < width[1])
     if is_native or not narrow:
         return ""

@@ -5,12 +5,10 @@ windows     a query attends to recent keys only           softcap and dropout: i
 """
 
 from collections.abc import Container
-from typing import Final
+from typing import Final, Literal
 
-from megatrain.config.derive.custom_layers import LayerShare
-from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.plan import Draft
-from megatrain.config.schema.values import UnresolvedError
 
 EAGER_BACKENDS: Final = ("unfused", "local", "math")
 """Values of --attention-backend that mean eager attention, which stores all scores."""
@@ -23,28 +21,24 @@ def has_documents(draft: Draft) -> bool:
 
 def has_windows(draft: Draft) -> bool:
     """Return whether some layer has a sliding window."""
-    custom, model = draft.facts.custom_layers, draft.config.model
-    if custom is not None:
-        return custom.has_windows
-    try:
-        has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
-        return parse_window(model.window_size) is not None and any(has_window)
-    except PatternError as error:  # a rule reports it
-        raise UnresolvedError from error
+    return any(mixer.window is not None for mixer in attentions(draft))
 
 
 def has_sinks(draft: Draft) -> bool:
     """Return whether the softmax of some layer has a denominator term without a key."""
-    custom = draft.facts.custom_layers
-    return draft.config.model.softmax_type != "vanilla" if custom is None else custom.has_sinks
+    return any(mixer.sink != "none" for mixer in attentions(draft))
 
 
-def layers_with_softcap_or_dropout(draft: Draft) -> LayerShare:
-    """Return the share of layers with logit softcapping or attention dropout."""
-    custom, model = draft.facts.custom_layers, draft.config.model
-    if custom is not None:
-        return custom.softcap_or_dropout
-    return "all" if model.attn_logit_softcapping is not None or model.attention_dropout else "none"
+def layers_with_softcap_or_dropout(draft: Draft) -> Literal["none", "some", "all"]:
+    """Return the share of the layers with attention that have logit softcapping or attention dropout."""
+    has_either = [mixer.softcap is not None or mixer.dropout > 0 for mixer in attentions(draft)]
+    return "none" if not any(has_either) else "all" if all(has_either) else "some"
+
+
+def attentions(draft: Draft) -> list[AttentionSpec]:
+    """Return the attention of each layer that has it."""
+    mixers = [layer.attention for layer in draft.derived.model_spec.layers]
+    return [mixer for mixer in mixers if mixer is not None]
 
 
 def softcap_or_dropout_flags(draft: Draft) -> str:
@@ -88,11 +82,15 @@ def why_not_on_gpu(draft: Draft, generations: Container[int]) -> str:
 
 def why_not_heads(draft: Draft, *, maximum: int, multiple: int) -> str:
     """Return why a kernel does not support the head width of a layer, from its limits; empty: it does."""
-    for number, layer in enumerate(draft.derived.layer_table.layers):
-        channels = layer.head_channels
-        if layer.num_heads and (channels % multiple or channels > maximum):
+    for number, layer in enumerate(draft.derived.model_spec.layers):
+        if layer.attention is None:
+            continue
+        channels = layer.attention.head_channels
+        if channels % multiple or channels > maximum:
             is_flag = channels == draft.config.model.kv_channels
-            flags = "--kv-channels" if layer.latent is None else "--qk-head-dim + --qk-pos-emb-head-dim"
+            flags = (
+                "--kv-channels" if layer.attention.latent is None else "--qk-head-dim + --qk-pos-emb-head-dim"
+            )
             found = f"{flags} is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
             return f"needs heads of at most {maximum} channels in multiples of {multiple}, and {found}"
     return ""

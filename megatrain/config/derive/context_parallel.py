@@ -78,12 +78,12 @@ def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     sizes = parallel.hierarchical_context_parallel_sizes
     inner = sizes[0] if are_levels(sizes, cp) else 1
-    comm_types, layers = draft.derived.cp_comm_types, draft.derived.layer_table.layers
+    comm_types, layers = draft.derived.cp_comm_types, draft.derived.model_spec.layers
     for number, layer in enumerate(layers):
         comm_type = (
             comm_types[number] if len(comm_types) == len(layers) else comm_types[0] if comm_types else ""
         )
-        if "a2a" in comm_type and layer.num_heads:
+        if "a2a" in comm_type and layer.attention is not None:
             ranks = cp if comm_type == "a2a" else inner
-            groups = max(1, layer.num_query_groups // tp)
-            yield HeadExchange(number, comm_type, ranks, layer.num_heads // tp, groups)
+            groups = max(1, layer.attention.num_query_groups // tp)
+            yield HeadExchange(number, comm_type, ranks, layer.attention.num_heads // tp, groups)

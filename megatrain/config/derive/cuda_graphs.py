@@ -85,8 +85,7 @@ def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
 
 
 def _widths_of_experts(draft: Draft) -> Iterator[float]:
-    table = draft.derived.layer_table
-    for layer in table.all_layers:
+    for layer in draft.derived.model_spec.all_layers:
         if layer.experts is not None:
             yield layer.experts.latent_size or draft.config.model.hidden_size
             yield layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.activation import ActivationFunction
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.part import Part
+from megatrain.config.schema.model import ModelConfig
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
 _PLAIN_GPT_LAYERS: Final = (
@@ -31,25 +36,18 @@ class LayerFunction:
         return f"{self.module}:{self.function}"
 
 
-LayerShare = Literal["none", "some", "all"]
-"""Part of the layers with attention."""
+Layers = Callable[[ModelConfig, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
+"""Returns the layers of a model from its settings and the layers that flags describe. Raises ConfigError."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CustomLayers:
-    """The layers that the function returned, as far as a plan depends on them."""
+    """The function of --spec. Every rank loads it from its own file, whose digest is that of rank 0."""
 
     digest: str
     """Digest of the file with the function."""
-    layers: tuple[LayerSizes, ...]
-    differences: tuple[str, ...]
-    """Differences from the layers that the flags describe."""
-    has_windows: bool = False
-    """True if a layer has a sliding window."""
-    has_sinks: bool = False
-    """True if the softmax of a layer has a sink."""
-    softcap_or_dropout: LayerShare = "none"
-    """Layers with logit softcapping or attention dropout."""
+    function: Layers | None = field(compare=False)
+    """None: those of another rank, as JSON has them."""
 
 
 def _module_and_function(words: Sequence[str]) -> tuple[str, ...]:
@@ -70,3 +68,39 @@ def layer_function(words: Sequence[str]) -> LayerFunction | None:
     module, sign, function = words[0].rpartition(":") if len(words) == 1 else (words[0], ":", words[1])
     is_named = len(words) <= 2 and module and sign and function.isidentifier()
     return LayerFunction(module, function) if is_named and not module.startswith("megatron.") else None
+
+
+def differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:
+    """Yield a line for each run of consecutive layers with the same differences."""
+    texts = [", ".join(_changes(layer, other, "")) for layer, other in zip(layers, default, strict=True)]
+    first = 0
+    for text, run in itertools.groupby(texts):
+        last = first + len(list(run)) - 1
+        if text:
+            yield f"{f'layer {first}' if first == last else f'layers {first} to {last}'}: {text}"
+        first = last + 1
+
+
+def _changes(one: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(one, LayerSpec):
+        for name in dict.fromkeys(part.name for part in (*one.parts, *other.parts)):
+            yield from _changes(_named(one, name), _named(other, name), name)
+        one, other = replace(one, parts=()), replace(other, parts=())
+    is_part = dataclasses.is_dataclass(one) and not isinstance(one, ActivationFunction)
+    if is_part and type(one) is type(other):
+        for field in dataclasses.fields(one):
+            yield from _changes(
+                getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".lstrip(".")
+            )
+    elif one != other:
+        yield f"{path} {_shown(one)}, by the flags {_shown(other)}"
+
+
+def _named(layer: LayerSpec, name: str) -> Part | None:
+    return next((part for part in layer.parts if part.name == name), None)
+
+
+def _shown(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, ActivationFunction):
+        return type(value).__name__
+    return "none" if value is None else str(value)

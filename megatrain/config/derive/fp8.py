@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.module_precision import Recipe, digest_of, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
 
@@ -75,7 +75,7 @@ def why_no_codes_are_gathered(draft: Draft | Plan) -> str:
 def _recipes_outside_experts(draft: Draft | Plan) -> Iterator[Recipe]:
     """Yield the recipe of each linear layer that has one and is not of a routed expert."""
     flags, modules = recipe_of_flags(draft), draft.derived.fp8_modules
-    for one in linear_layers(draft.derived.layer_table):
+    for one in linear_layers(draft.derived.model_spec):
         is_fp8 = one.layer in draft.derived.fp8_layers
         recipe = modules.by_path[one.path] if modules is not None else flags if is_fp8 else None
         if recipe is not None and ".mlp.experts." not in one.path:
@@ -119,7 +119,7 @@ def fp8_modules(draft: Draft) -> DerivedValue:
         return DerivedValue(None, _NO_FILE)
     found = recipes_of_modules(
         text,
-        draft.derived.layer_table,
+        draft.derived.model_spec,
         fp8_layers=_layers_of_flags(draft),
         recipe=recipe_of_flags(draft),
     )
@@ -140,7 +140,7 @@ def fp8_layers(draft: Draft) -> DerivedValue:
 
 def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     """Return the layers in FP8 by flags, as in Megatron-LM: layers of multi-token prediction always are."""
-    precision, count = draft.config.precision, len(draft.derived.layer_table.layers)
+    precision, count = draft.config.precision, len(draft.derived.model_spec.layers)
     if recipe_of_flags(draft) is None:
         return ()
     first, last = 0, count
@@ -160,7 +160,7 @@ def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[Pro
     )
     yield ProductSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
-        layer = draft.derived.layer_table.all_layers[number]
+        layer = draft.derived.model_spec.all_layers[number]
         yield from _sizes_of(layer, model.hidden_size, tp, draft.derived.expert_tensor_parallel_size)
 
 
@@ -174,7 +174,7 @@ def split_sizes(draft: Draft) -> Iterator[ProductSize]:
             "tokens of a chunk of a micro-batch", "--seq-length, --context-parallel-size", tokens
         )
     for number in draft.derived.fp8_layers if tp > 1 else ():
-        layer = draft.derived.layer_table.all_layers[number]
+        layer = draft.derived.model_spec.all_layers[number]
         for one in layer.linears(draft.config.model.hidden_size):
             if one.split == "inputs" and not one.num_experts:
                 yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(tp))
@@ -184,7 +184,7 @@ def split_sizes(draft: Draft) -> Iterator[ProductSize]:
                     yield ProductSize(f"channels of {what}", one.flags, piece.local_size(tp))
 
 
-def _sizes_of(layer: LayerSizes, hidden_size: int, tp: int, etp: int) -> Iterator[ProductSize]:
+def _sizes_of(layer: LayerSpec, hidden_size: int, tp: int, etp: int) -> Iterator[ProductSize]:
     """Yield the sizes of inputs and outputs of a layer's GEMMs on one rank; the width of an MLP once, as it is read."""
     linears = layer.linears(hidden_size)
     are_read = {one.reads for one in linears}

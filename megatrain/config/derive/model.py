@@ -1,22 +1,4 @@
-"""Derived values of the model: sizes, layers, vocabulary, muP, FLOPs, recomputed norms.
-
-FLOPs, each a multiply and an add, forward and twice in backward (times 6):
-
-    per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels, twice with an output gate
-                           q*h         attention output           k = groups * channels
-                           linear attention: `LinearSizes.active_weights`
-                           m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
-                           m*l*f + 2hl routed experts with latents of l channels, and their projections
-    per token              h*v         the output layer           v = padded vocabulary
-    and depth of multi-token prediction: one layer more, the output layer once more, 2h*h for the projection, 3h
-    per pair of tokens     q           scores and their use: the causal half of two products
-
-    with MLA               cq*(h + n*d + 1) + ck*(h + n*(dp + dv) + 1) + h*(dr + n*dv), and n*(d + dv)/2 per pair; ranks
-                           cq and ck, heads n, channels dp plain, dr rotary, d = dp + dr, values dv; 1 for the norms
-
-Recomputation, norms, softmax and embedding are not counted. Source: Megatron-LM, training/training.py; its numbers
-are in tests/golden. It treats --quick-geglu as not gated, and counts windows as whole sequences; only the latter is
-done here.
+"""Derived values of the model: sizes, vocabulary, muP, FLOPs, recomputed norms.
 
 Maximal update parametrization (muP) with m = hidden size / base hidden size, as in Megatron-LM (core 0.20.0):
 
@@ -34,9 +16,10 @@ import math
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_sizes import LayersError, condensed, latent_sizes, layer_table
-from megatrain.config.model_spec.layer import LayerSizes, LayerTable
-from megatrain.config.plan import Activation, DerivedValue, Draft, Plan
+from megatrain.config.derive.layer_blocks import condensed
+from megatrain.config.model_spec.activation import Activation
+from megatrain.config.model_spec.latent_attention import LatentSizes
+from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
 
@@ -45,6 +28,19 @@ _MAX_NORMS_PERCENT: Final = 0.5
 """Largest part of a step that recomputed norms may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
+
+
+def latent_sizes(model: ModelConfig) -> LatentSizes | None:
+    """Return the sizes of multi-latent attention; None: the model does not have it."""
+    if not model.multi_latent_attention:
+        return None
+    return LatentSizes(
+        query_rank=model.q_lora_rank,
+        kv_rank=model.kv_lora_rank,
+        plain_channels=model.qk_head_dim,
+        rotary_channels=model.qk_pos_emb_head_dim,
+        value_channels=model.v_head_dim,
+    )
 
 
 def kv_channels(draft: Draft) -> DerivedValue:
@@ -84,10 +80,6 @@ def moe_ffn_hidden_size(draft: Draft) -> DerivedValue:
     if draft.config.experts.num_experts is None:
         return DerivedValue(None, "--num-experts is not given")
     return DerivedValue(draft.config.model.ffn_hidden_size, "equals --ffn-hidden-size")
-
-
-def activation(draft: Draft) -> DerivedValue:
-    return DerivedValue(*activation_of(draft.config.model))
 
 
 def activation_of(model: ModelConfig) -> tuple[Activation, str]:
@@ -145,25 +137,10 @@ def spec_digest(draft: Draft) -> DerivedValue:
     return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
 
 
-def sizes_of_layers(draft: Draft) -> DerivedValue:
-    model, custom = draft.config.model, draft.facts.custom_layers
-    function = layer_function(model.spec)
-    if function is not None:
-        if custom is None:
-            raise UnresolvedError  # `data_problems` has the reason.
-        return DerivedValue(LayerTable(custom.layers, model.mtp_num_layers or 0), f"by --spec {function}")
-    text = model.heterogeneous_layers_config_encoded_json
-    try:
-        table = layer_table(model, draft.config.experts)
-    except LayersError:
-        raise UnresolvedError from None  # The rule `layer_sizes_are_valid` reports it.
-    where = model.heterogeneous_layers_config_path or "--heterogeneous-layers-config-encoded-json"
-    return DerivedValue(table, "equals --num-layers" if text is None else f"by {where}")
-
-
 def kv_copies(draft: Draft) -> DerivedValue:
-    tp, table = draft.config.parallel.tensor_model_parallel_size, draft.derived.layer_table
-    counts = {layer.num_query_groups for layer in table.layers if layer.num_heads}
+    tp = draft.config.parallel.tensor_model_parallel_size
+    mixers = [layer.attention for layer in draft.derived.model_spec.layers]
+    counts = {mixer.num_query_groups for mixer in mixers if mixer is not None}
     fewer = [count for count in counts if count < tp]
     groups = fewer[0] if fewer else draft.config.model.num_query_groups
     if tp <= groups or not counts:
@@ -194,18 +171,20 @@ def mup_output_mult(draft: Draft) -> DerivedValue:
 
 def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
     """Override --mup-output-mult 1, which Megatron-LM treats as its default."""
-    model = draft.config.model
-    if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
+    given = output_multiplier(draft.config.model)
+    if not draft.config.model.use_mup or given == draft.config.model.mup_output_mult:
         return None
-    given = 1.0 / model.mup_width_mult
     return DerivedValue(
         given,
         f"--mup-output-mult 1 with --use-mup means 1 / width multiplier, as in Megatron-LM: {given:g}",
     )
 
 
-def scale_of_attention(draft: Draft) -> DerivedValue:
-    return DerivedValue(*attention_scale(draft.config.model))
+def output_multiplier(model: ModelConfig) -> float:
+    """Return the factor of the logits."""
+    if not model.use_mup:
+        return 1.0
+    return 1.0 / model.mup_width_mult if model.mup_output_mult == 1 else model.mup_output_mult
 
 
 def attention_scale(model: ModelConfig) -> tuple[float | None, str]:
@@ -228,10 +207,6 @@ def yarn_temperature(model: ModelConfig) -> float:
     """Return the factor of queries and of keys that multi-latent attention applies in its scores (DeepSeek-V2), in every channel."""
     factor = model.rotary_scaling_factor
     return 0.1 * model.mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def init_std_of_matrices(draft: Draft) -> DerivedValue:
-    return DerivedValue(*matrix_init_std(draft.config.model))
 
 
 def matrix_init_std(model: ModelConfig) -> tuple[float, str]:
@@ -276,47 +251,12 @@ def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> in
 
 def flops_per_iteration(draft: Draft) -> DerivedValue:
     tokens = draft.derived.tokens_per_iteration
-    operations = training_flops(
-        draft.config.model,
-        draft.derived.layer_table,
-        num_tokens=tokens,
-        sum_of_squared_lengths=tokens * draft.config.data.seq_length,
+    operations = draft.derived.model_spec.training_flops(
+        num_tokens=tokens, sum_of_squared_lengths=tokens * draft.config.data.seq_length
     )
     return DerivedValue(
         operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"
     )
-
-
-def training_flops(
-    model: ModelConfig, table: LayerTable, *, num_tokens: int, sum_of_squared_lengths: int
-) -> int:
-    """Return the FLOPs of forward and backward over documents of these lengths."""
-    h, layers, depths = model.hidden_size, table.all_layers, table.num_mtp_layers
-    weights = h * model.padded_vocab_size * (1 + depths) + sum(layer.active_weights(h) for layer in layers)
-    weights += depths * _projection_weights(h)
-    channels = sum(layer.pair_channels for layer in layers)
-    return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
-
-
-def flops_per_token(draft: Draft | Plan) -> tuple[list[int], int]:
-    """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents.
-
-    Multi-token prediction counts as part of the head.
-    """
-    model, length, table = draft.config.model, draft.config.data.seq_length, draft.derived.layer_table
-    h = model.hidden_size
-
-    def of_layer(layer: LayerSizes) -> int:
-        return 6 * layer.active_weights(h) + 3 * length * layer.pair_channels
-
-    head = 6 * h * model.padded_vocab_size
-    mtp = [of_layer(layer) + 6 * _projection_weights(h) + head for layer in table.mtp_layers]
-    return [of_layer(layer) for layer in table.layers], head + sum(mtp)
-
-
-def _projection_weights(hidden_size: int) -> int:
-    """Return the weights of the projection and the norms that a depth of multi-token prediction adds to a layer."""
-    return 2 * hidden_size**2 + 3 * hidden_size
 
 
 def recompute_norms(draft: Draft) -> DerivedValue:

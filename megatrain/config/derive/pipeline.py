@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
 
-from megatrain.config.derive.model import flops_per_token
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
@@ -269,7 +268,7 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
 
     Costs are FLOPs per token; the head counts as part of the last stage.
     """
-    layers, head = flops_per_token(draft)
+    layers, head = draft.derived.model_spec.flops_per_token(draft.config.data.seq_length)
     if len(layers) < stages - 1:
         chunks = stages // draft.config.parallel.pipeline_model_parallel_size
         fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)

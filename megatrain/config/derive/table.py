@@ -23,12 +23,10 @@ from megatrain.config.derive.data_plans import (
 )
 from megatrain.config.derive.fp8 import fp8_layers, fp8_modules, te_precision_config_digest
 from megatrain.config.derive.model import (
-    activation,
     eod_id,
     ffn_hidden_size,
     flops_per_iteration,
     heterogeneous_layers_config_encoded_json,
-    init_std_of_matrices,
     kv_channels,
     kv_channels_of_latents,
     kv_copies,
@@ -43,13 +41,12 @@ from megatrain.config.derive.model import (
     plain_gpt_layers,
     recompute_norms,
     rope_type,
-    scale_of_attention,
     selective_for_experts,
-    sizes_of_layers,
     spec_digest,
     vocab_size,
     yarn_original_max_position_embeddings,
 )
+from megatrain.config.derive.model_spec import model_spec
 from megatrain.config.derive.pipeline import mtp_stage, pipeline_chunks, pipeline_layers, pipeline_schedule
 from megatrain.config.derive.ranks import (
     collective_timeout_seconds,
@@ -102,14 +99,14 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("model.num_query_groups", num_query_groups),
     ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
     ("model.spec_digest", spec_digest),
-    ("derived.layer_table", sizes_of_layers),
-    ("derived.kv_copies", kv_copies),
-    ("derived.activation", activation),
     ("model.mup_base_hidden_size", mup_base_hidden_size),
     ("model.mup_width_mult", mup_width_mult),
     ("model.mup_output_mult", mup_output_mult),
-    ("derived.attention_scale", scale_of_attention),
-    ("derived.matrix_init_std", init_std_of_matrices),
+    ("derived.vocab_size", vocab_size),
+    ("derived.eod_id", eod_id),
+    ("model.padded_vocab_size", padded_vocab_size),
+    ("derived.model_spec", model_spec),
+    ("derived.kv_copies", kv_copies),
     ("data.split", split),
     ("data.data_cache_path", data_cache_path),
     ("precision.params_dtype", params_dtype),
@@ -150,9 +147,6 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.lr_wsd_decay_samples", lr_wsd_decay_samples),
     ("derived.schedule", schedule),
     ("derived.lr_groups", lr_groups),
-    ("derived.vocab_size", vocab_size),
-    ("derived.eod_id", eod_id),
-    ("model.padded_vocab_size", padded_vocab_size),
     ("derived.pipeline_chunks", pipeline_chunks),
     ("derived.mtp_stage", mtp_stage),
     ("derived.pipeline_layers", pipeline_layers),

@@ -14,6 +14,7 @@ from megatrain.config.derive.attention_features import (
     softcap_or_dropout_flags,
 )
 from megatrain.config.derive.context_parallel import head_exchanges
+from megatrain.config.derive.model import activation_of
 from megatrain.config.derive.versions import version_key
 from megatrain.config.plan import DerivedValue, Draft
 
@@ -100,7 +101,7 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
 
 def _missing_in_activations(draft: Draft) -> Iterator[str]:
     model, custom = draft.config.model, draft.facts.custom_layers
-    if draft.derived.activation == "gelu":
+    if activation_of(model)[0] == "gelu":
         yield "exact GELU"
     if model.activation_func_clamp_value is not None:
         yield f"--activation-func-clamp-value {model.activation_func_clamp_value}"
@@ -127,4 +128,4 @@ def _missing_in_head_norms(draft: Draft) -> str:
 
 
 def _has_experts(draft: Draft) -> bool:
-    return any(layer.experts is not None for layer in draft.derived.layer_table.layers)
+    return any(layer.experts is not None for layer in draft.derived.model_spec.layers)

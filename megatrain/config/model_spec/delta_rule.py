@@ -7,19 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
+from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.linear import Linear, Piece
+from megatrain.config.model_spec.part import CacheSizes, Part, Role
+
+_HEADS = "linear attention heads"
+_KEYS = "model.linear_num_key_heads"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSizes:
-    """Sizes of linear attention."""
+class LinearAttentionSpec(Part):
+    """Linear attention by the gated delta rule, in place of attention."""
+
+    name: ClassVar[str] = "linear_attention"
+    role: ClassVar[Role] = "mixer"
+    needs_whole_samples: ClassVar[bool] = True
 
     num_key_heads: int
     num_value_heads: int
     key_head_channels: int
     value_head_channels: int
     convolution_taps: int
+    activation: Activation = "swiglu"
+    """Its function is that of the convolved queries, keys and values, and of the gate."""
 
     @property
     def key_channels(self) -> int:
@@ -31,20 +43,29 @@ class LinearSizes:
         """Channels of all heads of values."""
         return self.num_value_heads * self.value_head_channels
 
-    @property
-    def state_weights(self) -> int:
-        """Multiplications per token of the convolution, and of four products with the state of each head."""
+    def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
+        """Return the multiplications per token of the convolution, and of four products with the state of each head."""
         k, v = self.key_channels, self.value_channels
         return self.convolution_taps * (2 * k + v) + 4 * v * self.value_head_channels
 
+    def cache_sizes(self, num_ranks: int) -> CacheSizes:
+        """The inputs of the convolution, and the state of each head."""
+        channels = (2 * self.key_channels + self.value_channels) // num_ranks
+        state = (self.num_value_heads // num_ranks, self.key_head_channels, self.value_head_channels)
+        return CacheSizes(states=((self.convolution_taps - 1, channels), state))
+
     def linears(self, hidden_size: int) -> Iterator[Linear]:
-        """Yield the GEMMs: one to queries, keys, values, gate, beta and alpha, and the output projection."""
+        """Yield the GEMMs; consecutive heads of values share one of keys, with which they are split: one to queries, keys, values, gate, beta and alpha, and the output projection."""
         k, v, keys, heads = self.key_channels, self.value_channels, self.num_key_heads, self.num_value_heads
         yield Linear(
             part="linear_attention",
             pieces=(
-                Piece("q", k, keys, "linear attention's queries"), Piece("k", k, keys, "linear attention's keys"), Piece("v", v, heads, "linear attention's values"), Piece("gate", v, heads, "linear attention's gate"),
-                Piece("beta", heads, heads, "beta"), Piece("alpha", heads, heads, "alpha"),
+                Piece("q", k, keys, "linear attention's queries", unit=_HEADS, path=_KEYS),
+                Piece("k", k, keys, "linear attention's keys", unit=_HEADS, path=_KEYS),
+                Piece("v", v, keys, "linear attention's values", unit=_HEADS, path=_KEYS),
+                Piece("gate", v, keys, "linear attention's gate", unit=_HEADS, path=_KEYS),
+                Piece("beta", heads, keys, "beta", unit=_HEADS, path=_KEYS),
+                Piece("alpha", heads, keys, "alpha", unit=_HEADS, path=_KEYS),
             ),
             inputs=hidden_size, split="outputs", reads="hidden states", writes="linear attention's projection",
             flags="--linear-num-key-heads, --linear-num-value-heads, --linear-key-head-dim, --linear-value-head-dim",

@@ -4,49 +4,133 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from megatrain.config.model_spec.linear import Linear, Piece
-from megatrain.config.model_spec.mlp import mlp_linears
+from megatrain.config.model_spec.mlp import MlpSpec, mlp_linears
+from megatrain.config.model_spec.part import Part, Role
+
+BalancingLoss = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
+"""Load balancing loss over the tokens of a micro-batch, of a sequence, or of a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Sizes of the experts of a layer."""
+class RouterSpec:
+    """Router: selects the experts of each token and computes their probabilities."""
 
     num_experts: int
     top_k: int
-    """Experts per token."""
-    ffn_hidden_size: int
-    """Width of each expert."""
-    shared_ffn_hidden_size: int
-    """Width of the shared expert; 0: none."""
-    latent_size: int = 0
-    """Width of the inputs and outputs of routed experts; 0: the hidden size."""
+    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    is_pre_softmax: bool = False
+    """The softmax is over all experts, not over the selected ones."""
+    num_groups: int | None = None
+    """Groups of consecutive experts, `group_top_k` of them per token, by the sums of their `group_score_top_k` largest scores."""
+    group_top_k: int | None = None
+    group_score_top_k: int | None = None
+    scaling_factor: float | None = None
+    """Factor of the probabilities; None: 1."""
+    dtype: Literal["fp32", "fp64"] | None = None
+    """Dtype of logits and scores; None: logits in the model's dtype."""
+    losses: tuple[tuple[BalancingLoss, float], ...] = ()
+    """Load balancing losses with their coefficients."""
+    is_sinkhorn: bool = False
+    """Experts are selected by a Sinkhorn plan of the scores."""
+    quantile_ema: float | None = None
+    """Experts are selected by logits with a bias per expert, which each step replaces by negative load quantiles; the share of
+    the bias before it in the new one. None: they are not."""
+    z_loss_coeff: float = 0.0
+    has_bias: bool = False
+    """The logits have a bias."""
+    has_expert_bias: bool = False
+    """The selection adds a bias per expert to the scores."""
+    bias_update_rate: float = 1e-3
+    """Change of that bias per step; 0 with `is_padded`: padded loads are equal."""
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    """Maximum load of an expert relative to the mean load; None: no assignment is dropped."""
+    drops_last: bool = False
+    """Drop the last tokens, not those with the lowest probabilities."""
+    is_padded: bool = False
+    """Pad every expert's rows to its capacity."""
+    is_forced: bool = False
+    """Select experts at random, for speed measurements with even loads."""
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """The model has a bias per expert for the selection, which is no parameter."""
+        return self.has_expert_bias or self.quantile_ema is not None
+
+    @property
+    def has_bias_updates(self) -> bool:
+        """That bias is updated from other numbers than the loads: load quantiles, or loads without dropped assignments."""
+        return self.quantile_ema is not None or (self.has_expert_bias and self.capacity_factor is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec(Part):
+    """Experts in place of an MLP, some of them per token."""
+
+    name: ClassVar[str] = "mlp"
+    role: ClassVar[Role] = "mlp"
+
+    router: RouterSpec
+    expert: MlpSpec
+    """Each routed expert."""
+    shared: MlpSpec | None = None
+    """Shared expert, which computes all tokens; None: none."""
+    has_shared_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid gate of the token."""
+    latent_size: int | None = None
+    """Width of the routed experts' inputs and outputs, projected from and to the hidden size; None: the hidden size."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.router.top_k
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Width of each routed expert."""
+        return self.expert.ffn_hidden_size
+
+    @property
+    def shared_ffn_hidden_size(self) -> int:
+        """Width of the shared expert; 0: none."""
+        return 0 if self.shared is None else self.shared.ffn_hidden_size
 
     @property
     def active_width(self) -> int:
-        """Total MLP width that a token uses."""
+        """Total width that a token uses."""
         return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
 
-    def linears(self, hidden_size: int, *, is_gated: bool) -> Iterator[Linear]:
+    @property
+    def is_gated(self) -> bool:
+        return self.expert.is_gated
+
+    def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs of routed experts, of the shared expert and of the latents; the router's is none of them."""
-        latent, shared = self.latent_size, self.shared_ffn_hidden_size
+        latent = self.latent_size
         yield from mlp_linears(
-            latent or hidden_size, self.ffn_hidden_size, is_gated=is_gated, part="mlp.experts", module="mlp.experts",
+            latent or hidden_size, self.ffn_hidden_size, is_gated=self.is_gated, part="mlp.experts", module="mlp.experts",
             names="a routed expert", flags="--moe-ffn-hidden-size, --expert-tensor-parallel-size",
-            num_experts=self.num_experts, top_k=self.top_k,
+            path="experts.moe_ffn_hidden_size", num_experts=self.num_experts, top_k=self.top_k,
         )  # fmt: skip
-        if shared:
+        if self.shared is not None:
             yield from mlp_linears(
-                hidden_size, shared, is_gated=is_gated, part="mlp.shared", module="mlp.shared_experts",
-                names="the shared expert",
+                hidden_size, self.shared.ffn_hidden_size, is_gated=self.shared.is_gated, part="mlp.shared",
+                module="mlp.shared_experts", names="the shared expert",
                 flags="--moe-shared-expert-intermediate-size, --tensor-model-parallel-size and the width of the MLP",
+                path="experts.moe_shared_expert_intermediate_size",
             )  # fmt: skip
-        for name, module, inputs, outputs in (
-            ("latent_down", "fc1_latent_proj", hidden_size, latent),
-            ("latent_up", "fc2_latent_proj", latent, hidden_size),
-        ):
-            if latent:
+        if latent is not None:
+            for name, module, inputs, outputs in (
+                ("latent_down", "fc1_latent_proj", hidden_size, latent),
+                ("latent_up", "fc2_latent_proj", latent, hidden_size),
+            ):
                 yield Linear(
                     part="mlp", pieces=(Piece(name, outputs),), inputs=inputs, split="none", reads="experts",
                     writes="experts", flags="--moe-latent-size", modules=(f"mlp.{module}",),

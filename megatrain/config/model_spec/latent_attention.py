@@ -45,7 +45,7 @@ class LatentSizes:
         q_down, kv_down = "self_attention.linear_q_down_proj", "self_attention.linear_kv_down_proj"
         if q is None:
             yield Linear(
-                part="attention", pieces=(Piece("q", queries, num_heads),), inputs=hidden_size, split="outputs",
+                part="attention", pieces=(_heads("q", queries, num_heads),), inputs=hidden_size, split="outputs",
                 reads="hidden states", writes="queries", flags=_FLAGS, modules=("self_attention.linear_q_proj",),
             )  # fmt: skip
             yield Linear(
@@ -58,11 +58,11 @@ class LatentSizes:
                 reads="hidden states", writes="latents", flags=_FLAGS, modules=(q_down, kv_down),
             )  # fmt: skip
             yield Linear(
-                part="attention", pieces=(Piece("q_up", queries, num_heads),), inputs=q, split="outputs",
+                part="attention", pieces=(_heads("q_up", queries, num_heads),), inputs=q, split="outputs",
                 reads="the latent of queries", writes="queries", flags=_FLAGS, modules=("self_attention.linear_q_up_proj",),
             )  # fmt: skip
         yield Linear(
-            part="attention", pieces=(Piece("kv_up", up, num_heads),), inputs=self.kv_rank, split="outputs",
+            part="attention", pieces=(_heads("kv_up", up, num_heads),), inputs=self.kv_rank, split="outputs",
             reads="the latent of keys and values", writes="keys and values", flags=_FLAGS,
             modules=("self_attention.linear_kv_up_proj",),
         )  # fmt: skip
@@ -70,3 +70,7 @@ class LatentSizes:
             part="attention", pieces=(Piece("proj", hidden_size),), inputs=num_heads * self.value_channels,
             split="inputs", reads="the heads", writes="hidden states", flags=_FLAGS, modules=("self_attention.linear_proj",),
         )  # fmt: skip
+
+
+def _heads(name: str, size: int, num_heads: int) -> Piece:
+    return Piece(name, size, num_heads, path="model.num_attention_heads")

@@ -3,7 +3,8 @@
     qkv   hidden states [t, h] -> queries, keys, values       pieces q, k, v; tensor ranks split the outputs
     proj  heads [t, n d]       -> hidden states [t, h]        tensor ranks split the inputs
 
-Readers: FLOPs (`derive/model.py`), FP8 sizes (`derive/fp8.py`), names of modules (`module_precision.py`), `megatrain plan`.
+Readers: FLOPs (`model.py`), divisibility (`rules/layers.py`), FP8 sizes (`derive/fp8.py`), names of modules
+(`module_precision.py`), `megatrain plan`, tensor splits of text generation (`inference/tensor_split.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,28 @@ class Piece:
     """Canonical name of its tensor, without the part's."""
     size: int
     heads: int = 0
-    """Heads that the rows divide into; more tensor ranks than heads hold copies. 0: any rank holds its share of the rows."""
+    """Heads that the rows divide into, each on one rank; 0: ranks divide the rows."""
     what: str = ""
     """Name of the rows, for messages; empty: that of the outputs."""
+    is_copied: bool = False
+    """More tensor ranks than heads hold copies of them."""
+    unit: str = "heads"
+    """Name of the heads, for messages."""
+    path: str = ""
+    """The setting that has the number of heads or rows; empty: none."""
 
     def local_size(self, num_ranks: int) -> float:
         """Return the rows on one of `num_ranks` tensor ranks."""
         return self.size / (min(num_ranks, self.heads) if self.heads else num_ranks)
+
+    @property
+    def count(self) -> int:
+        """What ranks divide: heads or rows."""
+        return self.heads or self.size
+
+    def divides_over(self, num_ranks: int) -> bool:
+        """Return whether each rank can hold an equal share, or a copy."""
+        return self.count % num_ranks == 0 or (self.is_copied and num_ranks % self.count == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +59,11 @@ class Linear:
     """The outputs, in the order of the weight."""
     inputs: int
     split: Split
-    reads: str
+    reads: str = "hidden states"
     """Name of the inputs, for messages."""
-    writes: str
+    writes: str = "hidden states"
     """Name of the outputs."""
-    flags: str
+    flags: str = "--hidden-size, --tensor-model-parallel-size"
     """The settings that decide its sizes, for messages."""
     modules: tuple[str, ...] = field(default=())
     """Megatron-LM's names of the module below the layer; several if its modules are one GEMM here."""

@@ -3,10 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
+from megatrain.config.model_spec.activation import GATED, Activation, ActivationFunction
 from megatrain.config.model_spec.linear import Linear, Piece
+from megatrain.config.model_spec.part import Part, Role
 
 WIDTH_FLAGS = "--ffn-hidden-size, --tensor-model-parallel-size and the width of the MLP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec(Part):
+    """MLP: down(act(up x)), or gated: down(act(gate x) * (up x + offset))."""
+
+    name: ClassVar[str] = "mlp"
+    role: ClassVar[Role] = "mlp"
+
+    ffn_hidden_size: int
+    activation: Activation = "swiglu"
+    """Activation of the MLP: gate and function."""
+    activation_fn: ActivationFunction | None = None
+    """Custom activation function that replaces the one of `activation`."""
+    clamp: float | None = None
+    """Upper limit of gate, and limit of the absolute value of up; None: no limit."""
+    offset: float = 0.0
+    """Added to up."""
+    has_bias: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def active_width(self) -> int:
+        """Width that a token uses."""
+        return self.ffn_hidden_size
+
+    @property
+    def fc1_names(self) -> list[str]:
+        """Canonical names of the tensors that the first linear layer fuses."""
+        return ["gate", "up"] if self.is_gated else ["up"]
+
+    def linears(self, hidden_size: int) -> Iterator[Linear]:
+        yield from mlp_linears(hidden_size, self.ffn_hidden_size, is_gated=self.is_gated)
 
 
 def mlp_linears(
@@ -18,6 +58,7 @@ def mlp_linears(
     module: str = "mlp",
     names: str = "an MLP",
     flags: str = WIDTH_FLAGS,
+    path: str = "model.ffn_hidden_size",
     num_experts: int = 0,
     top_k: int = 1,
 ) -> Iterator[Linear]:
@@ -25,7 +66,7 @@ def mlp_linears(
     kinds = ("gate", "up") if is_gated else ("up",)
     recipe = f"{part}.down" if num_experts else ""
     yield Linear(
-        part=part, pieces=tuple(Piece(kind, width) for kind in kinds), inputs=hidden_size, split="outputs",
+        part=part, pieces=tuple(Piece(kind, width, path=path) for kind in kinds), inputs=hidden_size, split="outputs",
         reads="hidden states", writes=names, flags=flags, modules=(f"{module}.linear_fc1",),
         num_experts=num_experts, top_k=top_k, recipe=recipe,
     )  # fmt: skip

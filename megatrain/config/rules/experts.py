@@ -209,7 +209,7 @@ def experts_require_uniform_layers(draft: Draft) -> Problems:
 def experts_require_sequence_parallel(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     tp = parallel.tensor_model_parallel_size
-    has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
+    has_experts = any(layer.experts is not None for layer in draft.derived.model_spec.layers)
     if has_experts and tp > 1 and not parallel.sequence_parallel:
         yield Problem(
             f"--tensor-model-parallel-size {tp} with experts requires --sequence-parallel, as in Megatron-LM",
@@ -217,45 +217,20 @@ def experts_require_sequence_parallel(draft: Draft) -> Problems:
         )
 
 
-def custom_experts_divide_over_ranks(draft: Draft) -> Problems:
-    """Check the experts of --spec, since ranks and logs use --num-experts. Other rules check the widths of flags."""
+def custom_experts_are_those_of_flags(draft: Draft) -> Problems:
+    """Check the number of experts of --spec, since ranks and logs use --num-experts."""
     if draft.facts.custom_layers is None:
         return
-    number, tp = draft.config.experts.num_experts, draft.config.parallel.tensor_model_parallel_size
-    etp = draft.derived.expert_tensor_parallel_size
-    for index, layer in enumerate(draft.derived.layer_table.layers):
-        experts = layer.experts
-        if experts is None:
-            continue
-        if experts.num_experts != number:
+    number = draft.config.experts.num_experts
+    for index, layer in enumerate(draft.derived.model_spec.layers):
+        if layer.experts is not None and layer.experts.num_experts != number:
+            found = layer.experts.num_experts
             yield Problem(
-                f"--spec gives layer {index} (from 0) {experts.num_experts} experts, and --num-experts is"
+                f"--spec gives layer {index} (from 0) {found} experts, and --num-experts is"
                 f" {'not given' if number is None else number}",
-                f"use --num-experts {experts.num_experts}, and the same number in every layer with experts",
+                f"use --num-experts {found}, and the same number in every layer with experts",
             )
             return
-        for part, width, ranks, flag in (
-            ("experts", experts.ffn_hidden_size, etp, "--expert-tensor-parallel-size"),
-            ("a shared expert", experts.shared_ffn_hidden_size, tp, "--tensor-model-parallel-size"),
-        ):
-            if width % ranks:
-                yield Problem(
-                    f"--spec gives layer {index} (from 0) {part} of width {width}, not divisible by {flag} {ranks}",
-                    f"use a width of {-(-width // ranks) * ranks}",
-                )
-                return
-
-
-def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
-    tp, width = (
-        draft.config.parallel.tensor_model_parallel_size,
-        draft.config.experts.moe_shared_expert_intermediate_size,
-    )
-    if width is not None and width % tp:
-        yield Problem(
-            f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, multiples("experts.moe_shared_expert_intermediate_size", width, tp)),
-        )
 
 
 def experts_overlap_one_way(draft: Draft) -> Problems:
@@ -302,21 +277,6 @@ def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
         )
 
 
-def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
-    experts, etp = draft.config.experts, draft.derived.expert_tensor_parallel_size
-    width = experts.moe_ffn_hidden_size
-    if experts.num_experts is not None and width is not None and width % etp:
-        yield Problem(
-            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {etp}, whose default is"
-            " --tensor-model-parallel-size",
-            use(
-                draft,
-                divisors("parallel.expert_tensor_parallel_size", width, etp),
-                multiples("experts.moe_ffn_hidden_size", width, etp),
-            ),
-        )
-
-
 EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_layers_are_valid,
     experts_have_a_width,
@@ -331,9 +291,7 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     overlapped_passes_are_combined,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
-    expert_width_divides_over_etp_ranks,
     experts_require_uniform_layers,
     experts_require_sequence_parallel,
-    custom_experts_divide_over_ranks,
-    shared_expert_divides_over_tp_ranks,
+    custom_experts_are_those_of_flags,
 )

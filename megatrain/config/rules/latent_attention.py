@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.layer_sizes import latent_sizes
+from megatrain.config.derive.model import latent_sizes
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 

@@ -1,24 +1,27 @@
-"""Rules about layers with individual sizes: --heterogeneous-layers-config-path and --spec."""
+"""Rules about the layers of the model, those with sizes of their own included (--heterogeneous-layers-config-path, --spec)."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_sizes import LayersError, layer_table
+from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
+from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.plan import Draft
-from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
+TP: Final = "parallel.tensor_model_parallel_size"
+ETP: Final = "parallel.expert_tensor_parallel_size"
+
 
 def layer_sizes_are_valid(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.heterogeneous_layers_config_encoded_json is None:
-        return
     try:
-        layer_table(model, ExpertsConfig())
+        layer_blocks(draft.config.model)
     except LayersError as error:
         yield Problem(
             f"{_source(draft)}: {error}",
@@ -27,37 +30,71 @@ def layer_sizes_are_valid(draft: Draft) -> Problems:
         )
 
 
-def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
-    tp = draft.config.parallel.tensor_model_parallel_size
-    model = draft.config.model
-    if model.heterogeneous_layers_config_encoded_json is None and not model.spec:
-        return  # The rules about --num-query-groups and --ffn-hidden-size cover all layers.
-    copies: dict[int, int] = {}
-    for number, layer in enumerate(draft.derived.layer_table.layers):
-        groups, width = layer.num_query_groups, layer.ffn_hidden_size
+def linears_divide_over_ranks(draft: Draft) -> Problems:
+    """Check that each rank can hold an equal part of each GEMM, or a copy of its heads."""
+    tp, etp = draft.config.parallel.tensor_model_parallel_size, draft.derived.expert_tensor_parallel_size
+    reported: set[tuple[str, int]] = set()
+    for number, layer in enumerate(draft.derived.model_spec.layers):
         where = f"{_source(draft)}: layer {number} (from 0)"
-        if layer.num_heads % tp:
+        for linear in layer.linears(draft.config.model.hidden_size):
+            path, ranks = (ETP, etp) if linear.num_experts else (TP, tp)
+            for piece in linear.pieces if linear.split == "outputs" else ():
+                if (
+                    not piece.divides_over(ranks)
+                    and (piece.path or linear.weight, piece.count) not in reported
+                ):
+                    reported.add((piece.path or linear.weight, piece.count))
+                    yield _indivisible(draft, piece, linear, where, path, ranks)
+            if linear.split == "inputs" and linear.inputs % ranks and not reported:
+                yield Problem(
+                    f"{where}: {linear.weight} has {linear.inputs} inputs, not divisible by {flag_of(path)} {ranks}",
+                    f"use {-(-linear.inputs // ranks) * ranks} inputs",
+                )
+                return
+
+
+def _indivisible(draft: Draft, piece: Piece, linear: Linear, where: str, path: str, ranks: int) -> Problem:
+    """Return the problem of a piece: of its setting, or, if a layer has sizes of its own, of the layer."""
+    count, flag = piece.count, flag_of(path)
+    fewer = divisors(ETP, count, ranks) if path == ETP else fewer_ranks(draft, TP)
+    if not piece.path or draft.config.get(piece.path) != count:
+        unit = piece.unit if piece.heads else "columns"
+        what = f"{count} {unit}" if piece.heads else f"{linear.writes} of width {count}"
+        more = f"{-(-count // ranks) * ranks} {unit}" + (
+            f" or a divisor of {ranks}" if piece.is_copied else ""
+        )
+        divides = "neither a multiple nor a divisor of" if piece.is_copied else "not divisible by"
+        return Problem(
+            f"{where} has {what}, {divides} {flag} {ranks}", f"{use(draft, fewer)}, or give it {more}"
+        )
+    more_of_them = multiples(piece.path, count, ranks)
+    if piece.is_copied and ranks > count:
+        return Problem(
+            f"{flag} {ranks} is not divisible by {flag_of(piece.path)} {count}, nor the other way round",
+            use(draft, fewer, chain(divisors(piece.path, ranks, count), more_of_them)),
+        )
+    default = ", whose default is --tensor-model-parallel-size" if path == ETP else ""
+    return Problem(
+        f"{flag_of(piece.path)} {count} is not divisible by {flag} {ranks}{default}",
+        use(draft, fewer, more_of_them),
+    )
+
+
+def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
+    """Check the groups of layers with sizes of their own, and that all layers have the same number of copies."""
+    tp = draft.config.parallel.tensor_model_parallel_size
+    copies: dict[int, int] = {}
+    for number, layer in enumerate(draft.derived.model_spec.layers):
+        if layer.attention is None:
+            continue
+        heads, groups = layer.attention.num_heads, layer.attention.num_query_groups
+        if heads % groups and groups != draft.config.model.num_query_groups:
             yield Problem(
-                f"{where} has {layer.num_heads} heads, not divisible by --tensor-model-parallel-size {tp}",
-                f"use {-(-layer.num_heads // tp) * tp} heads",
+                f"{_source(draft)}: layer {number} (from 0) has {groups} query groups, which do not divide its {heads} heads",
+                f"use a divisor of {heads}",
             )
-        if layer.num_heads and layer.num_heads % groups:
-            yield Problem(
-                f"{where} has {groups} query groups, which do not divide its {layer.num_heads} heads",
-                f"use a divisor of {layer.num_heads}",
-            )
-        if layer.num_heads and groups % tp and tp % groups:
-            yield Problem(
-                f"{where} has {groups} query groups, neither a multiple nor a divisor of --tensor-model-parallel-size {tp}",
-                f"use a multiple or a divisor of {tp}",
-            )
-        elif layer.num_heads and groups < tp:
+        if groups < tp and tp % groups == 0:
             copies.setdefault(groups, number)
-        if width % tp:
-            yield Problem(
-                f"{where} has an MLP of width {width}, not divisible by --tensor-model-parallel-size {tp}",
-                f"use a width of {-(-width // tp) * tp}",
-            )
     if len(copies) > 1:
         counts = " and ".join(f"{groups} (layer {number})" for groups, number in copies.items())
         yield Problem(
@@ -65,6 +102,31 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
             " replicate key and value heads a different number of times per layer; this is not supported",
             f"use --tensor-model-parallel-size {min(copies)}",
         )
+
+
+def parts_read_whole_samples(draft: Draft) -> Problems:
+    """Some mixers pass no state between context ranks, nor stop at the end of a document."""
+    model, data, cp = draft.config.model, draft.config.data, draft.config.parallel.context_parallel_size
+    parts = (part for layer in draft.derived.model_spec.layers for part in layer.parts)
+    kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
+    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+    given = [flag_of(name) for name in names if getattr(data, name)]
+    for kind in kinds:
+        words = (
+            f"--spec: {kind.__name__}"
+            if model.experimental_attention_variant is None
+            else f"--experimental-attention-variant {model.experimental_attention_variant}"
+        )
+        if cp > 1:
+            yield Problem(
+                f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
+                "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
+            )
+        if given:
+            yield Problem(
+                f"{words} is not supported together with {' and '.join(given)}: its state does not stop at the end of a document",
+                f"remove {' and '.join(given)}",
+            )
 
 
 def spec_names_a_function(draft: Draft) -> Problems:
@@ -86,12 +148,10 @@ def spec_names_a_function(draft: Draft) -> Problems:
 
 def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
-    layers, ranges = draft.derived.layer_table.layers, layer_ranges(draft.derived.pipeline_layers)
+    layers, ranges = draft.derived.model_spec.layers, layer_ranges(draft.derived.pipeline_layers)
     for stage, numbers in list(enumerate(ranges))[1:-1]:
         has_parts = stage == draft.derived.mtp_stage
-        if not has_parts and not any(
-            layers[number].has_mixer or layers[number].has_mlp for number in numbers
-        ):
+        if not has_parts and not any(layers[number].parts for number in numbers):
             yield Problem(
                 f"{_source(draft)}: stage {stage} of --pipeline-model-parallel-size {pp} has only layers without parts,"
                 f" {numbers.start} to {numbers.stop - 1} (from 0)",
@@ -108,7 +168,9 @@ def _source(draft: Draft) -> str:
 
 LAYER_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layer_sizes_are_valid,
-    layers_divide_over_tp_ranks,
+    linears_divide_over_ranks,
+    query_groups_fit_the_heads_of_layers,
+    parts_read_whole_samples,
     stages_are_not_empty,
     spec_names_a_function,
 )

@@ -1,15 +1,12 @@
 """Rules about linear attention: --experimental-attention-variant."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
 from typing import Final
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
+from megatrain.config.fixes import divisors, multiples, use
 from megatrain.config.plan import Draft
-from megatrain.config.rules.sizes import TP
-from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
@@ -31,8 +28,8 @@ def linear_attention_has_layers(draft: Draft) -> Problems:
         )
 
 
-def linear_heads_divide(draft: Draft) -> Problems:
-    model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
+def linear_heads_share_keys(draft: Draft) -> Problems:
+    model = draft.config.model
     if model.experimental_attention_variant is None:
         return
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
@@ -45,39 +42,9 @@ def linear_heads_divide(draft: Draft) -> Problems:
                 divisors("model.linear_num_key_heads", values, keys),
             ),
         )
-    if keys % tp:
-        more = multiples("model.linear_num_key_heads", keys, tp)
-        with_values = (
-            {**change, **next(multiples("model.linear_num_value_heads", values, *change.values()))}
-            for change in multiples("model.linear_num_key_heads", keys, tp)
-        )
-        yield Problem(
-            f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, fewer_ranks(draft, TP), chain(islice(more, 8), with_values)),
-        )
-
-
-def linear_attention_reads_whole_samples(draft: Draft) -> Problems:
-    model, data = draft.config.model, draft.config.data
-    words = f"--experimental-attention-variant {model.experimental_attention_variant}"
-    if model.experimental_attention_variant is None:
-        return
-    if (cp := draft.config.parallel.context_parallel_size) > 1:
-        yield Problem(
-            f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
-            "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
-        )
-    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
-    given = [flag_of(name) for name in names if getattr(data, name)]
-    if given:
-        yield Problem(
-            f"{words} is not supported together with {' and '.join(given)}: its state does not stop at the end of a document",
-            f"remove {' and '.join(given)}",
-        )
 
 
 LINEAR_ATTENTION_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     linear_attention_has_layers,
-    linear_heads_divide,
-    linear_attention_reads_whole_samples,
+    linear_heads_share_keys,
 )

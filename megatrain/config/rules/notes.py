@@ -9,8 +9,9 @@ from megatrain.config.derive.attention_features import layers_with_softcap_or_dr
 from megatrain.config.derive.batch_sizes import micro_batches
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
-from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.custom_layers import differences, layer_function
 from megatrain.config.derive.fp8 import fp8_recipes
+from megatrain.config.derive.model_spec import spec_of_flags
 from megatrain.config.derive.transformer_engine import local_fp8_layers, local_leaves
 from megatrain.config.plan import Draft
 from megatrain.config.rules.logging import missing_packages
@@ -78,7 +79,7 @@ def expert_gemms_are_not_grouped(draft: Draft) -> Iterator[str]:
         return
     widths = {
         layer.experts.ffn_hidden_size // draft.derived.expert_tensor_parallel_size
-        for layer in draft.derived.layer_table.layers
+        for layer in draft.derived.model_spec.layers
         if layer.experts is not None
     }
     dtype, widths = (
@@ -287,8 +288,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 def custom_layers_are_used(draft: Draft) -> Iterator[str]:
     function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
     if function is not None and custom is not None:
-        differences = "; ".join(custom.differences) or "the same as the flags describe"
-        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences}"
+        found = differences(draft.derived.model_spec.layers, spec_of_flags(draft).layers)
+        differences_text = "; ".join(found) or "the same as the flags describe"
+        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences_text}"
 
 
 def mup_base_is_this_model(draft: Draft) -> Iterator[str]:

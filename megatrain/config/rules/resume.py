@@ -90,7 +90,7 @@ def upcycling_fits_the_dense_model(draft: Draft) -> Iterator[Problem]:
             f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
             use(draft, multiples("experts.num_experts", experts.num_experts, granularity)),
         )
-    has_dense = any(layer.ffn_hidden_size for layer in draft.derived.layer_table.layers)
+    has_dense = any(layer.dense for layer in draft.derived.model_spec.layers)
     if has_dense and dense != draft.config.model.ffn_hidden_size:
         yield Problem(
             f"--ffn-hidden-size {draft.config.model.ffn_hidden_size} of layers without experts is not the dense model's"

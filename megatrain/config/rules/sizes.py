@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import Final
 
 from megatrain.config.derive.pipeline import pipeline_is_valid
@@ -13,34 +13,6 @@ from megatrain.config.plan import Draft
 Problems = Iterator[Problem]
 
 TP: Final = "parallel.tensor_model_parallel_size"
-
-
-def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
-    heads, tp = draft.config.model.num_attention_heads, draft.config.parallel.tensor_model_parallel_size
-    if heads % tp:
-        yield Problem(
-            f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, fewer_ranks(draft, TP), multiples("model.num_attention_heads", heads, tp)),
-        )
-
-
-def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
-    model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
-    groups = model.num_query_groups
-    if not model.group_query_attention or groups % tp == 0 or tp % groups == 0:
-        return
-    path = "model.num_query_groups"
-    more = multiples(path, groups, tp)
-    fix = use(draft, fewer_ranks(draft, TP), chain(divisors(path, tp, groups), more) if tp > groups else more)
-    if tp > groups:
-        yield Problem(
-            f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
-            fix,
-        )
-    else:
-        yield Problem(
-            f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}", fix
-        )
 
 
 def heads_divide_over_query_groups(draft: Draft) -> Problems:
@@ -95,15 +67,6 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
         yield Problem(
             f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
             use(draft, fewer_ranks(draft, TP), multiples("model.hidden_size", size, tp)),
-        )
-
-
-def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
-    size, tp = draft.config.model.ffn_hidden_size, draft.config.parallel.tensor_model_parallel_size
-    if size % tp:
-        yield Problem(
-            f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, fewer_ranks(draft, TP), multiples("model.ffn_hidden_size", size, tp)),
         )
 
 
@@ -271,14 +234,11 @@ def lengths(draft: Draft, factor: int) -> Iterator[Change]:
 
 
 SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    heads_divide_over_tp_ranks,
-    query_groups_divide_over_tp_ranks,
     heads_divide_over_query_groups,
     query_groups_are_given,
     query_groups_have_an_effect,
     hidden_size_divides_over_heads,
     hidden_size_divides_over_tp_ranks,
-    ffn_size_divides_over_tp_ranks,
     ffn_size_is_positive,
     pipeline_is_valid,
     ranks_hold_whole_replicas,

@@ -70,7 +70,7 @@ def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
     experts = draft.config.experts
     has_shared = any(
         layer.experts is not None and layer.experts.shared_ffn_hidden_size
-        for layer in draft.derived.layer_table.layers
+        for layer in draft.derived.model_spec.layers
     )
     if experts.moe_shared_expert_overlap and has_shared and draft.config.training.device == "cuda":
         yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"

@@ -1,7 +1,7 @@
 """The settings of a model, from a config.json and back.
 
-    config.json ─> parts of the family ─> settings ─> flags ─> parse, resolve ─> Plan ─> GptSpec
-    Config ─> parts of the family ─> config.json ─> the same way ─> GptSpec, compared with that of Config
+    config.json ─> parts of the family ─> settings ─> flags ─> parse, resolve ─> Plan ─> ModelSpec
+    Config ─> parts of the family ─> config.json ─> the same way ─> ModelSpec, compared with that of Config
 
 So an export is of a family only if its config.json describes the function of our model, option by option.
 """
@@ -18,14 +18,17 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.model_spec.experts import RouterSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.tree import Config, flag_of, settings
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
 from megatrain.interop.hf.tensors import Shape
 from megatrain.model.gpt import build_model
-from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LayerSpec, RouterSpec, gpt_spec
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 
@@ -84,7 +87,7 @@ def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
 def shapes_of(config: Config, vocab_size: int) -> dict[str, Shape]:
     """Return the shapes of our model's tensors, by canonical name; no memory is allocated for them."""
     model = build_model(
-        gpt_spec(config.model, config.experts, vocab_size=vocab_size),
+        describe_model(config.model, config.experts, vocab_size=vocab_size),
         build_grid(GridShape(), 0),
         seq_length=1,
         sequence_parallel=False,
@@ -98,7 +101,7 @@ def shapes_of(config: Config, vocab_size: int) -> dict[str, Shape]:
 
 def bias_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
     """Return the shapes of the biases that select experts, by canonical name: state of our models, tensors of theirs."""
-    routers = gpt_spec(config.model, config.experts, vocab_size=vocab_size).routers_by_name
+    routers = describe_model(config.model, config.experts, vocab_size=vocab_size).routers_by_name
     return {
         f"{name}.expert_bias": (router.num_experts,)
         for name, router in routers.items()
@@ -144,9 +147,9 @@ def fitting_family(
     )
 
 
-def function_of(config: Config, vocab_size: int) -> GptSpec:
+def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
-    spec = gpt_spec(config.model, config.experts, vocab_size=vocab_size)
+    spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     return replace(
         spec,
         layers=tuple(map(_layer, spec.layers)),
@@ -163,12 +166,11 @@ def function_of(config: Config, vocab_size: int) -> GptSpec:
 
 
 def _layer(layer: LayerSpec) -> LayerSpec:
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionSpec):
-        mixer = replace(mixer, dropout=0.0, qk_norm_decays=False)
-    if isinstance(mlp, ExpertsSpec):
-        mlp = replace(mlp, router=_router(mlp.router))
-    return replace(layer, mixer=mixer, mlp=mlp)
+    if layer.attention is not None:
+        layer = layer.with_part(replace(layer.attention, dropout=0.0, qk_norm_decays=False))
+    if layer.experts is not None:
+        layer = layer.with_part(replace(layer.experts, router=_router(layer.experts.router)))
+    return layer
 
 
 def _router(router: RouterSpec) -> RouterSpec:

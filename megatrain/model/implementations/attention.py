@@ -16,13 +16,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels.attention.backends import Flash4, attention_kernel
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa, varlen_attention
 from megatrain.model import functions
-from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
 from megatrain.parallel.block_masks import BlockMasks
 from megatrain.parallel.context_attention import ContextAttention
@@ -140,7 +140,7 @@ class LocalContextAttention(LaidOutModule):
             return None
         if self.spec.sink == "zero":
             return q.new_zeros(num_heads)
-        sink = functions.as_leaf(self.sink, self.weight_grads.get("sink"))
+        sink = functions.weight_of(self, "sink")
         return sink[self.context.heads.rank * num_heads :][:num_heads]
 
 

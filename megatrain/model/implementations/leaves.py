@@ -9,8 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear

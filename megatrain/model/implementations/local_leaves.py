@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.config.model_spec.activation import ActivationFunction
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels import activations
-from megatrain.kernels.activations import Activation, ActivationFunction
+from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
@@ -31,7 +35,6 @@ from megatrain.model.implementations.local import (
 )
 from megatrain.model.implementations.split_norm import LocalSplitRmsNorm
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel

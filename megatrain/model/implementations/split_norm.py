@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup

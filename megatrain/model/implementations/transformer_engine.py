@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.qkv import fused_view
 from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.local_leaves import LocalLeaves, activation_of
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel

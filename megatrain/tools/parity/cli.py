@@ -20,12 +20,22 @@ from megatrain.tools.parity.choice import Row, chosen_rows
 from megatrain.tools.parity.compare import TOLERANCE, Distance, judge
 from megatrain.tools.parity.faults import FAULTS
 from megatrain.tools.parity.low_precision import TIMES, LowPrecisionComparer, LowPrecisionVerdict
-from megatrain.tools.parity.measure import LOW_PRECISIONS, NUM_STEPS, Implementation, Job, Measured, measure
+from megatrain.tools.parity.measure import (
+    LOW_PRECISIONS,
+    NUM_STEPS,
+    Implementation,
+    Job,
+    Measured,
+    measure,
+    plan_of,
+)
 from megatrain.tools.parity.results import Results
 from megatrain.tools.parity.rows import MAX_RANKS, Layout
 from megatrain.tools.parity.runs.table import run_random, run_rows
 from megatrain.tools.worker_pool import WorkerPool
 
+_SPEC_LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2", "dp2 tp2 pp2")
+"""Layouts for layers of the user's own."""
 _WIDEST_NAME = 60
 """Characters of the table's first column; a longer name has a line of its own."""
 
@@ -35,14 +45,20 @@ class Comparer:
     """Compares layouts with one process in fp64. Keeps the references, since many layouts share them."""
 
     pool: WorkerPool
+    spec: tuple[str, ...] = ()
+    """Words of --spec: layers of the user's own."""
     references: dict[Layout, Measured] = field(default_factory=dict)
 
     def compare(self, layout: Layout, *, fault: str | None = None) -> Distance:
         """Run a layout and its one-process reference; plant `fault` in the layout's ranks if given."""
         alone, device = layout.alone, self.pool.device
         if alone not in self.references:
-            self.references[alone], *_ = self.pool.run(alone.world_size, measure, Job(alone, device=device))
-        answers = self.pool.run(layout.world_size, measure, Job(layout, device=device, fault=fault))
+            self.references[alone], *_ = self.pool.run(
+                alone.world_size, measure, Job(alone, device=device, spec=self.spec)
+            )
+        answers = self.pool.run(
+            layout.world_size, measure, Job(layout, device=device, spec=self.spec, fault=fault)
+        )
         return judge(self.references[alone], answers)
 
 
@@ -56,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     if has_runs:
         is_good = run_rows(arguments) if arguments.runs else run_random(arguments)
         return _end(began, is_good=is_good)
+    if arguments.spec:
+        return _end(began, is_good=_spec_table(tuple(arguments.spec), arguments.layouts))
     max_ranks = _num_ranks(arguments.device)
     rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
     results = Results.read(
@@ -147,6 +165,22 @@ def _fp64_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) 
         results.add("fp64", layout, is_good=found.is_good, numbers=found.numbers, seconds=seconds)
         verdicts.append(found.is_good)
     return verdicts
+
+
+def _spec_table(spec: tuple[str, ...], words: Sequence[str]) -> bool:
+    """Compare layouts of a model with the user's layers in fp64; a layout that a rule refuses is named with the reason."""
+    layouts = [Layout.of(text) for text in ([" ".join(words)] if words else _SPEC_LAYOUTS)]
+    plan_of(Job(Layout.of(""), spec=spec), 1)
+    found = []
+    for layout in layouts:
+        try:
+            plan_of(Job(layout, spec=spec), layout.world_size)
+            found.append(layout)
+        except ConfigError as error:
+            print(f"{layout.name}: refused\n{error}\n")
+    with WorkerPool(max((one.world_size for one in found), default=1), device="cpu") as pool:
+        results = Results.read(None, implementation="local", device="cpu")
+        return all(_fp64_rows(Comparer(pool, spec), found, results))
 
 
 def _low_precision_rows(

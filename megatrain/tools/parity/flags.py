@@ -30,6 +30,12 @@ def add_flags(commands: Any) -> None:
         "--self-test", action="store_true", help="plant known faults instead and check that each is found"
     )
     which.add_argument(
+        "--spec",
+        nargs="+",
+        metavar="FILE:FUNCTION",
+        help="a model with these layers of your own, in fp64 under each kind of parallelism, or under --layouts",
+    )
+    which.add_argument(
         "--runs",
         action="store_true",
         help="whole runs: sampler, evaluation, save and resume, dry run; in fp64 on a CPU",

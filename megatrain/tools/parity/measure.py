@@ -92,6 +92,8 @@ class Job:
     """True: experts are chosen by token number only, because rounding would change some choices."""
     are_sums_rounded: bool = False
     """True: gradients are rounded to the reduction dtype in one process too, which measures the noise of sums over replicas."""
+    spec: tuple[str, ...] = ()
+    """Words of --spec: layers of the user's own."""
     draw: int = 0
     """Seed of the initial weights; 0: the default seed."""
     fault: str | None = None
@@ -189,6 +191,7 @@ def plan_of(job: Job, world_size: int) -> Plan:
         # Scores in bf16 are often equal.
         flags += ["--moe-router-dtype", "fp32"] if job.layout.has("routersdefault") else []
     flags += ["--seed", str(job.draw)] if job.draw else []
+    flags += ["--spec", *job.spec] if job.spec else []
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 

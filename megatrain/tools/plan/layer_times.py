@@ -13,9 +13,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from megatrain.config.model_spec.experts import ExpertSizes
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.part import Part
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.linear_times import Fp8, Product, Times
@@ -39,9 +42,12 @@ class LayerTimes:
         """Tokens of a micro-batch on this rank."""
         return self.workload.seq_length / self.layout.cp * self.layout.micro_batch
 
-    def layer(self, sizes: LayerSizes) -> Times:
+    def layer(self, sizes: LayerSpec) -> Times:
         """Return the times of a layer."""
-        mixer, mlp = self._mixer(sizes), self._mlp(sizes)
+        by_role = {"mixer": Times(), "mlp": Times()}
+        for part in sizes.parts:
+            by_role[part.role] += self._part(part)
+        mixer, mlp = by_role["mixer"], by_role["mlp"]
         dropout = 20 if self.workload.plan.config.model.hidden_dropout else 0
         norms = self._memory((22 + dropout) * self.workload.hidden * self._rows_of_norms)
         times = mixer + mlp + norms
@@ -62,10 +68,12 @@ class LayerTimes:
 
     def multi_token_prediction(self) -> Times:
         """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
-        table = self.workload.plan.derived.layer_table
         h = self.workload.hidden
         projection = Product(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
-        depths = [self.layer(sizes) + projection + self.head() for sizes in table.mtp_layers]
+        depths = [
+            self.layer(sizes) + projection + self.head()
+            for sizes in self.workload.plan.derived.model_spec.mtp_layers
+        ]
         return sum(depths, Times())
 
     def _linear(self, product: Product) -> Times:
@@ -88,23 +96,23 @@ class LayerTimes:
         seconds = self.cluster.memory_seconds(num_bytes)
         return Times(seconds / 3, seconds * 2 / 3)
 
-    # ---- attention
+    # ---- parts
 
-    def _mixer(self, sizes: LayerSizes) -> Times:
-        if not sizes.has_mixer:
-            return Times()
+    def _part(self, part: Part) -> Times:
+        """Return the times of a part; of an unknown one, those of its GEMMs and of its other weights as if they were one."""
+        if isinstance(part, ExpertsSpec):
+            return self._experts(part)
+        if isinstance(part, MlpSpec):
+            return self._dense(part)
         h = self.workload.hidden
-        products = sum((self._linear(self._product(one)) for one in sizes.mixer_linears(h)), Times())
-        if sizes.linear is not None:  # convolution and state, as if they were a GEMM
-            products += Product(self.tokens, sizes.linear.state_weights / h / self.layout.tp, h).times(
-                self.cluster
-            )
-        channels = sizes.num_heads * sizes.head_channels + sizes.num_query_groups * sizes.head_channels
-        copies = (
-            60 if sizes.latent is not None else 12
-        )  # heads of latents are put together by plain operators
-        rope = self._memory(copies * channels / self.layout.tp * self.tokens)
-        return products + rope + self._attention(sizes)
+        times = sum((self._linear(self._product(one)) for one in part.linears(h)), Times())
+        if isinstance(part, AttentionSpec):
+            channels = (part.num_heads + part.num_query_groups) * part.head_channels
+            copies = 60 if part.latent is not None else 12  # plain operators put heads of latents together
+            rope = self._memory(copies * channels / self.layout.tp * self.tokens)
+            return times + rope + self._attention(part)
+        others = part.other_weights(h) / h / self.layout.tp
+        return times + Product(self.tokens, others, h).times(self.cluster) if others else times
 
     def _product(self, linear: Linear) -> Product:
         """Return a dense GEMM on this rank."""
@@ -116,10 +124,8 @@ class LayerTimes:
             is_row_parallel=linear.split == "inputs",
         )
 
-    def _attention(self, sizes: LayerSizes) -> Times:
+    def _attention(self, sizes: AttentionSpec) -> Times:
         """Return the times of causal attention; a ring of context ranks overlaps its messages with it."""
-        if not sizes.num_heads:
-            return Times()
         rates, length, cp = self.cluster.rates, self.workload.seq_length, self.layout.cp
         flops = self.tokens * length * sizes.pair_channels / self.layout.tp
         part = length / (2 * cp) if cp > 1 else length  # a rank has two parts of a sequence, for equal work
@@ -142,36 +148,26 @@ class LayerTimes:
         merges = self._memory(24 * cp * queries * self.tokens)
         return merges + Times(max(times.forward, steps * message), max(times.backward, 3 * steps * message))
 
-    # ---- MLP and experts
+    def _dense(self, mlp: MlpSpec) -> Times:
+        times = sum((self._linear(self._product(one)) for one in mlp.linears(self.workload.hidden)), Times())
+        width = mlp.ffn_hidden_size / self.layout.tp
+        return times + self._memory((16 if mlp.is_gated else 10) * width * self.tokens)
 
-    def _mlp(self, sizes: LayerSizes) -> Times:
-        if sizes.experts is not None:
-            return self._experts(sizes, sizes.experts)
-        return self._dense(sizes.ffn_hidden_size, is_gated=sizes.is_gated)
-
-    def _dense(self, width: float, *, is_gated: bool) -> Times:
-        if not width:
-            return Times()
-        h, f, t = self.workload.hidden, width / self.layout.tp, self.tokens
-        products = Product(t, (2 if is_gated else 1) * f, h), Product(t, h, f, is_row_parallel=True)
-        times = sum((self._linear(one) for one in products), Times())
-        return times + self._memory((16 if is_gated else 10) * f * t)
-
-    def _experts(self, sizes: LayerSizes, experts: ExpertSizes) -> Times:
+    def _experts(self, experts: ExpertsSpec) -> Times:
         """Return the times of routed and shared experts with their dispatch; loads are equal."""
         layout, h = self.layout, experts.latent_size or self.workload.hidden
         local = experts.num_experts // layout.ep
         rows = self.tokens / layout.tp * experts.top_k * layout.etp
         width = experts.ffn_hidden_size / layout.etp
-        gate = 2 if sizes.is_gated else 1
+        gate = 2 if experts.is_gated else 1
         products = Product(rows, gate * width, h, local), Product(rows, h, width, local)
         times = sum((one.times(self.cluster, self.fp8) for one in products), Times())
-        times += self._memory((16 if sizes.is_gated else 10) * width * rows)
+        times += self._memory((16 if experts.is_gated else 10) * width * rows)
         times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
-        shared = self._dense(experts.shared_ffn_hidden_size, is_gated=sizes.is_gated)
+        shared = Times() if experts.shared is None else self._dense(experts.shared)
         return times + shared + self._dispatch(experts, h, shared)
 
-    def _dispatch(self, experts: ExpertSizes, hidden: int, shared: Times) -> Times:
+    def _dispatch(self, experts: ExpertsSpec, hidden: int, shared: Times) -> Times:
         """Return the exposed times of communication around experts (parallel/expert_parallel.py).
 
         An all-gather hides in nothing forward, since the router is short. The sums of the outputs, and in the backward pass
@@ -196,13 +192,13 @@ class LayerTimes:
 
     # ---- communication of tensor parallelism, recomputation
 
-    def _tensor_parallel(self, sizes: LayerSizes, layer: Times) -> Times:
+    def _tensor_parallel(self, sizes: LayerSpec, layer: Times) -> Times:
         """Return the exposed time of the collectives around column- and row-parallel layers of a layer.
 
         Args:
             layer: times without these collectives.
         """
-        pairs = sizes.has_mixer + (sizes.experts is None and sizes.has_mlp)
+        pairs = sum(not isinstance(part, ExpertsSpec) for part in sizes.parts)
         overlaps = self.workload.plan.config.parallel.tp_comm_overlap and self.layout.sequence_parallel
         if self.layout.tp > 1 and pairs and overlaps and self.fp8 is None:
             return self._copied(pairs, layer)
@@ -261,7 +257,7 @@ class LayerTimes:
 
 
 @functools.lru_cache(maxsize=65536)
-def layer_weights(workload: Workload, sizes: LayerSizes, tp: int, ep: int, etp: int) -> tuple[float, float]:
+def layer_weights(workload: Workload, sizes: LayerSpec, tp: int, ep: int, etp: int) -> tuple[float, float]:
     """Return the weights of a layer on one rank: dense ones, and those of experts."""
     h, experts = workload.hidden, sizes.experts
     dense, routed = 2.0 * h + (0 if experts is None else h * experts.num_experts), 0.0

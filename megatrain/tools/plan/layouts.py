@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from megatrain.config import Plan, Request
-from megatrain.config.derive.model import flops_per_token, training_flops
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.derive.ranks import all_gather_of_tokens
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.tree import Setting, settings
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
@@ -40,16 +39,16 @@ class Workload:
     """A resolved plan of the run; only what no layout changes is read from it."""
 
     @functools.cached_property
-    def layers(self) -> tuple[LayerSizes, ...]:
-        return self.plan.derived.layer_table.layers
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.plan.derived.model_spec.layers
 
     @functools.cached_property
-    def all_layers(self) -> tuple[LayerSizes, ...]:
+    def all_layers(self) -> tuple[LayerSpec, ...]:
         """Sizes of each layer, those of multi-token prediction last."""
-        return self.plan.derived.layer_table.all_layers
+        return self.plan.derived.model_spec.all_layers
 
     @functools.cached_property
-    def kinds(self) -> tuple[tuple[LayerSizes, bool], ...]:
+    def kinds(self) -> tuple[tuple[LayerSpec, bool], ...]:
         """Sizes of each layer, and whether its linear layers are in FP8."""
         fp8_layers = frozenset(self.plan.derived.fp8_layers)
         return tuple((sizes, number in fp8_layers) for number, sizes in enumerate(self.layers))
@@ -88,9 +87,7 @@ class Workload:
     def flops(self) -> int:
         """FLOPs of an iteration by Megatron-LM's formula."""
         tokens = self.global_batch * self.seq_length
-        return training_flops(
-            self.plan.config.model,
-            self.plan.derived.layer_table,
+        return self.plan.derived.model_spec.training_flops(
             num_tokens=tokens,
             sum_of_squared_lengths=tokens * self.seq_length,
         )
@@ -227,8 +224,15 @@ def layouts(
 
 
 def _tensor_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
-    heads = min(layer.num_heads for layer in workload.layers if layer.num_heads)
-    return [size for size in (1, 2, 4, 8, 16) if size <= gpus_per_node and heads % size == 0]
+    pieces = [
+        piece
+        for layer in workload.layers
+        for one in layer.linears(workload.hidden)
+        for piece in one.pieces
+        if one.split == "outputs" and not one.num_experts
+    ]
+    sizes = (size for size in (1, 2, 4, 8, 16) if size <= gpus_per_node)
+    return [size for size in sizes if all(piece.divides_over(size) for piece in pieces)]
 
 
 def _context_sizes(workload: Workload) -> list[int]:
@@ -304,5 +308,5 @@ def _with_pipeline(layout: Layout, workload: Workload) -> Iterator[Layout]:
 @functools.lru_cache(maxsize=256)
 def _split(workload: Workload, stages: int) -> tuple[int, ...]:
     """Return the layers of each virtual stage, as --pipeline-model-parallel-layout auto splits them."""
-    costs, head = flops_per_token(workload.plan)
+    costs, head = workload.plan.derived.model_spec.flops_per_token(workload.seq_length)
     return balanced_split(costs, head, stages)

@@ -14,8 +14,11 @@ from dataclasses import replace
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.model_spec.experts import ExpertSizes
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.part import Part
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
@@ -78,7 +81,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
         stages = [placement.stage(rank, chunk) for chunk in range(layout.chunks)]
         layers = [sizes for stage in stages for sizes in workload.layers[starts[stage] : starts[stage + 1]]]
         if len(layout.split) - 1 in stages:
-            layers += workload.plan.derived.layer_table.mtp_layers
+            layers += workload.plan.derived.model_spec.mtp_layers
         kinds = Counter(layers)
         saved, deferred = (
             sum(by[sizes] * number for sizes, number in kinds.items()) for by in (saved_by, deferred_by)
@@ -165,7 +168,7 @@ def _deferring(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> 
     return [(saved / chunks, waiting / chunks) for saved, waiting in most.items()]
 
 
-def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
+def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
     """Return bytes that the weight gradients of a layer hold while they wait: inputs and gradients of outputs, in bf16."""
     tokens = workload.seq_length / layout.cp * layout.micro_batch
     elements = 0.0
@@ -176,7 +179,7 @@ def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> fl
     return 2 * elements * tokens
 
 
-def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
+def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
     """Return bytes that a layer saves for the backward pass of a micro-batch, all in bf16."""
     h, tp = workload.hidden, layout.tp
     tokens = workload.seq_length / layout.cp * layout.micro_batch
@@ -187,33 +190,44 @@ def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float
         0 if workload.plan.config.training.recompute_norms or "layernorm" in layout.modules else 2 * residual
     )
     total = 2 * residual + norms
-    queries = sizes.num_heads * sizes.head_channels
-    values = sizes.num_heads * sizes.value_channels
-    keys = max(sizes.num_query_groups, tp) * sizes.head_channels
-    if sizes.latent is not None:
-        latents = sizes.latent.kv_rank + sizes.latent.rotary_channels + (sizes.latent.query_rank or 0)
+    return (total + sum(_part_bytes(workload, layout, part) for part in sizes.parts)) * tokens
+
+
+def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
+    """Return bytes that a part saves for a token; of an unknown part, those of the inputs and outputs of its GEMMs."""
+    if isinstance(part, AttentionSpec):
+        return _attention_bytes(workload, layout, part)
+    if isinstance(part, MlpSpec):
+        gate = 2 if part.is_gated else 1
+        return 0.0 if "mlp" in layout.modules else 2 * gate * part.ffn_hidden_size / layout.tp
+    if isinstance(part, ExpertsSpec):
+        return _expert_bytes(workload, layout, part)
+    linears = list(part.linears(workload.hidden))
+    return sum(2 * (one.local_inputs(layout.tp) + one.local_outputs(layout.tp)) for one in linears)
+
+
+def _attention_bytes(workload: Workload, layout: Layout, part: AttentionSpec) -> float:
+    tp = layout.tp
+    queries, values = part.num_heads * part.head_channels, part.num_heads * part.value_channels
+    keys = max(part.num_query_groups, tp) * part.head_channels
+    if part.latent is not None:
+        latents = part.latent.kv_rank + part.latent.rotary_channels + (part.latent.query_rank or 0)
         heads = 0 if "mla_up_proj" in layout.modules else 2 * queries + values
-        total += 2 * (2 * latents + (heads + values) / tp)
-    else:
-        twice = 2 if workload.plan.config.model.qk_layernorm else 1
-        total += 2 * (twice * (queries + keys) + keys + queries) / tp
-    return (total + _mlp_bytes(workload, layout, sizes)) * tokens
+        return 2 * (2 * latents + (heads + values) / tp)
+    twice = 2 if workload.plan.config.model.qk_layernorm else 1
+    return 2 * (twice * (queries + keys) + keys + queries) / tp
 
 
-def _mlp_bytes(workload: Workload, layout: Layout, sizes: LayerSizes) -> float:
-    """Return bytes that an MLP or experts save for a token."""
-    tp, gate, experts = layout.tp, 2 if sizes.is_gated else 1, sizes.experts
-    if experts is None:
-        return 0.0 if "mlp" in layout.modules else 2 * gate * sizes.ffn_hidden_size / tp
+def _expert_bytes(workload: Workload, layout: Layout, experts: ExpertsSpec) -> float:
     if "moe" in layout.modules:
         return 2.0 * workload.hidden
-    width = experts.latent_size or workload.hidden
+    width, gate = experts.latent_size or workload.hidden, 2 if experts.is_gated else 1
     one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
     routed = _rows_per_token(workload, layout, experts) * one
-    return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / tp
+    return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / layout.tp
 
 
-def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertSizes) -> float:
+def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertsSpec) -> float:
     """Return the rows of experts that a rank has memory for, per token: with all-gathers, for every possible assignment."""
     rows = experts.top_k * layout.etp / layout.tp
     if layout.ep > 1 and workload.gathers_tokens(layout.ep):

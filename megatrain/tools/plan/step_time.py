@@ -148,7 +148,7 @@ def _weights(workload: Workload, tp: int, ep: int, etp: int, split: tuple[int, .
         dense = vocabulary if number == 0 else 0.0
         if number == len(split) - 1:
             dense += vocabulary if not is_tied or len(split) > 1 else 0.0
-            layers += workload.plan.derived.layer_table.mtp_layers
+            layers += workload.plan.derived.model_spec.mtp_layers
         parts = [layer_weights(workload, sizes, tp, ep, etp) for sizes in layers]
         found.append(RankWeights(dense + sum(a for a, _ in parts), sum(b for _, b in parts)))
     return found

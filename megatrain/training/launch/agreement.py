@@ -28,6 +28,7 @@ from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
+from megatrain.training.launch.custom_layers import with_own_layers
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
@@ -182,8 +183,8 @@ def _plan_of_another_rank(
     answer = json.loads(store.get("rank 0"))
     if answer["facts"] is None:
         raise _reported_elsewhere(answer["exit_code"])
-    facts = Facts.from_json(answer["facts"])
     try:
+        facts = with_own_layers(request, Facts.from_json(answer["facts"]))
         plan = resolve(request, facts)
     except ConfigError as error:
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]

@@ -1,44 +1,51 @@
-"""Custom layers of --spec, as facts of the plan.
+"""The function of --spec, as a fact of the plan.
 
-digest of the file as expected? ─> request without --spec ─> plan ─> its model and layers ─> the user's function ─> Facts.custom_layers
+rank 0        digest of the file as expected? ─> its function is loaded ─> Facts.custom_layers
+other ranks   digest as on rank 0? ─> the function of their own file
 
-A run that resumes expects the digest in its checkpoint, unless --spec-digest gives another one.
+`resolve` calls the function. A run that resumes expects the digest in its checkpoint, unless --spec-digest gives another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatrain.config import ConfigError, Facts, Origin, Plan, Problem, Request, StoredRun, resolve
-from megatrain.config.derive.custom_layers import LayerFunction, layer_function
-from megatrain.config.schema.values import AUTO
-from megatrain.model.custom_layers import describe_custom_layers, digest_of
-from megatrain.model.specs import gpt_spec
+from megatrain.config import ConfigError, Facts, Request, StoredRun
+from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
+from megatrain.model.custom_layers import digest_of, load_layers
 
 
 def add_custom_layers(request: Request, facts: Facts) -> Facts:
-    """Add the layers that the function of --spec returns to the facts, or its problem; without --spec, change nothing.
+    """Add the function of --spec to the facts, or its problem; without --spec, change nothing.
 
-    The function is run only if its file has the expected digest.
+    The file is run only if it has the expected digest.
     """
     function = layer_function(request.known("model.spec") or ())
     if function is None:
         return facts
     try:
-        _compare_digest(function, request, facts.checkpoint)
-        plan = _plain_plan(request, facts)
-        default_layers = gpt_spec(
-            plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size
-        ).layers
-        return dataclasses.replace(
-            facts, custom_layers=describe_custom_layers(function, plan.config.model, default_layers)
-        )
+        digest = _compared_digest(function, request, facts.checkpoint)
+        return dataclasses.replace(facts, custom_layers=CustomLayers(digest, load_layers(function)))
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))
 
 
-def _compare_digest(function: LayerFunction, request: Request, stored: StoredRun | None) -> None:
-    """Compare the digest of the file with --spec-digest or, on a resume, with that of the checkpoint. Raises ConfigError."""
+def with_own_layers(request: Request, facts: Facts) -> Facts:
+    """Return the facts of rank 0 with the function of this rank's file. Raises ConfigError if the file is another one."""
+    function = layer_function(request.known("model.spec") or ())
+    if function is None or facts.custom_layers is None:
+        return facts
+    digest = digest_of(function)
+    if digest != facts.custom_layers.digest:
+        raise ConfigError(
+            f"--spec {function}: this rank's file has digest {digest}, that of rank 0 has {facts.custom_layers.digest}",
+            fix="let all ranks read the same file, and do not change it during the start",
+        )
+    return dataclasses.replace(facts, custom_layers=CustomLayers(digest, load_layers(function)))
+
+
+def _compared_digest(function: LayerFunction, request: Request, stored: StoredRun | None) -> str:
+    """Return the digest of the file after a comparison with --spec-digest or, on a resume, with that of the checkpoint. Raises ConfigError."""
     given, digest = request.known("model.spec_digest"), digest_of(function)
     if given is not None and given != digest:
         raise ConfigError(
@@ -53,26 +60,4 @@ def _compare_digest(function: LayerFunction, request: Request, stored: StoredRun
             f"--spec {function}: the file has changed, its digest is {digest}, and that of the checkpoint is {of_checkpoint}",
             fix=f"use the file of that run, or add --spec-digest {digest} to run the changed file",
         )
-
-
-def _plain_plan(request: Request, facts: Facts) -> Plan:
-    """Return the plan of the run without --spec, on this device or, if that is impossible, on the other kind.
-
-    Raises:
-        ConfigError: both are impossible, for the reasons that both have: others may be of a device that the run does not use.
-    """
-    plain = dataclasses.replace(
-        request,
-        config=request.config.with_values({"model.spec": (), "model.spec_digest": AUTO}),
-        origins={**request.origins, "model.spec": Origin("default"), "model.spec_digest": Origin("default")},
-    )
-    fresh = dataclasses.replace(facts, checkpoint=None, devices_per_node=None)
-    other = dataclasses.replace(fresh, device="cpu" if fresh.device == "cuda" else "cuda", has_triton=True)
-    found: list[tuple[Problem, ...]] = []
-    for assumed in (fresh, other):
-        try:
-            return resolve(plain, assumed)
-        except ConfigError as error:
-            found.append(error.problems)
-    here, there = found
-    raise ConfigError.of([problem for problem in here if problem in there] or here)
+    return digest

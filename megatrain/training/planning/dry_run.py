@@ -14,7 +14,6 @@ import torch
 
 from megatrain.config import ConfigError, Facts, Plan, Request, resolve
 from megatrain.config.derive.batch_sizes import batch_sizes
-from megatrain.config.derive.model import training_flops
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.simulator import Simulation, simulate
@@ -182,9 +181,7 @@ def _flops(plan: Plan) -> Flops:
         per_iteration=derived.flops_per_iteration,
         per_token=derived.flops_per_iteration / derived.tokens_per_iteration,
         per_rank_and_iteration=derived.flops_per_iteration / derived.world_size,
-        whole_run=training_flops(
-            plan.config.model,
-            plan.derived.layer_table,
+        whole_run=derived.model_spec.training_flops(
             num_tokens=samples * length,
             sum_of_squared_lengths=samples * length**2,
         ),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.model.specs import RouterSpec
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.parallel.layout import ParamRegistry, Piece
 
 PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", "other")
@@ -104,7 +104,7 @@ def model_tree(
 
 
 def part_of(name: str) -> str:
-    """Return the item of `PARTS` that a canonical tensor belongs to."""
+    """Return the item of `PARTS` that a canonical tensor belongs to, or the name of a part of the user's own."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -114,9 +114,10 @@ def part_of(name: str) -> str:
     for part in ("router", "experts"):
         if f".mlp.{part}." in name:
             return part
-    if ".attention." in name or ".linear_attention." in name:
-        return "attention"
-    return "mlp" if ".mlp." in name else "other"
+    own = _LAYER.sub("", name).split(".")[0] if _LAYER.match(name) else "mlp" if ".mlp." in name else ""
+    return {"linear_attention": "attention", "": "attention" if ".attention." in name else "other"}.get(
+        own, own
+    )
 
 
 def expert_elements(counts: Iterable[tuple[str, int]], routers: Mapping[str, RouterSpec]) -> dict[str, int]:
@@ -174,7 +175,8 @@ def _pieces(registry: ParamRegistry) -> list[Piece]:
 def _by_part(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
     found = dict.fromkeys(PARTS, 0)
     for name, count in counts:
-        found[part_of(name)] += count
+        part = part_of(name)
+        found[part] = found.get(part, 0) + count
     return found
 
 

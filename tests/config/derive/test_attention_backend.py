@@ -1,10 +1,12 @@
 """The attention kernel that each name selects on each device, and the note with the reason."""
 
+import dataclasses
+
 import pytest
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
@@ -13,7 +15,7 @@ SHAPE = (
 HERE = {"torch": "2.11", "flash-attn-4": "4.0.0b36"}
 RING = "--context-parallel-size 2"
 GATHERED = f"{RING} --cp-comm-type all_gather"
-HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=32, ffn_hidden_size=64)
+HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=32)
 
 
 def plan(flags, *, device, libraries=HERE, capability=None, custom_layers=None):
@@ -237,18 +239,26 @@ def test_fp32_on_gpus_has_no_kernel_with_log_sum_exp(flags, feature):
     assert plan("--window-size 8,0", device="cuda").derived.attention_backend == "sdpa"
 
 
-def custom(**attention):
-    return CustomLayers(digest="1", layers=(HEADS,) * 2, differences=(), **attention)
+def custom(*, is_of_all=True, **attention):
+    """Return layers whose attention has these features: all of them, or the first one."""
+    changed, plain = dataclasses.replace(HEADS, **attention), HEADS
+
+    def layers(_, layers):
+        first, *others = layers
+        rest = [one.with_part(changed if is_of_all else plain) for one in others]
+        return (first.with_part(changed), *rest)
+
+    return CustomLayers("1", layers)
 
 
 @pytest.mark.parametrize(
     ("layers", "kernels"),
     [
         (custom(), "flash4 cudnn sdpa cudnn"),
-        (custom(has_windows=True), "flash4 flash2 flash2 refused"),
-        (custom(has_sinks=True), "flash4 cudnn flash2 cudnn"),
-        (custom(softcap_or_dropout="some"), "triton triton refused refused"),
-        (custom(softcap_or_dropout="all"), "triton triton refused refused"),
+        (custom(window=8), "flash4 flash2 flash2 refused"),
+        (custom(sink="zero"), "flash4 cudnn flash2 cudnn"),
+        (custom(softcap=50.0, is_of_all=False), "triton triton refused refused"),
+        (custom(softcap=50.0), "triton triton refused refused"),
     ],
 )
 def test_features_of_custom_layers_replace_those_of_flags(layers, kernels):
@@ -263,7 +273,7 @@ def test_features_of_custom_layers_replace_those_of_flags(layers, kernels):
 
 
 def test_a_note_names_layers_with_eager_attention():
-    layers = custom(softcap_or_dropout="some")
+    layers = custom(softcap=50.0, is_of_all=False)
     found = note("--spec my.py:layers", device="cuda", custom_layers=layers)
     assert found.endswith("; layers with logit softcapping or attention dropout (--spec) store all scores")
     assert "Triton kernel, for logit" in note(
@@ -309,6 +319,6 @@ def test_facts_with_a_capability_survive_json():
     facts = Facts(
         device="cuda",
         device_capability=(9, 0),
-        custom_layers=custom(softcap_or_dropout="some", has_sinks=True),
+        custom_layers=custom(softcap=50.0),
     )
     assert Facts.from_json(facts.to_json()) == facts

@@ -15,7 +15,13 @@ def flags(*blocks):
 
 
 def sizes(plan):
-    return [(layer.num_query_groups, layer.ffn_hidden_size) for layer in plan.derived.layer_table.layers]
+    return [
+        (
+            layer.attention.num_query_groups if layer.attention else 0,
+            layer.dense.ffn_hidden_size if layer.dense else 0,
+        )
+        for layer in plan.derived.model_spec.layers
+    ]
 
 
 def test_all_layers_are_equal_without_a_file(plan_of):
@@ -37,7 +43,7 @@ def test_each_layer_has_its_own_sizes(plan_of):
         + " --ffn-hidden-size 80"
     )
     assert sizes(plan) == [(2, 96), (1, 256), (0, 80), (4, 0)]  # 2/3 * 2.625 * 64 = 112, up to 256
-    assert str(plan.derived.layer_table) == (
+    assert str(plan.derived.model_spec) == (
         "4 layers, query groups 1 to 4, ffn 80 to 256, 1 without attention, 1 without MLP"
     )
 

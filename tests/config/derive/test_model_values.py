@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import Facts, ModelConfig, parse, resolve
-from megatrain.config.derive.layer_sizes import layer_table
-from megatrain.config.derive.model import padded_vocabulary, percent_of_norms, training_flops
+from megatrain.config.derive.model import padded_vocabulary, percent_of_norms
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.schema.experts import ExpertsConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -60,9 +60,7 @@ def test_flops_equal_megatron_lm(case):
         moe_shared_expert_intermediate_size=arguments["moe_shared_expert_intermediate_size"],
     )
     length, packed = arguments["seq_length"], case.get("packed", {})
-    found = training_flops(
-        model,
-        layer_table(model, experts),
+    found = describe_model(model, experts, vocab_size=model.padded_vocab_size).training_flops(
         num_tokens=packed.get("total_real_tokens_in_batch", case["batch_size"] * length),
         sum_of_squared_lengths=packed.get("seqlen_squared_sum_in_batch", case["batch_size"] * length**2),
     )
@@ -94,8 +92,8 @@ def test_flops_of_latent_experts_are_those_of_the_formula():
             moe_shared_expert_intermediate_size=48,
             moe_latent_size=latent,
         )
-        table = layer_table(model, experts)
-        found[latent] = training_flops(model, table, num_tokens=10, sum_of_squared_lengths=100)
+        spec = describe_model(model, experts, vocab_size=128)
+        found[latent] = spec.training_flops(num_tokens=10, sum_of_squared_lengths=100)
     routed = 4 * 3 * 40 * 3 // 2
     assert found[24] - found[None] == 3 * 10 * 2 * (routed * (24 - 64) + 4 * 64 * 24)
 

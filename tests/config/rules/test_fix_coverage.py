@@ -23,7 +23,7 @@ from megatrain.config.cli.parse_value import BadValueError
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.errors import MegatrainError
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
 
 ROOT = Path(megatrain.config.__file__).parent
 ERRORS = {"Problem", "PipelineError", "SystemExit"}
@@ -44,11 +44,7 @@ REACHED_OTHERWISE = {
     ("resolve.py", "_checked_values", 1): "the command line checks ranges; a Request may be built in code",
     ("rules/device.py", "_problems_of_mxfp8", 2): "needs Transformer Engine on a Blackwell GPU",
     ("schema/tokenizer.py", "tokenizer_problems", 1): "the command line checks choices",
-    (
-        "rules/experts.py",
-        "custom_experts_divide_over_ranks",
-        1,
-    ): "a file's sizes: tests/model/test_custom_layers.py",
+    ("rules/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
 }
 UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
 RUN = "--global-batch-size 8 --train-iters 10 --load c --save c"
@@ -181,8 +177,9 @@ def of_facts() -> Iterator[tuple[str, str, str | None, str, Facts]]:
     flags = "--per-split-data-args-path p --tokenizer-type NullTokenizer"
     valid = Facts(datasets=files("a", split="valid"))
     yield "no training data", flags, "--mock-data", "--mock-data", valid
-    layers = tuple(LayerSizes(num_heads=6, num_query_groups=6, ffn_hidden_size=96) for _ in range(4))
-    custom = Facts(world_size=4, custom_layers=CustomLayers(digest="1", layers=layers, differences=()))
+    heads = AttentionSpec(num_heads=6, num_query_groups=6, head_channels=16)
+    layers = CustomLayers("1", lambda _, layers: tuple(one.with_part(heads) for one in layers))
+    custom = Facts(world_size=4, custom_layers=layers)
     spec = "--spec my.py:layers --tensor-model-parallel-size"
     yield "heads of custom layers", f"{spec} 4", f"{spec} 2", "", custom
 

@@ -4,16 +4,11 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.model_spec.experts import ExpertSizes
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.rules.experts import EXPERT_RULES
 
-OF_EXPERTS = LayerSizes(
-    num_heads=4,
-    num_query_groups=4,
-    head_channels=16,
-    experts=ExpertSizes(num_experts=6, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=0),
-)
+OF_EXPERTS = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=MlpSpec(ffn_hidden_size=16))
 LAYERS = "--heterogeneous-layers-config-encoded-json"
 
 
@@ -110,11 +105,6 @@ CASES = {
          ("--num-experts 4", "--expert-model-parallel-size 3"),
          ("--expert-model-parallel-size 1", "--num-experts 6")),
     ],
-    "expert_width_divides_over_etp_ranks": [
-        (f"{FOUR} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2", "", Facts(world_size=2),
-         ("--moe-ffn-hidden-size 33", "--expert-tensor-parallel-size 2", "--tensor-model-parallel-size"),
-         ("--expert-tensor-parallel-size 1", "--moe-ffn-hidden-size 34")),
-    ],
     "experts_require_uniform_layers": [
         (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
          ("--num-experts", "--heterogeneous-layers-config-path"), ("--moe-layer-freq", "--spec")),
@@ -123,15 +113,9 @@ CASES = {
         ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--tensor-model-parallel-size 2", "--sequence-parallel"), ("--sequence-parallel",)),
     ],
-    "custom_experts_divide_over_ranks": [
-        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
+    "custom_experts_are_those_of_flags": [
+        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers("1", lambda _, layers: tuple(one.with_part(OF_EXPERTS) for one in layers))),
          ("--spec", "--num-experts", "layer 0", "6 experts"), ("--num-experts 6",)),
-    ],
-    "shared_expert_divides_over_tp_ranks": [
-        (("--num-experts 4 --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2"
-          " --sequence-parallel"), "", Facts(world_size=2),
-         ("--moe-shared-expert-intermediate-size 33", "--tensor-model-parallel-size 2"),
-         ("--moe-shared-expert-intermediate-size 34",)),
     ],
 }  # fmt: skip
 

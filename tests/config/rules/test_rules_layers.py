@@ -19,22 +19,68 @@ THREE = "--tensor-model-parallel-size 3 --hidden-size 48 --num-attention-heads 1
 FULL, EMPTY = '{"attention":{},"mlp":{}}', '{"attention":{"no_op":true},"mlp":{"no_op":true}}'
 NO_SECOND = f'{{"block_configs":[{FULL},{EMPTY},{FULL},{FULL}]}}'
 
+DELTANET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+CASES = {
+    "linear_attention_has_layers": [
+        ("--experimental-attention-variant gated_delta_net", "", Facts(world_size=2),
+         ("--experimental-attention-variant gated_delta_net", "--linear-attention-freq"), ("--linear-attention-freq 4",)),
+        ("--experimental-attention-variant gdn --linear-attention-freq [1,0]", "", Facts(world_size=2),
+         ("--linear-attention-freq", "2 entries for 4 layers"), ("--linear-attention-freq [1]*3+[0]",)),
+    ],
+    "linear_heads_share_keys": [
+        (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8", "", Facts(world_size=2),
+         ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12", "--linear-num-key-heads 4")),
+    ],
+}  # fmt: skip
+GQA, FOUR = "--group-query-attention", "--num-experts 4"
+
 CASES = {
     "layer_sizes_are_valid": [
         (f"{LAYERS} [{{}}]", "", None, ("--heterogeneous-layers-config-encoded-json", "block_configs"), ("no_op",)),
     ],
-    "layers_divide_over_tp_ranks": [
-        (f"{LAYERS} {layers('6', '64')}", "", None,
-         ("--heterogeneous-layers-config-encoded-json", "layer 0", "6 query groups"), ("divisor of 4",)),
+    "linears_divide_over_ranks": [
         (f"{LAYERS} {layers('4', '65')} --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--heterogeneous-layers-config-encoded-json", "--tensor-model-parallel-size 2", "layer 0", "width 65"),
-         ("width of 66",)),
+         ("--tensor-model-parallel-size 1", "66")),
         (f"{LAYERS} {layers('4', '96', '3')} {THREE}", "", Facts(world_size=3),
          ("--heterogeneous-layers-config-encoded-json", "--tensor-model-parallel-size 3", "layer 0", "4 query groups"),
-         ("divisor of 3",)),
+         ("--tensor-model-parallel-size 2", "divisor of 3")),
+        ("--num-attention-heads 4 --tensor-model-parallel-size 8", "", Facts(world_size=8),
+         ("--num-attention-heads 4", "--tensor-model-parallel-size 8"),
+         ("--tensor-model-parallel-size 4", "--num-attention-heads 8")),
+        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 4 --tensor-model-parallel-size 6 --hidden-size 48 --ffn-hidden-size 96", "", Facts(world_size=6),
+         ("--tensor-model-parallel-size 6", "--num-query-groups 4"),
+         ("--tensor-model-parallel-size 2", "--num-query-groups 3")),
+        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 3 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--num-query-groups 3", "--tensor-model-parallel-size 2"),
+         ("--tensor-model-parallel-size 1", "--num-query-groups 4")),
+        ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--ffn-hidden-size 101", "--tensor-model-parallel-size 2"), ("--ffn-hidden-size 102",)),
+        (f"{FOUR} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2", "", Facts(world_size=2),
+         ("--moe-ffn-hidden-size 33", "--expert-tensor-parallel-size 2", "--tensor-model-parallel-size"),
+         ("--expert-tensor-parallel-size 1", "--moe-ffn-hidden-size 34")),
+        (("--num-experts 4 --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2"
+          " --sequence-parallel"), "", Facts(world_size=2),
+         ("--moe-shared-expert-intermediate-size 33", "--tensor-model-parallel-size 2"),
+         ("--moe-shared-expert-intermediate-size 34",)),
+        (f"{DELTANET} --linear-num-key-heads 3 --linear-num-value-heads 6 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--linear-num-key-heads 3", "--tensor-model-parallel-size 2"), ("--linear-num-key-heads 6",)),
+        (f"{DELTANET} --linear-num-key-heads 2 --linear-num-value-heads 6 --tensor-model-parallel-size 4", "", Facts(world_size=4),
+         ("--linear-num-key-heads 2", "--tensor-model-parallel-size 4"),
+         ("--tensor-model-parallel-size 2",)),
+    ],
+    "query_groups_fit_the_heads_of_layers": [
+        (f"{LAYERS} {layers('6', '64')}", "", None,
+         ("--heterogeneous-layers-config-encoded-json", "layer 0", "6 query groups"), ("divisor of 4",)),
         (f"{LAYERS} {layers('1', '64', '2')} --tensor-model-parallel-size 4", "", Facts(world_size=4),
          ("--heterogeneous-layers-config-encoded-json", "--tensor-model-parallel-size 4", "layer 0", "layer 1"),
          ("--tensor-model-parallel-size 1",)),
+    ],
+    "parts_read_whole_samples": [
+        (f"{DELTANET} --context-parallel-size 2", "", Facts(world_size=2),
+         ("gated_delta_net", "--context-parallel-size 2"), ("--sequence-parallel",)),
+        (f"{DELTANET} --reset-attention-mask", "", Facts(world_size=2),
+         ("gated_delta_net", "--reset-attention-mask"), ("--reset-attention-mask",)),
     ],
     "stages_are_not_empty": [
         (f"{LAYERS} {NO_SECOND} --pipeline-model-parallel-size 4 --global-batch-size 8", "", Facts(world_size=4),

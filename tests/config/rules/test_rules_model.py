@@ -4,14 +4,14 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
-from megatrain.config.model_spec.layer import LayerSizes
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.rules.model import MODEL_RULES
 
 CUDA = Facts(device="cuda")
 A100 = Facts(
     device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
 )
-WIDE_HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=136, ffn_hidden_size=64)
+WIDE_HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=136)
 
 
 def layers(groups, width, other_groups="4"):
@@ -103,7 +103,7 @@ CASES = {
          ("--attention-backend cudnn", "--deterministic-mode"), ("--attention-backend auto",)),
         ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
          ("--attention-backend cudnn", "V100", "7.0"), ("--attention-backend auto",)),
-        ("--attention-backend cudnn --bf16 --spec my.py:layers", "", Facts(device="cuda", custom_layers=CustomLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
+        ("--attention-backend cudnn --bf16 --spec my.py:layers", "", Facts(device="cuda", custom_layers=CustomLayers("1", lambda _, layers: tuple(one.with_part(WIDE_HEADS) for one in layers))),
          ("--attention-backend cudnn", "layer 0", "136"), ("--attention-backend auto",)),
         ("--attention-backend cudnn --bf16 --window-size 8,0 --reset-attention-mask", "", CUDA,
          ("--attention-backend cudnn", "documents", "windows"), ("--attention-backend auto",)),

@@ -18,19 +18,6 @@ def layers(groups, width, other_groups="4"):
 FOUR = "--num-experts 4"
 
 CASES = {
-    "heads_divide_over_tp_ranks": [
-        ("--num-attention-heads 4 --tensor-model-parallel-size 8", "", Facts(world_size=8),
-         ("--num-attention-heads 4", "--tensor-model-parallel-size 8"),
-         ("--tensor-model-parallel-size 4", "--num-attention-heads 8")),
-    ],
-    "query_groups_divide_over_tp_ranks": [
-        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 4 --tensor-model-parallel-size 6 --hidden-size 48 --ffn-hidden-size 96", "", Facts(world_size=6),
-         ("--tensor-model-parallel-size 6", "--num-query-groups 4"),
-         ("--tensor-model-parallel-size 2", "--num-query-groups 3")),
-        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 3 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-         ("--num-query-groups 3", "--tensor-model-parallel-size 2"),
-         ("--tensor-model-parallel-size 1", "--num-query-groups 4")),
-    ],
     "heads_divide_over_query_groups": [
         (f"{GQA} --num-query-groups 3", "", None,
          ("--num-attention-heads 4", "--num-query-groups 3"), ("--num-query-groups 2",)),
@@ -52,10 +39,6 @@ CASES = {
         ("--num-attention-heads 6 --kv-channels 2 --ffn-hidden-size 9 --tensor-model-parallel-size 3", "", Facts(world_size=3),
          ("--hidden-size 64", "--tensor-model-parallel-size 3"),
          ("--hidden-size 66", "--tensor-model-parallel-size 1")),
-    ],
-    "ffn_size_divides_over_tp_ranks": [
-        ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-         ("--ffn-hidden-size 101", "--tensor-model-parallel-size 2"), ("--ffn-hidden-size 102",)),
     ],
     "ffn_size_is_positive": [
         ("--hidden-size 16", "", None, ("--hidden-size 16", "width 0"), ("--ffn-hidden-size 64",)),

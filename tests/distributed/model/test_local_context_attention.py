@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
-from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.context_attention import ContextAttention

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
-from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel

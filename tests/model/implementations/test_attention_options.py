@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
-from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup

@@ -15,10 +15,14 @@ from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
-from megatrain.kernels.rotary import RotarySpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec, MtpSpec
+from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, MtpSpec, NormSpec
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
@@ -44,9 +48,9 @@ def _of_latents(query_rank: int | None, **options: Any) -> AttentionSpec:
     )  # fmt: skip
 
 
-def spec_of(attention: AttentionSpec, mlp: MlpSpec, *, position: str = "pre", **norm: object) -> GptSpec:
-    layer = LayerSpec(mixer=attention, mlp=mlp, norm_position=position)  # type: ignore[arg-type]
-    return GptSpec(
+def spec_of(attention: AttentionSpec, mlp: MlpSpec, *, position: str = "pre", **norm: object) -> ModelSpec:
+    layer = LayerSpec(parts=(attention, mlp), norm_position=position)  # type: ignore[arg-type]
+    return ModelSpec(
         hidden_size=16, vocab_size=VOCAB, padded_vocab_size=128, layers=(layer,) * 2, is_tied=True, init_std=0.2,
         output_init_std=0.1, norm=NormSpec(**norm), hidden_dropout=0.1,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -85,7 +89,7 @@ def library() -> Iterator[ModuleType]:
         yield found
 
 
-def built(spec: GptSpec, implementation: str) -> Model:
+def built(spec: ModelSpec, implementation: str) -> Model:
     attention = spec.layers[0].mixer
     assert attention is not None
     is_plain = attention.softcap is None and attention.sink == "none" and not attention.dropout
@@ -108,7 +112,7 @@ def batches() -> list[Batch]:
 
 
 def trained(
-    spec: GptSpec, implementation: str, *, splits_backward: bool = False
+    spec: ModelSpec, implementation: str, *, splits_backward: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses of some micro-batches, and the sums of their gradients by the names of this rank's parameters."""
     grid, model = build_grid(GridShape(), 0), built(spec, implementation)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.model_spec import describe_model
 from megatrain.model.gpt import build_model
-from megatrain.model.specs import gpt_spec
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.planning.model_tree import model_tree
@@ -60,7 +60,7 @@ def test_every_file_is_listed() -> None:
 def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
     config = plan_of(name).config
     assert config.tokenizer.vocab_size is not None
-    spec = gpt_spec(config.model, config.experts, vocab_size=config.tokenizer.vocab_size)
+    spec = describe_model(config.model, config.experts, vocab_size=config.tokenizer.vocab_size)
     model = build_model(
         spec,
         build_grid(GridShape(), 0),

@@ -13,20 +13,9 @@ CASES = {
         ("--experimental-attention-variant gdn --linear-attention-freq [1,0]", "", Facts(world_size=2),
          ("--linear-attention-freq", "2 entries for 4 layers"), ("--linear-attention-freq [1]*3+[0]",)),
     ],
-    "linear_heads_divide": [
+    "linear_heads_share_keys": [
         (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8", "", Facts(world_size=2),
          ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12", "--linear-num-key-heads 4")),
-        (f"{DELTANET} --linear-num-key-heads 3 --linear-num-value-heads 6 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-         ("--linear-num-key-heads 3", "--tensor-model-parallel-size 2"), ("--linear-num-key-heads 6",)),
-        (f"{DELTANET} --linear-num-key-heads 2 --linear-num-value-heads 6 --tensor-model-parallel-size 4", "", Facts(world_size=4),
-         ("--linear-num-key-heads 2", "--tensor-model-parallel-size 4"),
-         ("--tensor-model-parallel-size 2", "--linear-num-key-heads 4 --linear-num-value-heads 8")),
-    ],
-    "linear_attention_reads_whole_samples": [
-        (f"{DELTANET} --context-parallel-size 2", "", Facts(world_size=2),
-         ("gated_delta_net", "--context-parallel-size 2"), ("--sequence-parallel",)),
-        (f"{DELTANET} --reset-attention-mask", "", Facts(world_size=2),
-         ("gated_delta_net", "--reset-attention-mask"), ("--reset-attention-mask",)),
     ],
 }  # fmt: skip
 
@@ -43,8 +32,8 @@ def test_every_rule_has_a_case():
 
 
 def test_every_other_layer_keeps_attention(plan_of):
-    layers = plan_of(DELTANET).derived.layer_table.layers
-    assert [(layer.num_heads > 0, layer.linear is not None) for layer in layers] == [
+    layers = plan_of(DELTANET).derived.model_spec.layers
+    assert [(layer.attention is not None, layer.linear_attention is not None) for layer in layers] == [
         (False, True),
         (True, False),
     ] * 2
@@ -56,6 +45,6 @@ def test_flops_of_a_layer_follow_the_formula_of_megatron_lm(plan_of):
     plan = plan_of(f"--experimental-attention-variant gated_delta_net {shape} {heads} --ffn-hidden-size 96")
     qk, v = 2 * 8, 4 * 6
     linear = 64 * (2 * qk + 2 * v + 2 * 4) + 3 * (2 * qk + v) + 4 * 6**2 * 4 + 64 * v
-    matrices = 3 if plan.derived.layer_table.layers[0].is_gated else 2
+    matrices = 3 if plan.derived.model_spec.layers[0].dense.is_gated else 2
     rest = matrices * 64 * 96 + 64 * plan.config.model.padded_vocab_size
     assert plan.derived.flops_per_iteration == 6 * plan.derived.tokens_per_iteration * (linear + rest)

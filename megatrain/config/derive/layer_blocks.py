@@ -1,4 +1,4 @@
-"""Sizes of each layer: the same for all, or from a JSON file.
+"""Layers with individual sizes, from a JSON file.
 
     {"block_configs": [{"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 512}},
                        {"attention": {"no_op": true},         "mlp": {"ffn_mult": 2.625}}, ...]}
@@ -10,17 +10,10 @@ The format is that of Megatron-LM's --heterogeneous-layers-config-path, from the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from megatrain.config.derive.patterns import PatternError, parse_expert_pattern, parse_layer_pattern
-from megatrain.config.model_spec.delta_rule import LinearSizes
-from megatrain.config.model_spec.experts import ExpertSizes
-from megatrain.config.model_spec.latent_attention import LatentSizes
-from megatrain.config.model_spec.layer import LayerSizes, LayerTable
-from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 
 
@@ -35,87 +28,19 @@ _KEYS: Final = {
 }
 
 
-def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
-    """Return the layer sizes of a resolved model. Raises LayersError."""
-    dense = _dense_layers(model)
-    if experts.num_experts is None:
-        return LayerTable(dense, model.mtp_num_layers or 0)
-    if experts.moe_ffn_hidden_size is None:
-        raise LayersError("--moe-ffn-hidden-size is none")
-    sizes = ExpertSizes(
-        num_experts=experts.num_experts,
-        top_k=experts.moe_router_topk,
-        ffn_hidden_size=experts.moe_ffn_hidden_size,
-        shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size or 0,
-        latent_size=experts.moe_latent_size or 0,
-    )
-    try:
-        has_experts = parse_expert_pattern(experts.moe_layer_freq, model.num_layers)
-    except PatternError as error:
-        raise LayersError(f"--moe-layer-freq {error}") from error
-    return LayerTable(
-        tuple(
-            dataclasses.replace(layer, ffn_hidden_size=0, experts=sizes) if has and layer.has_mlp else layer
-            for layer, has in zip(dense, has_experts, strict=True)
-        ),
-        model.mtp_num_layers or 0,
-    )
+class LayerBlock(NamedTuple):
+    """Sizes of a layer."""
+
+    num_query_groups: int
+    """0: no attention."""
+    ffn_hidden_size: int
+    """0: no MLP."""
 
 
-def latent_sizes(model: ModelConfig) -> LatentSizes | None:
-    """Return the sizes of multi-latent attention; None: the model does not have it."""
-    if not model.multi_latent_attention:
-        return None
-    return LatentSizes(
-        query_rank=model.q_lora_rank,
-        kv_rank=model.kv_lora_rank,
-        plain_channels=model.qk_head_dim,
-        rotary_channels=model.qk_pos_emb_head_dim,
-        value_channels=model.v_head_dim,
-    )
-
-
-def linear_sizes(model: ModelConfig) -> LinearSizes:
-    """Return the sizes of the layers with linear attention."""
-    return LinearSizes(
-        num_key_heads=model.linear_num_key_heads,
-        num_value_heads=model.linear_num_value_heads,
-        key_head_channels=model.linear_key_head_dim,
-        value_head_channels=model.linear_value_head_dim,
-        convolution_taps=model.linear_conv_kernel_dim,
-    )
-
-
-def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
-    """Return the layers before experts replace their MLPs."""
-    layers = _softmax_layers(model)
-    if model.experimental_attention_variant is None:
-        return layers
-    try:
-        is_linear = parse_layer_pattern(model.linear_attention_freq, model.num_layers, one_means=True)
-    except PatternError as error:
-        raise LayersError(f"--linear-attention-freq {error}") from error
-    linear = linear_sizes(model)
-    return tuple(
-        LayerSizes(linear=linear, ffn_hidden_size=layer.ffn_hidden_size, is_gated=layer.is_gated)
-        if is_own and layer.num_heads
-        else layer
-        for layer, is_own in zip(layers, is_linear, strict=True)
-    )
-
-
-def _softmax_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
-    """Return the layers with attention by softmax in all of them, as sizes of a JSON file or flags have it."""
-    text, latent = model.heterogeneous_layers_config_encoded_json, latent_sizes(model)
-    default = LayerSizes(
-        num_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        head_channels=model.kv_channels if latent is None else latent.head_channels,
-        latent=latent,
-        has_output_gate=model.attention_output_gate,
-        ffn_hidden_size=model.ffn_hidden_size,
-        is_gated=model.swiglu or model.geglu or model.quick_geglu,
-    )
+def layer_blocks(model: ModelConfig) -> tuple[LayerBlock, ...]:
+    """Return the sizes of all layers: those of the JSON, or of the flags. Raises LayersError."""
+    default = LayerBlock(model.num_query_groups, model.ffn_hidden_size)
+    text = model.heterogeneous_layers_config_encoded_json
     if text is None:
         return (default,) * model.num_layers
     blocks = _blocks(text)
@@ -144,37 +69,31 @@ def _blocks(text: str) -> list[Any]:
     return list(found["block_configs"])
 
 
-def _layer(block: Any, place: str, default: LayerSizes, model: ModelConfig) -> LayerSizes:
+def _layer(block: Any, place: str, default: LayerBlock, model: ModelConfig) -> LayerBlock:
     if not isinstance(block, dict):
         raise LayersError(f"{place} is not an object")
     _refuse_others(block, [name for names in _PARTS.values() for name in names], place)
-    groups = _query_groups(block, place, default)
-    width = _mlp_width(block, place, model.hidden_size, default)
-    return LayerSizes(
-        num_heads=default.num_heads if groups else 0,
-        num_query_groups=groups,
-        head_channels=default.head_channels if groups else 0,
-        has_output_gate=default.has_output_gate and groups > 0,
-        ffn_hidden_size=width,
-        is_gated=default.is_gated and width > 0,
+    return LayerBlock(
+        _query_groups(block, place, default, model.num_attention_heads),
+        _mlp_width(block, place, default, model.hidden_size),
     )
 
 
-def _query_groups(block: Mapping[str, Any], place: str, default: LayerSizes) -> int:
+def _query_groups(block: Mapping[str, Any], place: str, default: LayerBlock, num_heads: int) -> int:
     """Return the query groups of the attention part of a block; 0: no attention."""
     attention, where = _part(block, "attention", place)
     groups = _whole(attention, "num_query_groups", where)
     heads_in_group = _whole(attention, "n_heads_in_group", where)
     if groups is None and heads_in_group is not None:
-        if default.num_heads % heads_in_group:
+        if num_heads % heads_in_group:
             raise LayersError(
-                f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {default.num_heads}"
+                f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {num_heads}"
             )
-        groups = default.num_heads // heads_in_group
+        groups = num_heads // heads_in_group
     return (groups or default.num_query_groups) if _is_there(attention, where, groups) else 0
 
 
-def _mlp_width(block: Mapping[str, Any], place: str, hidden_size: int, default: LayerSizes) -> int:
+def _mlp_width(block: Mapping[str, Any], place: str, default: LayerBlock, hidden_size: int) -> int:
     """Return the width of the MLP part of a block; 0: no MLP."""
     mlp, where = _part(block, "mlp", place)
     width, times = _whole(mlp, "ffn_hidden_size", where), mlp.get("ffn_mult")

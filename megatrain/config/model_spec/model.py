@@ -1,0 +1,176 @@
+"""A whole model as data: its layers, what feeds them, and its head.
+
+FLOPs, each a multiply and an add, forward and twice in backward (times 6):
+
+    per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels, twice with an output gate
+                           q*h         attention output           k = groups * channels
+                           m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
+                           m*l*f + 2hl routed experts with latents of l channels, and their projections
+                           `Part.other_weights` of convolutions and states
+    per token              h*v         the output layer           v = padded vocabulary
+    and depth of multi-token prediction: one layer more, the output layer once more, 2h*h for the projection, 3h
+    per pair of tokens     q           scores and their use: the causal half of two products
+
+    with MLA               cq*(h + n*d + 1) + ck*(h + n*(dp + dv) + 1) + h*(dr + n*dv), and n*(d + dv)/2 per pair; ranks
+                           cq and ck, heads n, channels dp plain, dr rotary, d = dp + dr, values dv; 1 for the norms
+
+Recomputation, norms, softmax and embedding are not counted. Source: Megatron-LM, training/training.py; its numbers
+are in tests/golden. It treats --quick-geglu as not gated, and counts windows as whole sequences; only the latter is
+done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.norm import NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSpec:
+    """Multi-token prediction: layers like the last one of the model; each predicts one token further ahead."""
+
+    num_layers: int
+    loss_factor: float
+    """Factor of the mean of their losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A whole model, the same on all ranks, before each builds its part."""
+
+    hidden_size: int
+    vocab_size: int
+    """Vocabulary size of the tokenizer."""
+    padded_vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    is_tied: bool
+    """The head uses the embedding's weight."""
+    init_std: float
+    output_init_std: float
+    """Standard deviation for layers whose output is added to the residual stream."""
+    embedding_init_std: float | None = None
+    """Standard deviation for the embedding; None: `init_std`."""
+    head_init_std: float | None = None
+    """Standard deviation for an untied output weight; None: `init_std`."""
+    norm: NormSpec = field(default_factory=NormSpec)
+    num_positions: int | None = None
+    """Rows of the learned position embedding; None: none."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embedding's output, rounded to the weights' dtype first, as in Gemma."""
+    width_multiplier: float = 1.0
+    """Second factor of the embedding's output, not rounded (muP)."""
+    hidden_dropout: float = 0.0
+    """Dropout probability of the outputs of the branches and the embedding."""
+    is_residual_fp32: bool = False
+    """The residual stream is in the accumulation dtype, not in that of the weights."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_softcap: float | None = None
+    """Limit of the logits: cap * tanh(logit / cap); None: no limit."""
+    z_loss_coeff: float = 0.0
+    """Coefficient of the squared log-sum-exp of each token's logits, which is added to its loss."""
+    mtp: MtpSpec | None = None
+    """Multi-token prediction; None: none."""
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers of multi-token prediction. Their numbers follow those of the other layers."""
+        return 0 if self.mtp is None else self.mtp.num_layers
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers by number, with those of multi-token prediction."""
+        return self.layers + self.mtp_layers
+
+    @property
+    def mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of multi-token prediction."""
+        return self.layers[-1:] * self.num_mtp_layers
+
+    def layer_name(self, number: int) -> str:
+        """Return the prefix of the canonical names of a layer."""
+        depth = number - len(self.layers)
+        return f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
+
+    @property
+    def routers(self) -> dict[int, RouterSpec]:
+        """Return the routers by layer number."""
+        return {
+            number: layer.experts.router
+            for number, layer in enumerate(self.all_layers)
+            if layer.experts is not None
+        }
+
+    @property
+    def routers_by_name(self) -> dict[str, RouterSpec]:
+        """Return the same routers, in the same order, by the prefix of their canonical names."""
+        return {f"{self.layer_name(number)}.mlp.router": router for number, router in self.routers.items()}
+
+    def training_flops(self, *, num_tokens: int, sum_of_squared_lengths: int) -> int:
+        """Return the FLOPs of forward and backward over documents of these lengths."""
+        h, layers, depths = self.hidden_size, self.all_layers, self.num_mtp_layers
+        weights = h * self.padded_vocab_size * (1 + depths) + sum(layer.active_weights(h) for layer in layers)
+        weights += depths * self._projection_weights
+        channels = sum(layer.pair_channels for layer in layers)
+        return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
+
+    def flops_per_token(self, length: int) -> tuple[list[int], int]:
+        """Return the FLOPs per token of each layer and of the head, forward and backward, for samples of this length without documents.
+
+        Multi-token prediction counts as part of the head.
+        """
+        h = self.hidden_size
+        *layers, mtp = (
+            6 * layer.active_weights(h) + 3 * length * layer.pair_channels
+            for layer in (*self.layers, self.layers[-1])
+        )
+        head = 6 * h * self.padded_vocab_size
+        return layers, head + self.num_mtp_layers * (mtp + 6 * self._projection_weights + head)
+
+    @property
+    def _projection_weights(self) -> int:
+        """Weights of the projection and the norms that a depth of multi-token prediction adds to a layer."""
+        return 2 * self.hidden_size**2 + 3 * self.hidden_size
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        groups = [layer.attention.num_query_groups for layer in self.layers if layer.attention is not None]
+        widths = [layer.dense.ffn_hidden_size for layer in self.layers if layer.dense is not None]
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
+        linear = sum(layer.linear_attention is not None for layer in self.layers)
+        own = [part for layer in self.layers for part in layer.parts if part.module is not None]
+        parts = [
+            f"{count} layers",
+            f"query groups {_span(groups)}" if groups else "",
+            f"ffn {_span(widths)}" if widths else "",
+            _describe_experts(experts, count),
+            f"{linear} with linear attention" if linear else "",
+            *(f"{own.count(one)} with {type(one).__name__}" for one in dict.fromkeys(own)),
+            _missing(sum(layer.mixer is None for layer in self.layers), "attention"),
+            _missing(sum(layer.mlp is None for layer in self.layers), "MLP"),
+            f"{self.num_mtp_layers} more for multi-token prediction" if self.num_mtp_layers else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def _describe_experts(experts: Sequence[ExpertsSpec], num_layers: int) -> str:
+    if not experts:
+        return ""
+    one = experts[0]
+    shared = f" and {one.shared_ffn_hidden_size} shared" if one.shared is not None else ""
+    latent = f" on {one.latent_size} latent channels" if one.latent_size else ""
+    where = "" if len(experts) == num_layers else f" in {len(experts)} layers"
+    return f"{one.num_experts} experts of {one.ffn_hidden_size}{latent}{shared}, {one.top_k} a token{where}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _missing(count: int, name: str) -> str:
+    return f"{count} without {name}" if count else ""

@@ -1,0 +1,48 @@
+"""The module of each part of a layer: the table `class of the part -> builder of its module`.
+
+A module is the branch of its part in the residual stream. `forward(residual, delta, info)`, with `delta` the output of the branch
+before that is not yet added, or None, returns the stream with it, and the output of this branch, all [s/tp, b, h].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.part import Part
+from megatrain.model.build_experts import expert_branch
+from megatrain.model.latent_attention import LatentAttention
+from megatrain.model.layer import Attention, Mlp
+from megatrain.model.layer_context import LayerContext
+from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.recompute import RecomputedModule
+
+
+def build_part(part: Part, context: LayerContext) -> nn.Module:
+    """Build the module of a part: its own, or that of the table."""
+    build = type(part).module or MODULES[type(part)]
+    module: nn.Module = build(part, context)
+    return module
+
+
+def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
+    return Attention(spec, context) if spec.latent is None else LatentAttention(spec, context)
+
+
+def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
+    mlp = Mlp(spec, context)
+    return RecomputedModule(mlp) if context.recompute.has_part("mlp") else mlp
+
+
+MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = {
+    AttentionSpec: _attention,
+    LinearAttentionSpec: LinearAttention,
+    MlpSpec: _mlp,
+    ExpertsSpec: expert_branch,
+}
