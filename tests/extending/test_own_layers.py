@@ -1,0 +1,123 @@
+"""--spec with parts of the user's own: the short convolution of docs/extending.md, and an MLP whose use each token decides."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from user_files import losses, train, write_example
+
+from megatrain.config import ConfigError, Facts, parse, resolve
+from megatrain.tools.parity.compare import judge
+from megatrain.tools.parity.measure import Job, measure, plan_of
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.launch.custom_layers import add_custom_layers
+
+DEPTHS = f"{Path(__file__).parent / 'mixture_of_depths.py'}:with_depths"
+LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorkerPool(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def convolutions(tmp_path_factory):
+    return f"{write_example(tmp_path_factory.mktemp('example'), 'my_layers.py')}:with_convolutions"
+
+
+@pytest.mark.parametrize("which", ["convolutions", "depths"])
+def test_split_over_ranks_equals_one_process(pool, convolutions, which):
+    """Losses, gradient norms, every gradient and every weight, in fp64."""
+    spec = (convolutions if which == "convolutions" else DEPTHS,)
+    alone = pool.run(1, measure, Job(Layout.of(""), spec=spec))[0]
+    own = {"convolutions": "short_convolution.kernel", "depths": "mlp.depth_router"}[which]
+    assert any(own in part.name and part.values.any() for part in alone.gradients)
+    for words in LAYOUTS:
+        job = Job(Layout.of(words), spec=spec)
+        if which == "convolutions" and words == "cp2":
+            with pytest.raises(ConfigError, match=r"ShortConvolution .* --context-parallel-size 2"):
+                plan_of(job, 2)
+            continue
+        found = judge(alone, pool.run(2, measure, job))
+        assert found.is_good, (words, found.names, found.numbers)
+
+
+def test_a_checkpoint_is_resharded_and_generates_no_text(tmp_path, convolutions):
+    flags = f"--mock-data --spec {convolutions} --save {{0}} --load {{0}} --params-dtype float64"
+    whole = losses(tmp_path / "whole", flags.format(tmp_path / "whole"))
+    resumed = flags.format(tmp_path / "split")
+    train(tmp_path / "split", f"{resumed} --exit-interval 3", exit_code=75)
+    rest = losses(tmp_path / "split", f"{resumed} --tensor-model-parallel-size 2 --sequence-parallel", 2)
+    assert rest == pytest.approx({key: whole[key] for key in rest}, rel=1e-10)
+    assert "train 6" in rest
+    command = [sys.executable, "-m", "megatrain.tools.main", "generate", "--load", str(tmp_path / "split")]
+    told = subprocess.run(
+        [*command, "--spec", convolutions, "--prompt", "1 2"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 2
+    assert "layers with ShortConvolution generate no text" in told.stderr
+
+
+def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):
+    text = train(tmp_path / "run", f"--mock-data --spec {convolutions} --dry-run")
+    model, width = 32, 4 * 32
+    attention, convolution = 4 * model**2 + 4 * model, 4 * model**2 + 3 * model
+    mlp, norms = 2 * model * width + width + model, 2 * (2 * 2 * model) * 2 + 2 * model
+    assert f"short_convolution {2 * convolution:,}" in text
+    assert f"attention {2 * attention:,}" in text
+    (total,) = re.findall(r"model: ([\d,]+) parameters", text)
+    assert int(total.replace(",", "")) == 2 * attention + 2 * convolution + 4 * mlp + norms + 101 * model
+    assert "2 with ShortConvolution" in text
+
+
+PART = """
+from dataclasses import dataclass
+from typing import ClassVar
+from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.linear import Linear, Piece
+
+@dataclass(frozen=True)
+class Mine(Part):
+    name: ClassVar[str] = "mine"
+    role: ClassVar[str] = "mixer"
+    module: ClassVar[object] = object
+    def linears(self, hidden_size):
+        yield Linear(part="mine", pieces=(Piece("a", 6),), inputs=hidden_size, split="outputs")
+        yield Linear(part="mine", pieces=(Piece("b", hidden_size),), inputs=7, split="inputs")
+
+class Other: pass
+def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("Mine()) for", "Other()) for", r"AttributeError: 'Other' object has no attribute 'role'"),
+        ("class Mine(Part)", "class Mine", "Mine is no part of a layer: derive it from .*Part"),
+        ("@dataclass(frozen=True)", "", "Mine must be a frozen dataclass"),
+        ('str] = "mixer"', 'str] = "both"', "Mine must be a frozen dataclass with .* `role`"),
+        ("module: ClassVar[object] = object", "", "Mine has no class attribute `module`"),
+        ('part="mine", pieces=(Piece("a"', 'part="other", pieces=(Piece("a"', "a Linear of part other, not mine"),
+        ("yield Linear", "return 1 / 0; yield Linear", r"Mine: ZeroDivisionError: .*layers.py:13"),
+        ('"mine"\n', '"mlp"\n', "two parts have the name mlp"),
+        ('Piece("a", 6)', 'Piece("a", 9)', r"an? .*of width 9, not divisible by --tensor-model-parallel-size 2"),
+        ("inputs=7", "inputs=9", "mine.b has 9 inputs, not divisible by --tensor-model-parallel-size 2"),
+    ],
+)  # fmt: skip
+def test_a_part_that_cannot_be_used_is_named(tmp_path, old, new, words):
+    path = tmp_path / "layers.py"
+    assert old in PART
+    path.write_text(PART.replace(old, new, 1))
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1"
+        " --lr 1e-3 --mock-data --device cpu --tensor-model-parallel-size 2"
+    )
+    request = parse(f"{flags} --spec {path}:f".split())
+    with pytest.raises(ConfigError, match=rf"--spec[\s\S]*{words}"):
+        resolve(request, add_custom_layers(request, Facts(vocab_size=101, eod_id=100, world_size=2)))
