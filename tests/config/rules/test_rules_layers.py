@@ -44,7 +44,7 @@ CASES = {
          ("--tensor-model-parallel-size 1", "66")),
         (f"{LAYERS} {layers('4', '96', '3')} {THREE}", "", Facts(world_size=3),
          ("--heterogeneous-layers-config-encoded-json", "--tensor-model-parallel-size 3", "layer 0", "4 query groups"),
-         ("--tensor-model-parallel-size 2", "divisor of 3")),
+         ("--tensor-model-parallel-size 1", "divisor of 3")),
         ("--num-attention-heads 4 --tensor-model-parallel-size 8", "", Facts(world_size=8),
          ("--num-attention-heads 4", "--tensor-model-parallel-size 8"),
          ("--tensor-model-parallel-size 4", "--num-attention-heads 8")),
