@@ -129,8 +129,8 @@ def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -
     fn, clamp = activation.fn, activation.clamp
     if not activation.is_gated:
         xw = x.to(accumulation_dtype(x.dtype))
-        slope: Tensor = fn.derivative(xw)
-        return (dy.to(xw.dtype) * slope).to(x.dtype)
+        derivative: Tensor = fn.derivative(xw)
+        return (dy.to(xw.dtype) * derivative).to(x.dtype)
     a, b = _clamped(x, activation)
     dyw = dy.to(a.dtype)
     if _is_plain_swiglu(activation):  # the most common case on CPUs, with torch's own kernels

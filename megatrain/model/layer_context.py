@@ -1,4 +1,4 @@
-"""What the module of a part is built from: the model and the layer as data, this rank's parallelism, the leaves.
+"""Arguments of the module of a part: the model and the layer as data, this rank's parallelism, the leaves.
 
     Linear (config/model_spec) ──> names, boxes and initial values of its weights ──> a leaf: norm + column-parallel, row-parallel
 
@@ -70,7 +70,7 @@ class LayerRanks:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the modules of layer `number` are built from."""
+    """Arguments of the modules of layer `number`."""
 
     model: ModelSpec
     number: int

@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """What ranks divide: heads or rows."""
+        """Number of heads, or of rows without heads, which ranks divide."""
         return self.heads or self.size
 
     def divides_over(self, num_ranks: int) -> bool:
