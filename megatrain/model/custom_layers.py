@@ -10,24 +10,18 @@ compared before the file is run.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
 import itertools
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
+from megatrain.config.derive.custom_layers import CustomLayers, layer_function
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.experts import ExpertSizes
 from megatrain.config.model_spec.layer import LayerSizes
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.user_function import UserFunction
 from megatrain.kernels.activations import ActivationFunction
 from megatrain.model.specs import (
     AttentionSpec,
@@ -37,8 +31,6 @@ from megatrain.model.specs import (
     LinearAttentionSpec,
     MlpSpec,
 )
-
-_NAMES: Final = "give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)"
 
 
 def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
@@ -50,20 +42,15 @@ def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
     function = layer_function(model.spec)
     if function is None:
         return spec
-    digest = digest_of(function)
-    if digest != model.spec_digest:
-        raise ConfigError(
-            f"--spec {function}: this rank's file has digest {digest}, the plan has {model.spec_digest}",
-            fix="let all ranks read the same file, and do not change it during the start",
-        )
+    function.require_digest(model.spec_digest)
     return dataclasses.replace(spec, layers=load_layers(function, model, spec.layers))
 
 
 def describe_custom_layers(
-    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
+    function: UserFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
 ) -> CustomLayers:
     """Describe the custom layers for a plan. Raises ConfigError."""
-    digest, layers = digest_of(function), load_layers(function, model, default)
+    digest, layers = function.digest(), load_layers(function, model, default)
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     has_either = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return CustomLayers(
@@ -76,82 +63,20 @@ def describe_custom_layers(
     )
 
 
-def digest_of(function: LayerFunction) -> str:
-    """Return the digest of the file with the function, which is not run. Raises ConfigError."""
-    try:
-        return hashlib.sha256(_file_of(function.module).read_bytes()).hexdigest()[:16]
-    except (OSError, ImportError) as error:
-        raise ConfigError(
-            f"--spec {function}: {function.module} cannot be imported: {type(error).__name__}: {error}",
-            fix=_NAMES,
-        ) from error
-
-
 def load_layers(
-    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
+    function: UserFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
 ) -> tuple[LayerSpec, ...]:
     """Load and call the function, and check its result. Raises ConfigError."""
-    module = _module(function)
-    found = getattr(module, function.function, None)
-    if not callable(found):
-        raise ConfigError(
-            f"--spec {function}: {function.module} has no function {function.function}",
-            fix="name a function of that module",
-        )
+    found = function.load()
     try:
         layers = found(model, default)
     except Exception as error:
-        raise ConfigError(
-            f"--spec {function}: {_where(error)}", fix="correct the function at that line"
-        ) from error
+        raise function.failure(error) from error
     _check(function, layers, len(default))
     return tuple(layers)
 
 
-def _file_of(module: str) -> Path:
-    """Return the file of a module. Neither it nor a package that it is in is imported."""
-    if module.endswith(".py"):
-        return Path(module)
-    name, folders, file = "", None, None
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        found = (finder.find_spec(name, folders) for finder in sys.meta_path)
-        spec = next((one for one in found if one is not None), None)
-        if spec is None:
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        folders, file = spec.submodule_search_locations, spec.origin
-    if file is None:
-        raise ImportError(f"{module} has no file")
-    return Path(file)
-
-
-def _module(function: LayerFunction) -> ModuleType:
-    try:
-        if not function.module.endswith(".py"):
-            return importlib.import_module(function.module)
-        path = Path(function.module)
-        name = f"layers_of_{path.stem}"
-        found = importlib.util.spec_from_file_location(name, path)
-        assert found is not None, "files that end in .py have a loader"
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        sys.modules[name] = module
-        found.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"--spec {function}: {function.module} cannot be imported: {_where(error)}",
-            fix=_NAMES,
-        ) from error
-    return module
-
-
-def _where(error: Exception) -> str:
-    """Return the error with the file and line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-
-
-def _check(function: LayerFunction, layers: Any, count: int) -> None:
+def _check(function: UserFunction, layers: Any, count: int) -> None:
     is_sequence = isinstance(layers, Sequence) and all(isinstance(layer, LayerSpec) for layer in layers)
     if not is_sequence or len(layers) != count:
         returned = (

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatrain.config import ConfigError, Facts, Origin, Plan, Problem, Request, StoredRun, resolve
-from megatrain.config.derive.custom_layers import LayerFunction, layer_function
+from megatrain.config import ConfigError, Facts, Origin, Plan, Problem, Request, resolve
+from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.schema.values import AUTO
-from megatrain.model.custom_layers import describe_custom_layers, digest_of
+from megatrain.model.custom_layers import describe_custom_layers
 from megatrain.model.specs import gpt_spec
+from megatrain.training.launch.user_files import compare_digest
 
 
 def add_custom_layers(request: Request, facts: Facts) -> Facts:
@@ -25,7 +26,7 @@ def add_custom_layers(request: Request, facts: Facts) -> Facts:
     if function is None:
         return facts
     try:
-        _compare_digest(function, request, facts.checkpoint)
+        compare_digest(function, "model.spec_digest", request, facts.checkpoint)
         plan = _plain_plan(request, facts)
         default_layers = gpt_spec(
             plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size
@@ -35,24 +36,6 @@ def add_custom_layers(request: Request, facts: Facts) -> Facts:
         )
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))
-
-
-def _compare_digest(function: LayerFunction, request: Request, stored: StoredRun | None) -> None:
-    """Compare the digest of the file with --spec-digest or, on a resume, with that of the checkpoint. Raises ConfigError."""
-    given, digest = request.known("model.spec_digest"), digest_of(function)
-    if given is not None and given != digest:
-        raise ConfigError(
-            f"--spec {function}: the file has changed, its digest is {digest} and --spec-digest (from the saved"
-            f" configuration) is {given}",
-            fix="use the file of that run, or remove --spec-digest",
-        )
-    is_resumed = stored is not None and not stored.is_start
-    of_checkpoint = stored.config.get("model", {}).get("spec_digest") if stored and is_resumed else None
-    if given is None and of_checkpoint not in (None, digest):
-        raise ConfigError(
-            f"--spec {function}: the file has changed, its digest is {digest}, and that of the checkpoint is {of_checkpoint}",
-            fix=f"use the file of that run, or add --spec-digest {digest} to run the changed file",
-        )
 
 
 def _plain_plan(request: Request, facts: Facts) -> Plan:
