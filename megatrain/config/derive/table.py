@@ -88,6 +88,7 @@ from megatrain.config.derive.training_length import (
     train_samples,
 )
 from megatrain.config.derive.transformer_engine import transformer_impl
+from megatrain.config.derive.user_functions import USER_FUNCTIONS, digest_of
 from megatrain.config.plan import DerivedValue, Draft
 
 DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
@@ -102,6 +103,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("model.num_query_groups", num_query_groups),
     ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
     ("model.spec_digest", spec_digest),
+    *((f"{setting}_digest", digest_of(setting)) for setting in USER_FUNCTIONS),
     ("derived.layer_table", sizes_of_layers),
     ("derived.kv_copies", kv_copies),
     ("derived.activation", activation),

@@ -122,6 +122,13 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     if stored is None or draft.config.training.only_evaluates:
         return
     fix = f"use the data of the stored run, or {_NEW_RUN}"
+    before_from, now_from = stored.config.get("data", {}).get("dataset"), draft.config.data.dataset
+    if not stored.is_start and (before_from is None) != (now_from is None):
+        yield Problem(
+            "--dataset cannot be added or removed on resume, since the order of samples depends on it: the checkpoint"
+            f" has {before_from or 'none'}, this run {now_from or 'none'}",
+            fix,
+        )
     before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
     if not before or not now or stored.train_start != draft.derived.train_start:
         return  # without data, or at the start of a phase of --phase-transition-iterations

@@ -5,9 +5,32 @@ A run that resumes expects the digest in its checkpoint, unless the setting of t
 
 from __future__ import annotations
 
-from megatrain.config import ConfigError, Request, StoredRun
+import dataclasses
+
+from megatrain.config import ConfigError, Facts, Problem, Request, StoredRun
+from megatrain.config.derive.user_functions import USER_FUNCTIONS
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.user_function import UserFunction
+
+
+def add_user_functions(request: Request, facts: Facts) -> Facts:
+    """Add the digests of the user's files to the facts, and the problems of files that cannot be run."""
+    digests: dict[str, str] = {}
+    problems: list[Problem] = []
+    for setting in USER_FUNCTIONS:
+        function = UserFunction.parse(request.known(setting) or "", flag_of(setting))
+        if function is None:
+            continue
+        try:
+            # A change of callbacks does not change what is trained: it is a note.
+            stored = None if setting == "logging.callbacks" else facts.checkpoint
+            compare_digest(function, f"{setting}_digest", request, stored)
+            function.load()
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            digests[setting] = function.digest()
+    return dataclasses.replace(facts, digests=digests, data_problems=(*facts.data_problems, *problems))
 
 
 def compare_digest(function: UserFunction, setting: str, request: Request, stored: StoredRun | None) -> None:
