@@ -26,6 +26,7 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.kernels.activations import ActivationFunction
 from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
+from megatrain.model.user_loss import UserLoss
 
 NormPosition = Literal["pre", "post", "both"]
 
@@ -245,6 +246,8 @@ class GptSpec:
     """Limit of the logits: cap * tanh(logit / cap); None: no limit."""
     z_loss_coeff: float = 0.0
     """Coefficient of the squared log-sum-exp of each token's logits, which is added to its loss."""
+    user_loss: UserLoss | None = None
+    """Loss that is trained in place of the cross-entropy (--loss); None: the cross-entropy."""
     mtp: MtpSpec | None = None
     """Multi-token prediction; None: none."""
 

@@ -16,8 +16,8 @@ import torch
 
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.data_plans import train_end
-from megatrain.config.derive.user_functions import user_function
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad

@@ -16,12 +16,14 @@ from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
+from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model.build_experts import ExpertCommunication
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
+from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.optim.muon import Muon, MuonRule
@@ -46,15 +48,16 @@ from megatrain.parallel.pipeline.segments import SegmentHooks
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
+    spec = gpt_spec(
+        config.model,
+        config.experts,
+        vocab_size=plan.derived.vocab_size,
+        qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
+    )
     return build_model(
-        apply_custom_layers(
-            gpt_spec(
-                config.model,
-                config.experts,
-                vocab_size=plan.derived.vocab_size,
-                qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
-            ),
-            config.model,
+        dataclasses.replace(
+            apply_custom_layers(spec, config.model),
+            user_loss=_user_loss(plan) if device.type != "meta" else None,
         ),
         grid,
         seq_length=config.data.seq_length,
@@ -74,6 +77,14 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         fp8=_fp8_recipes(plan, grid, device),
         communication=_expert_communication(plan),
     )
+
+
+def _user_loss(plan: Plan) -> UserLoss | None:
+    function = user_function(plan.config, "training.loss")
+    if function is None:
+        return None
+    function.require_digest(plan.config.training.loss_digest)
+    return UserLoss(function, plan.derived.vocab_size)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:

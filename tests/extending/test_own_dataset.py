@@ -20,7 +20,7 @@ def test_layouts_and_restarts_read_the_same_samples(tmp_path: Path) -> None:
     assert split == pytest.approx({name: loss for name, loss in alone.items() if int(name[-1]) > 4}, rel=1e-5)
     file.write_text(f"{file.read_text()}# changed\n")
     assert "has changed" in train(tmp_path / "changed", again, exit_code=2)
-    assert "--dataset cannot be added or removed on resume" in train(
+    assert "--dataset cannot change on resume, since the order of samples" in train(
         tmp_path / "removed", f"--mock-data --load {save}", exit_code=2
     )
 

@@ -24,6 +24,7 @@ from megatrain.config.derive.data_plans import (
 from megatrain.config.derive.fp8 import fp8_layers, fp8_modules, te_precision_config_digest
 from megatrain.config.derive.model import (
     activation,
+    digest_of,
     eod_id,
     ffn_hidden_size,
     flops_per_iteration,
@@ -88,8 +89,8 @@ from megatrain.config.derive.training_length import (
     train_samples,
 )
 from megatrain.config.derive.transformer_engine import transformer_impl
-from megatrain.config.derive.user_functions import USER_FUNCTIONS, digest_of
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.user_function import USER_FUNCTIONS
 
 DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("training.device", device),

@@ -20,6 +20,7 @@ from megatrain.config.rules.resume_classes import (
     FUNCTION,
     OPTIMIZER_STATE,
     ORDER,
+    SAFE,
     SCHEDULE,
     SHAPE,
     ResumeClass,
@@ -122,13 +123,6 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     if stored is None or draft.config.training.only_evaluates:
         return
     fix = f"use the data of the stored run, or {_NEW_RUN}"
-    before_from, now_from = stored.config.get("data", {}).get("dataset"), draft.config.data.dataset
-    if not stored.is_start and (before_from is None) != (now_from is None):
-        yield Problem(
-            "--dataset cannot be added or removed on resume, since the order of samples depends on it: the checkpoint"
-            f" has {before_from or 'none'}, this run {now_from or 'none'}",
-            fix,
-        )
     before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
     if not before or not now or stored.train_start != draft.derived.train_start:
         return  # without data, or at the start of a phase of --phase-transition-iterations
@@ -325,6 +319,8 @@ def _class_of(draft: Draft, path: str, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
     if path == "model.max_position_embeddings" and is_learned:
         return SHAPE
+    if path == "data.dataset" and None not in (stored, now):
+        return SAFE  # the file may move: its digest is compared
     has_weights = path in ADAPTED and ADAPTED[path](stored, now)
     return FUNCTION if has_weights or _takes_new_tokens(draft, path) else classes_by_path()[path]
 

@@ -62,7 +62,7 @@ ORDER: Final = ResumeClass(
     kind="consent",
     reason="the order of samples depends on it",
     consent="--finetune",
-    settings="data: seq_length split mock_data sft dataloader_type no_data_sharding mid_level_dataset_surplus;"
+    settings="data: seq_length split mock_data dataset sft dataloader_type no_data_sharding mid_level_dataset_surplus;"
     " training: seed",
 )
 OPTIMIZER_STATE: Final = ResumeClass(
@@ -99,7 +99,7 @@ SAFE: Final = ResumeClass(
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
     " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule phase_transition_iterations"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
-    " dataloader_inter_document_masking allow_ambiguous_pad_tokens dataset dataset_digest;"
+    " dataloader_inter_document_masking allow_ambiguous_pad_tokens dataset_digest;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
     " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
     " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm muon_momentum muon_nesterov muon_no_split_qkv"

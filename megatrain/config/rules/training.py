@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from megatrain.config.derive.batch_sizes import batch_rule, batch_sizes
-from megatrain.config.derive.user_functions import USER_FUNCTIONS, user_function
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.fixes import divisors, use
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tree import flag_of
+from megatrain.config.user_function import USER_FUNCTIONS, user_function
 
 Problems = Iterator[Problem]
 
@@ -229,6 +229,16 @@ def functions_are_named(draft: Draft) -> Problems:
             )
 
 
+def losses_are_not_mixed(draft: Draft) -> Problems:
+    config = draft.config
+    if config.training.loss is not None and config.model.z_loss_coeff:
+        yield Problem(
+            f"--z-loss-coeff {config.model.z_loss_coeff} is not supported together with --loss, whose function has the"
+            " cross-entropy only",
+            "remove one of them",
+        )
+
+
 TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     evaluation_has_a_checkpoint,
     training_has_one_length,
@@ -241,4 +251,5 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     bad_step_policies_are_valid,
     reruns_have_rejected_steps,
     functions_are_named,
+    losses_are_not_mixed,
 )

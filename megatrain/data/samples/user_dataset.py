@@ -34,7 +34,7 @@ _KEYS: Final = ("tokens", "labels", "loss_mask", "position_ids", "document_start
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRequest:
-    """What the function is asked for."""
+    """The samples that the function returns."""
 
     split: str
     """train, valid or test."""
@@ -230,7 +230,7 @@ class UserDataset:
             raise self._of_sample(
                 k,
                 f"has document_starts {starts.tolist()[:8]}",
-                "return ascending offsets, the first of which is 0",
+                "return ascending offsets that begin with 0",
             )
         if not self._options.inter_document_masking:
             raise self._of_sample(

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatrain.config import ConfigError, Facts, Problem, Request, StoredRun
-from megatrain.config.derive.user_functions import USER_FUNCTIONS
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.user_function import UserFunction
+from megatrain.config.user_function import USER_FUNCTIONS, UserFunction
 
 
 def add_user_functions(request: Request, facts: Facts) -> Facts:
