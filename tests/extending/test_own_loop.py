@@ -1,6 +1,7 @@
 """examples/train_loop.py: every layout gives the losses of one process, and a loop resumes from a checkpoint of its own."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_the_loop_gives_the_same_losses_under_every_layout(tmp_path: Path) -> No
     del first["validation"]
     rest = losses(tmp_path, 4, f"--context-parallel-size 2 --load {tmp_path / 'save'}")
     assert first | rest == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_page_quotes_the_example() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (quote,) = re.findall(r"```python\n(with joined_ranks.*?)```", page, re.DOTALL)
+    assert textwrap.indent(quote, "    ") in EXAMPLE.read_text()
 
 
 def test_the_example_is_short() -> None:
