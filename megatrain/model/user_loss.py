@@ -27,7 +27,7 @@ class LossInputs:
     tokens: Tensor
     """Input ids."""
     labels: Tensor
-    """Ids to predict; any id where `loss_mask` is 0."""
+    """Ids to predict; 0 where `loss_mask` is 0."""
     loss_mask: Tensor
     """Weight of each label, applied to the function's result; 0: it does not count."""
     position_ids: Tensor
@@ -36,20 +36,25 @@ class LossInputs:
 class UserLoss:
     """The loss that a function computes from the cross-entropy of each token.
 
+    Args:
+        function: it is tried on random values.
+        vocab_size: ids of these values are below it.
+        device: of the values.
+
     Raises:
         ConfigError: the function fails, is random, or a token's loss depends on other tokens.
     """
 
-    def __init__(self, function: UserFunction, vocab_size: int) -> None:
+    def __init__(self, function: UserFunction, vocab_size: int, device: torch.device) -> None:
         self.function, self._call = function, function.load()
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(vocab_size, (3, 32), generator=generator)
+        tokens, labels = torch.randint(vocab_size, (2, 32), generator=generator).to(device)
         trial = LossInputs(
-            cross_entropy=torch.rand(32, dtype=torch.float64, generator=generator) * 8,
-            tokens=ids[0],
-            labels=ids[1],
-            loss_mask=(ids[2] % 4 > 0).float(),
-            position_ids=torch.arange(32),
+            cross_entropy=8 * torch.rand(32, dtype=torch.float64, generator=generator).to(device),
+            tokens=tokens,
+            labels=labels,
+            loss_mask=torch.ones(32, device=device),
+            position_ids=torch.arange(32, device=device),
         )
         whole, again = self._values(trial), self._values(trial)
         first, second = (self._values(_rows(trial, part)) for part in (slice(0, 13), slice(13, 32)))
@@ -67,7 +72,11 @@ class UserLoss:
         data = (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
         tokens, labels, mask, positions = (x.t().flatten()[chunk] for x in data)
         inputs = LossInputs(
-            cross_entropy=cross_entropy, tokens=tokens, labels=labels, loss_mask=mask, position_ids=positions
+            cross_entropy=cross_entropy,
+            tokens=tokens,
+            labels=labels.masked_fill(mask == 0, 0),
+            loss_mask=mask,
+            position_ids=positions,
         )
         losses, slopes = self._values(inputs)
         return losses.masked_fill(mask == 0, 0), slopes.masked_fill(mask == 0, 0)

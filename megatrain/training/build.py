@@ -57,7 +57,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     return build_model(
         dataclasses.replace(
             apply_custom_layers(spec, config.model),
-            user_loss=_user_loss(plan) if device.type != "meta" else None,
+            user_loss=_user_loss(plan, device) if device.type != "meta" else None,
         ),
         grid,
         seq_length=config.data.seq_length,
@@ -79,12 +79,12 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     )
 
 
-def _user_loss(plan: Plan) -> UserLoss | None:
+def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:
     function = user_function(plan.config, "training.loss")
     if function is None:
         return None
     function.require_digest(plan.config.training.loss_digest)
-    return UserLoss(function, plan.derived.vocab_size)
+    return UserLoss(function, plan.derived.vocab_size, device)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from user_files import LAYOUTS, losses, train, write_example
 
 from megatrain.config import ConfigError
@@ -46,7 +47,7 @@ def test_the_logged_loss_is_that_of_the_function(tmp_path: Path, alone: dict[str
 def test_a_loss_that_layouts_would_change_is_refused(tmp_path: Path, body: str, words: str) -> None:
     (tmp_path / "mine.py").write_text(f"import torch\ndef f(inputs): return {body}\n")
     with pytest.raises(ConfigError, match=rf"--loss .*mine.py:f: .*{words}[\s\S]*fix: "):
-        UserLoss(UserFunction(str(tmp_path / "mine.py"), "f", "--loss"), vocab_size=101)
+        UserLoss(UserFunction(str(tmp_path / "mine.py"), "f", "--loss"), 101, torch.device("cpu"))
 
 
 def test_the_plan_reports_an_error_before_the_start(tmp_path: Path) -> None:

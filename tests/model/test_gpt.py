@@ -194,7 +194,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
     spec = dataclasses.replace(
         _spec(is_tied=is_tied),
         z_loss_coeff=0.3 if loss_kind == "z-loss" else 0.0,
-        user_loss=UserLoss(function, VOCAB) if loss_kind == "user's" else None,
+        user_loss=UserLoss(function, VOCAB, CPU) if loss_kind == "user's" else None,
     )
     built, batches = Built(spec), list(_batches(3))
     ignored = batches[1].labels.masked_fill(batches[1].tokens < 30, -100)
