@@ -164,15 +164,15 @@ class _HeadLoss(Function):
             logits = scaling.logits(torch.matmul(x[chunk], weight.t()))
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
-            losses[chunk], slope = token_losses.losses, 1.0
+            losses[chunk], user_derivative = token_losses.losses, 1.0
             if user_loss is not None:
-                losses[chunk], slope = user_loss(token_losses.losses, chunk=chunk)
+                losses[chunk], user_derivative = user_loss(token_losses.losses, chunk=chunk)
             if z_loss_coeff:
                 z_losses[chunk] = token_losses.log_sums.square() * z_loss_coeff
             if dx is None:
                 return
             assert weight_grad is not None
-            scale = token_scale[chunk] * (scaling.scale * slope)
+            scale = token_scale[chunk] * (scaling.scale * user_derivative)
             dlogits = vocab_parallel_logits_gradient(
                 token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
             )

@@ -78,8 +78,8 @@ class UserLoss:
             loss_mask=mask,
             position_ids=positions,
         )
-        losses, slopes = self._values(inputs)
-        return losses.masked_fill(mask == 0, 0), slopes.masked_fill(mask == 0, 0)
+        losses, derivatives = self._values(inputs)
+        return losses.masked_fill(mask == 0, 0), derivatives.masked_fill(mask == 0, 0)
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         x = inputs.cross_entropy.detach().requires_grad_()
@@ -94,8 +94,8 @@ class UserLoss:
                 f"returned {what}, not losses [{len(x)}] that depend on inputs.cross_entropy",
                 "return a tensor with a loss of each token, computed from inputs.cross_entropy",
             )
-        (slopes,) = torch.autograd.grad(losses, x, torch.ones_like(losses))
-        return losses.detach().to(x.dtype), slopes
+        (derivatives,) = torch.autograd.grad(losses, x, torch.ones_like(losses))
+        return losses.detach().to(x.dtype), derivatives
 
     def _error(self, problem: str, fix: str) -> ConfigError:
         return ConfigError(f"{self.function.flag} {self.function}: the function {problem}", fix=fix)
