@@ -164,7 +164,8 @@ class _HeadLoss(Function):
             logits = scaling.logits(torch.matmul(x[chunk], weight.t()))
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
-            losses[chunk], user_derivative = token_losses.losses, 1.0
+            losses[chunk] = token_losses.losses
+            user_derivative: Tensor | float = 1.0
             if user_loss is not None:
                 losses[chunk], user_derivative = user_loss(token_losses.losses, chunk=chunk)
             if z_loss_coeff:
