@@ -57,9 +57,9 @@ CASES = {
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
     ],
     "functions_are_named": [
-        ("--dataset my/prefix", "--mock-data", None, ("--dataset my/prefix",), ("--dataset file.py:function", "--data-path")),
-        ("--loss a.py", "", None, ("--loss a.py",), ("--loss file.py:function",)),
-        ("--callbacks Printer", "", None, ("--callbacks Printer",), ("--callbacks file.py:Class",)),
+        ("--dataset my/prefix", "--mock-data", Facts(digests={"data.dataset": "1"}), ("--dataset my/prefix",), ("--dataset file.py:function", "--data-path")),
+        ("--loss a.py", "", Facts(digests={"training.loss": "1"}), ("--loss a.py",), ("--loss file.py:function",)),
+        ("--callbacks Printer", "", Facts(digests={"logging.callbacks": "1"}), ("--callbacks Printer",), ("--callbacks file.py:Class",)),
     ],
     "losses_are_not_mixed": [
         ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("one of them",)),
