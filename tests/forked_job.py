@@ -1,4 +1,4 @@
-"""Run `pretrain.py` in several processes that share only a launcher's variables; forked to save time."""
+"""Run `pretrain.py`, or another program, in several processes that share only a launcher's variables; forked to save time."""
 
 import os
 import signal
@@ -40,6 +40,7 @@ class ForkedJob:
         folder: folder of their output.
         plant: function that plants a fault.
         more_flags: flags of single ranks.
+        main: the program.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class ForkedJob:
         plant: Plant = lambda _: None,
         *,
         more_flags: Mapping[int, list[str]] = MappingProxyType({}),
+        main: Callable[[list[str]], int] = pretrain.main,
     ) -> None:
-        self.folder = folder
+        self.folder, self.main = folder, main
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank of the processes that have exited; -N means killed by signal N."""
         port = free_port()
@@ -113,6 +115,6 @@ class ForkedJob:
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port)}
             plant(rank)
-            exit_code = pretrain.main(flags)
+            exit_code = self.main(flags)
         finally:
             os._exit(exit_code)

@@ -112,7 +112,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("docs", "scripts", "pretrain.py", "preprocess_data.py", "pyproject.toml"):
+        for name in ("docs", "examples", "scripts", "pretrain.py", "preprocess_data.py", "pyproject.toml"):
             (folder / name).symlink_to(ROOT / name)
         programs = folder / ".venv" / "bin"
         programs.mkdir(parents=True)

@@ -175,6 +175,8 @@ class Facts:
     """That file."""
     custom_layers: CustomLayers | None = None
     """The custom layers of --spec."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files of the user's functions, by the setting that names the function."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
     module_precision: str | None = None

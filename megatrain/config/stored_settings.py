@@ -6,7 +6,7 @@
 
 With --eval-only also the data, unless a flag names some, and what training computed with: batch sizes, precision, optimizer.
 
-Code is never taken: a model of --spec needs the flag again. Settings with their default values are not listed.
+Code is never taken: a model of --spec and data of --dataset need the flag again. Settings with their default values are not listed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def stored_settings(
         for path, origin in request.origins.items()
     )
     if with_training:
-        names_data = any(_is_given(request, path) for path in (*_DATA_SOURCES, "data.split"))
+        names_data = any(_is_given(request, path) for path in (*_DATA_SOURCES, "data.dataset", "data.split"))
         wanted = [path for path in _TRAINING if not (names_data and path in (*_DATA_SOURCES, "data.split"))]
         names |= {*wanted, *(one.path for one in settings() if one.section in _TRAINING_SECTIONS)}
     names |= {one.path for one in settings() if one.section == "tokenizer" and not names_tokenizer}

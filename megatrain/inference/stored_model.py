@@ -33,7 +33,7 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
-from megatrain.model.custom_layers import apply_custom_layers, digest_of
+from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -209,7 +209,7 @@ def _with_user_spec(path: Path, config: ModelConfig, options: ModelOptions) -> M
             f"{path}: its model has custom layers of {function}, and no code is run that only a checkpoint names",
             fix=f"add --spec {function} if you trust that code",
         )
-    digest, expected = digest_of(given), options.spec_digest or config.spec_digest
+    digest, expected = given.digest(), options.spec_digest or config.spec_digest
     if digest != expected:
         source = "that of the checkpoint" if options.spec_digest is None else "--spec-digest"
         raise ConfigError(

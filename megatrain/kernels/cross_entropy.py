@@ -18,6 +18,27 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import cross_entropy as fused
 from megatrain.kernels.fused.launching import is_fused
 
+_NUM_CHUNKS = 4
+"""Chunks per micro-batch, if the logits of each are within the two limits below."""
+_MIN_CHUNK_BYTES = 1 << 29
+_MAX_CHUNK_BYTES = 1 << 31
+_ROW_MULTIPLE = 128
+"""Matrix products take multiples of this many rows without a remainder."""
+
+
+def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
+    """Return the number of tokens in a chunk, for logits of `columns` values of `itemsize` bytes per token.
+
+    Chunks are few, since each reads and writes the whole weight gradient, and of even size.
+    """
+    row = columns * itemsize
+    size = min(max(tokens * row // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    most = max(1, size // row)
+    if most >= tokens:
+        return max(tokens, 1)
+    even = -(-tokens // -(-tokens // most))
+    return min(most, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+
 
 class LogitStatistics(NamedTuple):
     """Softmax statistics of rows of logits, [t] each in the accumulation dtype, and the logits."""

@@ -38,6 +38,7 @@ from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
 from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
+from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
@@ -103,6 +104,7 @@ def build_model(
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
+    user_loss: UserLoss | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -121,6 +123,7 @@ def build_model(
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
+        user_loss: loss of the user in place of the cross-entropy (--loss).
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -145,7 +148,7 @@ def build_model(
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-    builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute)
+    builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute, user_loss)
     segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
@@ -167,6 +170,7 @@ class _StageBuilder:
     ranks: LayerRanks
     ropes: _RotaryEmbeddings
     recompute: Recompute
+    user_loss: UserLoss | None
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -256,7 +260,7 @@ class _StageBuilder:
         is_tied_here = spec.is_tied and embedding is not None
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
-        return Head(norm, layout, owner, spec, self.ranks.split.tp, self.ranks.dtype)
+        return Head(norm, layout, owner, spec, self.user_loss, self.ranks.split.tp, self.ranks.dtype)
 
     def _vocab_layout(self, name: str) -> ParamLayout:
         spec, is_embedding = self.spec, name == EMBEDDING_NAME

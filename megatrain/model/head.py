@@ -9,7 +9,9 @@ In evaluation only the loss is computed. Padded ids are masked in the softmax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.config.model_spec.model import ModelSpec
+from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
@@ -30,27 +34,6 @@ from megatrain.parallel.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logits_gradient,
 )
-
-_NUM_CHUNKS = 4
-"""Chunks per micro-batch, if the logits of each are within the two limits below."""
-_MIN_CHUNK_BYTES = 1 << 29
-_MAX_CHUNK_BYTES = 1 << 31
-_ROW_MULTIPLE = 128
-"""Matrix products take multiples of this many rows without a remainder."""
-
-
-def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
-    """Return the number of tokens in a chunk, for logits of `columns` values of `itemsize` bytes per token.
-
-    Chunks are few, since each reads and writes the whole weight gradient, and of even size.
-    """
-    row = columns * itemsize
-    size = min(max(tokens * row // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-    most = max(1, size // row)
-    if most >= tokens:
-        return max(tokens, 1)
-    even = -(-tokens // -(-tokens // most))
-    return min(most, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 @dataclass(frozen=True)
@@ -79,7 +62,8 @@ class Head(LaidOutModule):
         norm: the final norm; None: multi-token prediction has applied it.
         weight: layout of the output weight; None: it is that of `embedding`.
         embedding: the embedding of this stage, if the output weight is tied to it.
-        spec: spec of the model, with the logits' scale, their cap, the z-loss and multi-token prediction.
+        spec: spec of the model, with the logits' scale, their cap, the losses and multi-token prediction.
+        user_loss: loss of the user in place of the cross-entropy (--loss).
         dtype: dtype of the output weight.
     """
 
@@ -89,6 +73,7 @@ class Head(LaidOutModule):
         weight: ParamLayout | None,
         embedding: LaidOutModule | None,
         spec: ModelSpec,
+        user_loss: UserLoss | None,
         tp: TensorParallel,
         dtype: torch.dtype,
     ) -> None:
@@ -97,7 +82,7 @@ class Head(LaidOutModule):
         self.tp = tp
         self.vocab_size = spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
-        self.z_loss_coeff = spec.z_loss_coeff
+        self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
         self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
         self.dtype = dtype
         if embedding is not None:
@@ -133,7 +118,7 @@ class Head(LaidOutModule):
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
-            self.scaling, z_loss_coeff, info,
+            self.scaling, z_loss_coeff, self.user_loss and partial(self.user_loss.compute, batch=batch), info,
         )  # fmt: skip
         info.sums[f"{prefix}lm_loss"] = (losses * mask).sum()
         if z_loss_coeff:
@@ -170,6 +155,7 @@ class _HeadLoss(Function):
         vocab: VocabShard,
         scaling: LogitScaling,
         z_loss_coeff: float,
+        user_loss: Callable[..., tuple[Tensor, Tensor]] | None,
         info: PassInfo,
     ) -> tuple[Tensor, Tensor, Tensor]:
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
@@ -182,12 +168,15 @@ class _HeadLoss(Function):
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
+            user_derivative: Tensor | float = 1.0
+            if user_loss is not None:
+                losses[chunk], user_derivative = user_loss(token_losses.losses, chunk=chunk)
             if z_loss_coeff:
                 z_losses[chunk] = token_losses.log_sums.square() * z_loss_coeff
             if dx is None:
                 return
             assert weight_grad is not None
-            scale = token_scale[chunk] * scaling.scale
+            scale = token_scale[chunk] * (scaling.scale * user_derivative)
             dlogits = vocab_parallel_logits_gradient(
                 token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
             )
@@ -217,4 +206,4 @@ class _HeadLoss(Function):
             ctx.info.compute_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[2].to(dx.dtype), *[None] * 8
+        return dx * grads[2].to(dx.dtype), *[None] * 9

@@ -17,12 +17,14 @@ import torch
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.data_plans import train_end
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
+from megatrain.data.samples.user_dataset import UserDataset, build_user_datasets
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
@@ -113,6 +115,16 @@ def build_samples(
         inter_document_masking=data.dataloader_inter_document_masking,
         conversations=data.sft,
     )
+    plans = SamplePlans(
+        train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
+        valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
+        test=derived.test_plan if derived.requested_test_samples else (0,),
+        seed=plan.config.training.seed,
+    )
+    function = user_function(plan.config, "data.dataset")
+    if function is not None:
+        function.require_digest(data.dataset_digest)
+        return build_user_datasets(function, options, plans, data, plan.config.tokenizer)
     builder = SplitBuilder(
         options,
         cache_folder=data.data_cache_path,
@@ -122,12 +134,6 @@ def build_samples(
         digests={one.prefix: one.digest for one in facts.datasets} if checks_files else None,
         log=log,
         on_built=on_built,
-    )
-    plans = SamplePlans(
-        train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
-        valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
-        test=derived.test_plan if derived.requested_test_samples else (0,),
-        seed=plan.config.training.seed,
     )
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
@@ -186,13 +192,17 @@ class _Lengths:
     valid: int | None
     test: int | None
     named_valid: dict[str, int] = field(default_factory=dict)
+    first_sample: str | None = None
+    """Digest of the first training sample of --dataset, which must be the same on all ranks."""
 
     @classmethod
     def of(cls, splits: SplitDatasets) -> _Lengths:
         train, valid, test = (
             None if one is None else len(one) for one in (splits.train, splits.valid, splits.test)
         )
-        return cls(train, valid, test, {name: len(one) for name, one in splits.named_valid.items()})
+        named = {name: len(one) for name, one in splits.named_valid.items()}
+        first = splits.train.first_digest if isinstance(splits.train, UserDataset) else None
+        return cls(train, valid, test, named, first)
 
 
 def _build_in_turns(
@@ -206,7 +216,8 @@ def _build_in_turns(
     placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
     reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
     reads = reads or plan.config.data.has_documents
-    takes_turns = plan.config.data.data_cache_path is not None and ranks.grid.world.size > 1
+    is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
+    takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)
     for turn in range(3 if takes_turns else 1):
@@ -219,14 +230,27 @@ def _build_in_turns(
         answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
         found = ranks.grid.messages.gather_and_broadcast(answer, _conclusion)
         _raise_together(ranks, failure, found["first_failed"])
+        if found["first_other"] is not None:
+            raise _other_samples(ranks, plan, found["first_other"])
         lengths = _Lengths(**found["lengths"])
     return splits, lengths
 
 
 def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the first rank that failed, and the lengths of rank 0, which is on the first stage in any layout."""
-    failed = [rank for rank, answer in enumerate(answers) if answer["failed"]]
-    return {"first_failed": failed[0] if failed else None, "lengths": answers[0]["lengths"]}
+    failed = (rank for rank, answer in enumerate(answers) if answer["failed"])
+    lengths = answers[0]["lengths"]
+    others = (rank for rank, answer in enumerate(answers) if answer["lengths"] not in (None, lengths))
+    return {"first_failed": next(failed, None), "first_other": next(others, None), "lengths": lengths}
+
+
+def _other_samples(ranks: Ranks, plan: Plan, rank: int) -> ConfigError:
+    error = ConfigError(
+        f"--dataset {plan.config.data.dataset}: rank {rank} has other samples than rank 0",
+        fix="compute sample k from k and request.seed alone, and give all hosts the same files",
+    )
+    error.is_reported = not ranks.is_main
+    return error
 
 
 def _raise_together(ranks: Ranks, failure: Exception | None, first_failed: int | None) -> None:

@@ -16,10 +16,12 @@ from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
+from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
+from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.optim.muon import Muon, MuonRule
@@ -63,7 +65,16 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
         communication=_expert_communication(plan),
+        user_loss=_user_loss(plan, device) if device.type != "meta" else None,
     )
+
+
+def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:
+    function = user_function(plan.config, "training.loss")
+    if function is None:
+        return None
+    function.require_digest(plan.config.training.loss_digest)
+    return UserLoss(function, plan.derived.vocab_size, device)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:

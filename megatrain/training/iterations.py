@@ -154,8 +154,7 @@ class Iterations:
         progress = self.progress
         if number == self.start + 1:
             self.start = number
-        progress.iteration = number
-        progress.consumed_train_samples += self.batch_sizes.at(progress.consumed_train_samples)
+        progress.advance(self.batch_sizes.at(progress.consumed_train_samples), is_updated=False)
         reason = "rewind" if number in self.passed_over else f"--iterations-to-skip {number - 1}"
         self.ranks.console.print(f"> iteration {number} is skipped ({reason})")
         return self.stop.reason(number, (0,) * len(self.stop.flags()))
@@ -219,10 +218,7 @@ class Iterations:
         if is_first:
             self.ranks.console.print(self.ranks.phases.start_summary())
             self._limit_waits(self.plan.derived.collective_timeout_seconds)
-        progress.iteration = iteration.number
-        progress.consumed_train_samples += iteration.batch
-        if report.is_updated:
-            progress.scheduled_samples += iteration.batch
+        progress.advance(iteration.batch, is_updated=report.is_updated)
         if not report.is_finite:
             self._respond_to_nan(iteration, report)
         elif self.reruns.injects(iteration.number):

@@ -19,3 +19,9 @@ class Progress:
     """The run stopped before the evaluation at this iteration was complete."""
     loaded: Path | None = None
     """The checkpoint from which the run continues: all its data are intact."""
+
+    def advance(self, samples: int, *, is_updated: bool) -> None:
+        """Count an iteration of this many samples; schedules move if it updated weights."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.scheduled_samples += samples if is_updated else 0

@@ -39,6 +39,7 @@ from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.callbacks import RunCallbacks
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.model_summary import model_summary
 from megatrain.training.logging.run_log import RunLog
@@ -67,6 +68,7 @@ class Trainer:
             interval=config.training.manual_gc_interval,
             around_evaluation=config.training.manual_gc_eval,
         )
+        self.callbacks = RunCallbacks(ranks)
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
         self.passed_over = set[int]()
@@ -99,6 +101,7 @@ class Trainer:
         self.open_data()
         self._open_outputs()
         self._record_signals()
+        self.callbacks.call("on_start", self.progress.iteration)
         if self.ranks.watch is not None:
             self.ranks.watch.on_peer_failure = self.status.record_peer_failure
             self.ranks.watch.on_late_ranks = self._write_collectives
@@ -112,6 +115,7 @@ class Trainer:
             self._require_logs(log)
             if self.saves.failure is not None:
                 exit_code, reason = FAILED, f"{reason}; the last save failed: {self.saves.failure}"
+            self.callbacks.call("on_end", exit_code, reason)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, MegatrainError):
@@ -302,6 +306,7 @@ class Trainer:
         if self.log is not None:
             self.log.record_save(self.last_save)
         self.status.record_save()
+        self.callbacks.call("on_save", self.last_save)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -386,6 +391,7 @@ class Trainer:
                 self.ranks,
                 self.plan,
                 self.engine.timers,
+                self.callbacks,
                 iteration=self.progress.iteration,
                 consumed_samples=self.progress.consumed_train_samples,
             )

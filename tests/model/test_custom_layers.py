@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
-from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
+from megatrain.config.derive.custom_layers import CustomLayers, layer_function
+from megatrain.config.user_function import UserFunction
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.build_grid import build_grid
@@ -226,9 +227,9 @@ def test_a_yaml_file_may_hold_both_names_in_one_text() -> None:
     assert (
         layer_function(["my.layers f"])
         == layer_function(["my.layers", "f"])
-        == LayerFunction("my.layers", "f")
+        == UserFunction("my.layers", "f", "--spec")
     )
-    assert layer_function(["my files/a.py:f"]) == LayerFunction("my files/a.py", "f")
+    assert layer_function(["my files/a.py:f"]) == UserFunction("my files/a.py", "f", "--spec")
 
 
 def test_a_changed_file_is_reported(example: Path) -> None:

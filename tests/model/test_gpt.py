@@ -1,8 +1,10 @@
 """The model against a plain implementation: loss, logits and every gradient, in fp64."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.user_function import UserFunction
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.user_loss import LossInputs, UserLoss
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
@@ -69,11 +73,14 @@ class Recorder(DataParallel):
 
 
 class Built:
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype = torch.float64, user_loss: UserLoss | None = None
+    ) -> None:
         self.grid = build_grid(GridShape(), 0)
         self.model: Model = build_model(
-            spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU
-        )
+            spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU,
+            user_loss=user_loss,
+        )  # fmt: skip
         self.buffers = allocate_buffers(
             self.model.registry,
             grid=self.grid,
@@ -158,33 +165,53 @@ def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: ModelSpec) -> Tensor:
+def users_loss(inputs):
+    """The focal loss, with more weight of even inputs, large labels and late positions."""
+    focal = (1 - (-inputs.cross_entropy).exp()) ** 2 * inputs.cross_entropy
+    return focal * (1 + inputs.tokens % 2 + (inputs.labels > 50) + inputs.position_ids / 12)
+
+
+def plain_loss(
+    weights: dict[str, Tensor], batches: list[Batch], spec: ModelSpec, *, is_users: bool = False
+) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         logits = plain_logits(weights, batch.tokens, spec)
         labels = batch.labels.flatten()
         losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none", ignore_index=-100)
+        if is_users:
+            values = {
+                name: getattr(batch, name).flatten()
+                for name in ("labels", "loss_mask", "tokens", "position_ids")
+            }
+            losses = users_loss(LossInputs(cross_entropy=losses, **values))
         losses = losses + spec.z_loss_coeff * logits.flatten(0, 1).logsumexp(-1).square()
         mask = batch.loss_mask.flatten().double() * (labels != -100)
         total = total + (losses * mask).sum() / mask.sum() / len(batches)
     return total
 
 
-@pytest.mark.parametrize("z_loss_coeff", [0.0, 0.3])
+@pytest.mark.parametrize("loss_kind", ["cross-entropy", "z-loss", "user's"])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_loss_and_every_gradient_are_those_of_the_plain_model(
-    is_tied: bool, is_split: bool, z_loss_coeff: float
+    is_tied: bool, is_split: bool, loss_kind: str, tmp_path: Path
 ) -> None:
-    spec = dataclasses.replace(_spec(is_tied=is_tied), z_loss_coeff=z_loss_coeff)
-    built, batches = Built(spec), list(_batches(3))
+    (tmp_path / "mine.py").write_text(inspect.getsource(users_loss))
+    function = UserFunction(str(tmp_path / "mine.py"), "users_loss", "--loss")
+    spec = dataclasses.replace(
+        _spec(is_tied=is_tied),
+        z_loss_coeff=0.3 if loss_kind == "z-loss" else 0.0,
+    )
+    user_loss = UserLoss(function, VOCAB, CPU) if loss_kind == "user's" else None
+    built, batches = Built(spec, user_loss=user_loss), list(_batches(3))
     ignored = batches[1].labels.masked_fill(batches[1].tokens < 30, -100)
     batches[1] = dataclasses.replace(batches[1], labels=ignored)  # counted again
     weights = {
         name: value.clone().requires_grad_()
         for name, value in built.gathered(built.buffers.weights.full).items()
     }
-    loss = plain_loss(weights, batches, spec)
+    loss = plain_loss(weights, batches, spec, is_users=user_loss is not None)
     loss.backward()
     actions = one_forward_one_backward(0, 1, 3)
     infos = built.run(batches, with_split_backward(actions) if is_split else actions)
@@ -207,9 +234,9 @@ def test_a_chunked_head_matches_a_head_of_one_chunk(monkeypatch: pytest.MonkeyPa
     spec, batches = dataclasses.replace(_spec(is_tied=False), z_loss_coeff=0.3), list(_batches(1))
     whole, cut = Built(spec), Built(spec)
     whole.run(batches, one_forward_one_backward(0, 1, 1))
-    monkeypatch.setattr("megatrain.model.head._MIN_CHUNK_BYTES", 128 * 5 * 8)
-    monkeypatch.setattr("megatrain.model.head._MAX_CHUNK_BYTES", 128 * 5 * 8)
-    monkeypatch.setattr("megatrain.model.head._ROW_MULTIPLE", 1)
+    monkeypatch.setattr("megatrain.kernels.cross_entropy._MIN_CHUNK_BYTES", 128 * 5 * 8)
+    monkeypatch.setattr("megatrain.kernels.cross_entropy._MAX_CHUNK_BYTES", 128 * 5 * 8)
+    monkeypatch.setattr("megatrain.kernels.cross_entropy._ROW_MULTIPLE", 1)
     cut.run(batches, one_forward_one_backward(0, 1, 1))
     torch.testing.assert_close(cut.gradients, whole.gradients, rtol=1e-10, atol=1e-13)
 

@@ -52,6 +52,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the sizes of documents change"
     if layer_function(model.spec) is not None:
         yield "custom layers may wait for the GPU"
+    if config.training.loss is not None:
+        yield "the function of --loss may wait for the GPU"
     yield from _obstacles_of_ranks(draft)
     if config.experts.num_experts is not None:
         yield from _obstacles_of_experts(draft)

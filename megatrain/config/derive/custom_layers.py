@@ -15,6 +15,7 @@ from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.user_function import UserFunction
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
 _PLAIN_GPT_LAYERS: Final = (
@@ -22,18 +23,6 @@ _PLAIN_GPT_LAYERS: Final = (
     (_MEGATRON_SPECS, "get_gpt_layer_local_spec"),
     (_MEGATRON_SPECS, "get_gpt_layer_with_transformer_engine_spec"),
 )
-
-
-@dataclass(frozen=True)
-class LayerFunction:
-    """Location of the function."""
-
-    module: str
-    """Module on the Python path, or a file that ends in .py."""
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.function}"
 
 
 Layers = Callable[[ModelConfig, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
@@ -50,24 +39,15 @@ class CustomLayers:
     """None: those of another rank, as JSON has them."""
 
 
-def _module_and_function(words: Sequence[str]) -> tuple[str, ...]:
-    """Split `module function`, which is one string in a YAML file."""
-    return tuple(words[0].split()) if len(words) == 1 and ":" not in words[0] else tuple(words)
-
-
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:
     """Return whether --spec is one of Megatron-LM's names of a plain GPT layer."""
-    return _module_and_function(words) in _PLAIN_GPT_LAYERS
+    return (tuple(words[0].split()) if len(words) == 1 else tuple(words)) in _PLAIN_GPT_LAYERS
 
 
-def layer_function(words: Sequence[str]) -> LayerFunction | None:
-    """Return the function that --spec names; None: it names none, or a plain GPT layer."""
-    words = _module_and_function(words)
-    if not words or words in _PLAIN_GPT_LAYERS:
-        return None
-    module, sign, function = words[0].rpartition(":") if len(words) == 1 else (words[0], ":", words[1])
-    is_named = len(words) <= 2 and module and sign and function.isidentifier()
-    return LayerFunction(module, function) if is_named and not module.startswith("megatron.") else None
+def layer_function(words: Sequence[str]) -> UserFunction | None:
+    """Return the function that --spec names; None: it names none, or one of Megatron-LM."""
+    function = UserFunction.parse(words, "--spec") if words else None
+    return None if function is None or function.module.startswith("megatron.") else function
 
 
 def differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:

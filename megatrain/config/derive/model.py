@@ -13,6 +13,7 @@ untied output layer with Adam.
 """
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
@@ -21,6 +22,7 @@ from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
 
 _WITHOUT_MUP: Final = "--use-mup is off"
@@ -135,6 +137,20 @@ def spec_digest(draft: Draft) -> DerivedValue:
     if draft.facts.custom_layers is None:
         raise UnresolvedError  # `data_problems` has the reason.
     return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
+
+
+def digest_of(setting: str) -> Callable[[Draft], DerivedValue]:
+    """Return the derivation of the digest of the file that one of `USER_FUNCTIONS` names."""
+
+    def derive(draft: Draft) -> DerivedValue:
+        given = draft.config.get(setting)
+        if given is None:
+            return DerivedValue(None, f"{flag_of(setting)} is not given")
+        if setting not in draft.facts.digests:
+            raise UnresolvedError  # `data_problems` or the rule `functions_are_named` has the reason.
+        return DerivedValue(draft.facts.digests[setting], f"of {given}")
+
+    return derive
 
 
 def kv_copies(draft: Draft) -> DerivedValue:

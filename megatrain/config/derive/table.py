@@ -23,6 +23,7 @@ from megatrain.config.derive.data_plans import (
 )
 from megatrain.config.derive.fp8 import fp8_layers, fp8_modules, te_precision_config_digest
 from megatrain.config.derive.model import (
+    digest_of,
     eod_id,
     ffn_hidden_size,
     flops_per_iteration,
@@ -86,6 +87,7 @@ from megatrain.config.derive.training_length import (
 )
 from megatrain.config.derive.transformer_engine import transformer_impl
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.user_function import USER_FUNCTIONS
 
 DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("training.device", device),
@@ -99,6 +101,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("model.num_query_groups", num_query_groups),
     ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
     ("model.spec_digest", spec_digest),
+    *((f"{setting}_digest", digest_of(setting)) for setting in USER_FUNCTIONS),
     ("model.mup_base_hidden_size", mup_base_hidden_size),
     ("model.mup_width_mult", mup_width_mult),
     ("model.mup_output_mult", mup_output_mult),

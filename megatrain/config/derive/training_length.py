@@ -16,7 +16,8 @@ from megatrain.config.schema.values import UnresolvedError, whole
 def split(draft: Draft) -> DerivedValue:
     if draft.config.data.mock_data:
         return DerivedValue("1,1,1", "fixed for mock data")
-    return DerivedValue("969, 30, 1", "Megatron-LM's default for files")
+    reason = "--dataset does not read it" if draft.config.data.dataset else "Megatron-LM's default for files"
+    return DerivedValue("969, 30, 1", reason)
 
 
 def data_cache_path(draft: Draft) -> DerivedValue:

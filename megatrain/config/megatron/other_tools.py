@@ -34,7 +34,7 @@ _SAME: Final = {
     "--data-parallel-sharding-strategy": "zero fsdp sharding-strategy",
     # Data and tokenizer
     "--seq-length": "context-length context-window block-size max-seq-len max-seq-length max-length",
-    "--data-path": "dataset dataset-name dataset-path data-dir train-file train-files data",
+    "--data-path": "dataset-name dataset-path data-dir train-file train-files data",
     "--tokenizer-model": "tokenizer tokenizer-name tokenizer-name-or-path",
     "--num-workers": "dataloader-num-workers",
     # Batch and length

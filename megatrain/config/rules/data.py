@@ -24,7 +24,7 @@ MAX_SEED: Final = 2**32 - 1
 _PHASES: Final = "--phase-transition-iterations"
 _SHARED: Final = ("data.data_path", "data.data_args_path")
 _PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-_SOURCES: Final = (*_SHARED, *_PER_SPLIT, "data.per_split_data_args_path", "data.mock_data")
+_SOURCES: Final = (*_SHARED, *_PER_SPLIT, "data.per_split_data_args_path", "data.mock_data", "data.dataset")
 
 
 def given_sources(draft: Draft) -> list[str]:
@@ -232,6 +232,23 @@ def document_ends_have_one_source(draft: Draft) -> Problems:
         )
 
 
+def functions_of_samples_are_alone(draft: Draft) -> Problems:
+    data = draft.config.data
+    if data.dataset is None:
+        return
+    reasons = {
+        "data_schedule": "replaces datasets of files",
+        "phase_transition_iterations": "replaces datasets of files",
+        "sft": "reads conversations from files",
+        "multiple_validation_sets": "evaluates on several datasets of files",
+    }
+    for name, reason in reasons.items():
+        if getattr(data, name):
+            yield Problem(
+                f"{flag_of(name)} {reason}, and --dataset {data.dataset} has none", f"remove {flag_of(name)}"
+            )
+
+
 def conversations_are_whole(draft: Draft) -> Problems:
     data = draft.config.data
     if not data.sft:
@@ -259,7 +276,8 @@ def seed_is_in_range(draft: Draft) -> Problems:
 def vocabulary_is_known(draft: Draft) -> Problems:
     tokenizer, facts = draft.config.tokenizer, draft.facts
     has_only_size = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
-    if has_only_size and tokenizer.vocab_size is not None and draft.config.data.mock_data:
+    has_files = not (draft.config.data.mock_data or draft.config.data.dataset)
+    if has_only_size and tokenizer.vocab_size is not None and not has_files:
         return
     problems = list(tokenizer_problems(tokenizer))
     yield from problems
@@ -307,6 +325,7 @@ DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     full_validation_excludes_weights,
     validation_sets_are_separate,
     document_ends_have_one_source,
+    functions_of_samples_are_alone,
     conversations_are_whole,
     seed_is_in_range,
     vocabulary_is_known,

@@ -20,6 +20,7 @@ from megatrain.config.rules.resume_classes import (
     FUNCTION,
     OPTIMIZER_STATE,
     ORDER,
+    SAFE,
     SCHEDULE,
     SHAPE,
     ResumeClass,
@@ -318,6 +319,8 @@ def _class_of(draft: Draft, path: str, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
     if path == "model.max_position_embeddings" and is_learned:
         return SHAPE
+    if path == "data.dataset" and None not in (stored, now):
+        return SAFE  # the file may move: its digest is compared
     has_weights = path in ADAPTED and ADAPTED[path](stored, now)
     return FUNCTION if has_weights or _takes_new_tokens(draft, path) else classes_by_path()[path]
 

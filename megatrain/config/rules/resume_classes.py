@@ -62,7 +62,7 @@ ORDER: Final = ResumeClass(
     kind="consent",
     reason="the order of samples depends on it",
     consent="--finetune",
-    settings="data: seq_length split mock_data sft dataloader_type no_data_sharding mid_level_dataset_surplus;"
+    settings="data: seq_length split mock_data dataset sft dataloader_type no_data_sharding mid_level_dataset_surplus;"
     " training: seed",
 )
 OPTIMIZER_STATE: Final = ResumeClass(
@@ -99,7 +99,7 @@ SAFE: Final = ResumeClass(
     " optimizer: exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction;"
     " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path data_schedule phase_transition_iterations"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
-    " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
+    " dataloader_inter_document_masking allow_ambiguous_pad_tokens dataset_digest;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
     " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
     " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm muon_momentum muon_nesterov muon_no_split_qkv"
@@ -107,7 +107,7 @@ SAFE: Final = ResumeClass(
     " precision: te_precision_config_digest bf16 fp16 fp8_format fp8_recipe fp8_block_size fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp4_format fp4_recipe"
     " first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16;"
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
-    " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
+    " decrease_batch_size_if_needed train_iters train_samples loss loss_digest calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss iterations_to_skip"
     " check_weight_hash_across_dp_replicas_interval"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_only eval_at_start deterministic_mode"
     " compile cuda_graph_impl cuda_graph_warmup_steps require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
@@ -120,7 +120,7 @@ SAFE: Final = ResumeClass(
     " timing_log_level timing_log_option log_straggler straggler_minmax_count log_energy moe_per_layer_logging tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
-    " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
+    " callbacks callbacks_digest profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
     " resilience: exit_interval exit_duration_in_mins exit_signal exit_file on_nan on_spike rerun_mode"
     " error_injection_rate error_injection_type",
 )

@@ -9,6 +9,8 @@ from megatrain.config.derive.batch_sizes import batch_rule, batch_sizes
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.fixes import divisors, use
 from megatrain.config.plan import Draft
+from megatrain.config.schema.tree import flag_of
+from megatrain.config.user_function import USER_FUNCTIONS, user_function
 
 Problems = Iterator[Problem]
 
@@ -215,6 +217,28 @@ def bad_step_policies_are_valid(draft: Draft) -> Problems:
         )
 
 
+def functions_are_named(draft: Draft) -> Problems:
+    for setting in USER_FUNCTIONS:
+        given = draft.config.get(setting)
+        if given is not None and user_function(draft.config, setting) is None:
+            kind = "Class" if setting == "logging.callbacks" else "function"
+            prefix = ", or --data-path for the prefix of .bin and .idx files" * (setting == "data.dataset")
+            yield Problem(
+                f"{flag_of(setting)} {given} does not name a {kind.lower()}",
+                f"give {flag_of(setting)} file.py:{kind} or module:{kind}{prefix}",
+            )
+
+
+def losses_are_not_mixed(draft: Draft) -> Problems:
+    config = draft.config
+    if config.training.loss is not None and config.model.z_loss_coeff:
+        yield Problem(
+            f"--z-loss-coeff {config.model.z_loss_coeff} is not supported together with --loss, whose function has the"
+            " cross-entropy only",
+            "remove one of them",
+        )
+
+
 TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     evaluation_has_a_checkpoint,
     training_has_one_length,
@@ -226,4 +250,6 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     exit_signal_is_valid,
     bad_step_policies_are_valid,
     reruns_have_rejected_steps,
+    functions_are_named,
+    losses_are_not_mixed,
 )

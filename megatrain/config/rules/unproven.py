@@ -36,6 +36,11 @@ def custom_layers(draft: Draft) -> Iterator[str]:
         yield f"the layers of --spec {function} have no row in `{_COMMAND}`"
 
 
+def custom_loss(draft: Draft) -> Iterator[str]:
+    if draft.config.training.loss is not None:
+        yield f"--loss {draft.config.training.loss} has no row in `{_COMMAND}`"
+
+
 def loss_of_global_loads(draft: Draft) -> Iterator[str]:
     experts = draft.config.experts
     if experts.num_experts is not None and "global_aux_loss" in experts.moe_router_load_balancing_type:
@@ -130,6 +135,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     values_outside_the_table,
     layers_of_transformer_engine,
     custom_layers,
+    custom_loss,
     loss_of_global_loads,
     order_of_cyclic_samples,
     decreased_batches,

@@ -30,6 +30,10 @@ class DataConfig(CheckedSection):
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False
     """Train on synthetic token sequences instead of files."""
+    dataset: str | None = None
+    """Function that returns samples, in place of files: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
+    dataset_digest: str | None = AUTO
+    """Digest of the file of --dataset. auto: computed from the file."""
     seq_length: int = field(default=REQUIRED, metadata=in_range(at_least=1))
     """Tokens per sample."""
     dataloader_type: Literal["single", "cyclic"] = "single"

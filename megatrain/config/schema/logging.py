@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import CheckedSection, in_range
+from megatrain.config.schema.values import AUTO, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,10 @@ class LoggingConfig(CheckedSection):
     """Send the loss scale to TensorBoard and W&B."""
     log_world_size_to_tensorboard: bool = False
     """Send the number of ranks to TensorBoard and W&B."""
+    callbacks: str | None = None
+    """Class whose methods are called at the start, after each iteration, evaluation and save, and at the end: file.py:Class or module:Class (docs/extending.md). Not in Megatron-LM."""
+    callbacks_digest: str | None = AUTO
+    """Digest of the file of --callbacks. auto: computed from the file."""
     profile: bool = False
     """Profile a few iterations: a trace file per rank, and a table of GPU time."""
     profile_step_start: int = field(default=10, metadata=in_range(at_least=0))

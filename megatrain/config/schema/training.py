@@ -31,6 +31,10 @@ class TrainingConfig(CheckedSection):
     """Iterations of training. Give this or --train-samples."""
     train_samples: int | None = field(default=None, metadata=in_range(at_least=1))
     """Samples of training; an incomplete last global batch is dropped (with --step-batch-size-schedule: filled up). Give this or --train-iters."""
+    loss: str | None = None
+    """Function of each token's cross-entropy that is trained in its place: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
+    loss_digest: str | None = AUTO
+    """Digest of the file of --loss. auto: computed from the file."""
     calculate_per_token_loss: bool = False
     """Average the loss over all unmasked tokens of an iteration. Off: over its micro-batches, each a mean over its tokens."""
     check_for_nan_in_loss_and_grad: bool = True

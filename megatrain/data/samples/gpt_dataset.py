@@ -62,6 +62,35 @@ def effective_pad(pad: int, special_ids: Collection[int], *, allow_ambiguous: bo
     return NO_PAD if pad in special_ids and not allow_ambiguous else pad
 
 
+def make_sample(
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    options: SampleOptions,
+    stored_starts: npt.NDArray[np.int64],
+) -> Sample:
+    """Return the sample of these ids [s], with the masks and positions that the options ask for.
+
+    Args:
+        tokens: changed in place.
+        stored_starts: offsets of stored sequences; the first is 0.
+    """
+    loss_mask = (labels != options.pad).astype(np.float32)
+    if options.eod_mask_loss:
+        loss_mask[tokens == options.eod] = 0.0
+    position_ids = np.arange(options.seq_length, dtype=np.int64)
+    attention_starts = np.zeros(1, np.int64)
+    if options.inter_document_masking:
+        attention_starts = stored_starts
+    elif options.reset_attention_mask:
+        attention_starts = document_starts(tokens, options.eod)
+    if options.inter_document_masking or options.reset_position_ids:
+        starts = stored_starts if options.inter_document_masking else document_starts(tokens, options.eod)
+        position_ids -= np.repeat(starts, np.diff(starts, append=options.seq_length))
+    tokens[tokens == options.pad] = 0  # the pad id may lie outside the vocabulary; its loss is masked
+    labels = np.where(labels == options.pad, 0, labels)
+    return Sample(tokens, labels, loss_mask, position_ids, attention_starts)
+
+
 class GPTDataset:
     """The samples of one split of one dataset. Stateless: sample k is the same whenever and wherever it is read."""
 
@@ -77,25 +106,8 @@ class GPTDataset:
 
     def __getitem__(self, k: int) -> Sample:
         """Return sample k of the shuffled order."""
-        options = self.options
         text, span_starts = self._read_tokens(self._unshuffled(k))
-        tokens = text[: options.seq_length].copy()
-        labels = text[1:]
-        loss_mask = (labels != options.pad).astype(np.float32)
-        if options.eod_mask_loss:
-            loss_mask[tokens == options.eod] = 0.0
-        position_ids = np.arange(options.seq_length, dtype=np.int64)
-        attention_starts = np.zeros(1, np.int64)
-        if options.inter_document_masking:
-            attention_starts = span_starts
-        elif options.reset_attention_mask:
-            attention_starts = document_starts(tokens, options.eod)
-        if options.inter_document_masking or options.reset_position_ids:
-            starts = span_starts if options.inter_document_masking else document_starts(tokens, options.eod)
-            position_ids -= np.repeat(starts, np.diff(starts, append=options.seq_length))
-        tokens[tokens == options.pad] = 0  # the pad id may lie outside the vocabulary; its loss is masked
-        labels = np.where(labels == options.pad, 0, labels)
-        return Sample(tokens, labels, loss_mask, position_ids, attention_starts)
+        return make_sample(text[:-1].copy(), text[1:], self.options, span_starts)
 
     def spans(self, k: int) -> list[TokenSpan]:
         """See `SampleDataset`. Empty spans are left out."""

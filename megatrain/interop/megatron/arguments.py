@@ -53,7 +53,7 @@ _NOT_THERE: Final = frozenset(
     data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
     compile device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
     moe_router_group_score_topk overlap_p2p_communication train_data_path valid_data_path test_data_path num_workers
-    te_precision_config_file te_precision_config_digest
+    te_precision_config_file te_precision_config_digest dataset dataset_digest loss loss_digest callbacks callbacks_digest
     """.split()
 )
 """Settings that Megatron-LM lacks, or that belong to a command."""

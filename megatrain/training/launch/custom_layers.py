@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatrain.config import ConfigError, Facts, Request, StoredRun
-from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
-from megatrain.model.custom_layers import digest_of, load_layers
+from megatrain.config import ConfigError, Facts, Request
+from megatrain.config.derive.custom_layers import CustomLayers, layer_function
+from megatrain.model.custom_layers import load_layers
+from megatrain.training.launch.user_files import compare_digest
 
 
 def add_custom_layers(request: Request, facts: Facts) -> Facts:
@@ -24,8 +25,10 @@ def add_custom_layers(request: Request, facts: Facts) -> Facts:
     if function is None:
         return facts
     try:
-        digest = _compared_digest(function, request, facts.checkpoint)
-        return dataclasses.replace(facts, custom_layers=CustomLayers(digest, load_layers(function)))
+        compare_digest(function, "model.spec_digest", request, facts.checkpoint)
+        return dataclasses.replace(
+            facts, custom_layers=CustomLayers(function.digest(), load_layers(function))
+        )
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))
 
@@ -35,29 +38,7 @@ def with_own_layers(request: Request, facts: Facts) -> Facts:
     function = layer_function(request.known("model.spec") or ())
     if function is None or facts.custom_layers is None:
         return facts
-    digest = digest_of(function)
-    if digest != facts.custom_layers.digest:
-        raise ConfigError(
-            f"--spec {function}: this rank's file has digest {digest}, that of rank 0 has {facts.custom_layers.digest}",
-            fix="let all ranks read the same file, and do not change it during the start",
-        )
-    return dataclasses.replace(facts, custom_layers=CustomLayers(digest, load_layers(function)))
-
-
-def _compared_digest(function: LayerFunction, request: Request, stored: StoredRun | None) -> str:
-    """Return the digest of the file after a comparison with --spec-digest or, on a resume, with that of the checkpoint. Raises ConfigError."""
-    given, digest = request.known("model.spec_digest"), digest_of(function)
-    if given is not None and given != digest:
-        raise ConfigError(
-            f"--spec {function}: the file has changed, its digest is {digest} and --spec-digest (from the saved"
-            f" configuration) is {given}",
-            fix="use the file of that run, or remove --spec-digest",
-        )
-    is_resumed = stored is not None and not stored.is_start
-    of_checkpoint = stored.config.get("model", {}).get("spec_digest") if stored and is_resumed else None
-    if given is None and of_checkpoint not in (None, digest):
-        raise ConfigError(
-            f"--spec {function}: the file has changed, its digest is {digest}, and that of the checkpoint is {of_checkpoint}",
-            fix=f"use the file of that run, or add --spec-digest {digest} to run the changed file",
-        )
-    return digest
+    function.require_digest(facts.custom_layers.digest)
+    return dataclasses.replace(
+        facts, custom_layers=CustomLayers(facts.custom_layers.digest, load_layers(function))
+    )

@@ -32,6 +32,7 @@ from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
+from megatrain.training.launch.user_files import add_user_functions
 
 _LIBRARIES = (
     "torch",
@@ -79,7 +80,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         libraries=library_versions(),
         **found,
     )
-    return add_custom_layers(request, facts)
+    return add_custom_layers(request, add_user_functions(request, facts))
 
 
 def _num_node_devices(environment: LaunchEnvironment) -> int:
@@ -110,7 +111,7 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
         libraries=library_versions(),
         **found,
     )
-    return add_custom_layers(request, facts)
+    return add_custom_layers(request, add_user_functions(request, facts))
 
 
 def _with_taken_settings(

@@ -23,6 +23,7 @@ import torch
 from megatrain.config import Plan
 from megatrain.training.faults.stragglers import straggler_line
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.callbacks import RunCallbacks
 from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
     CurveWriter,
@@ -51,13 +52,21 @@ class RunLog:
         ranks: this rank and its peers.
         plan: the plan of the run.
         timers: the engine's timers.
+        callbacks: the user's object, which gets each iteration and evaluation.
         iteration, consumed_samples: where the run starts or resumes; later lines and points of an earlier attempt are removed.
     """
 
     def __init__(
-        self, ranks: Ranks, plan: Plan, timers: Timers, *, iteration: int, consumed_samples: int
+        self,
+        ranks: Ranks,
+        plan: Plan,
+        timers: Timers,
+        callbacks: RunCallbacks,
+        *,
+        iteration: int,
+        consumed_samples: int,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._callbacks = ranks, callbacks
         self._config, self._derived = plan.config, plan.derived
         self._timers = timers
         self.failure: LogError | None = None
@@ -165,6 +174,7 @@ class RunLog:
         if is_line_due or iteration % logging.log_interval == 0:
             self._print_interval()
         self._show_bar(values)
+        self._callbacks.call("on_iteration", values)
 
     def record_save(self, values: dict[str, Any]) -> None:
         """Log a save that was committed with the next iteration."""
@@ -183,13 +193,13 @@ class RunLog:
         """Log the loss of an evaluation. `name`: its name in the printed line."""
         perplexity = math.exp(min(loss, 20.0))
         evaluated = split if dataset is None else dataset
-        self._write_metrics(
-            {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
-        )
+        metrics = {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
+        self._write_metrics(metrics)
         values = {"split": split, "dataset": dataset, "loss": loss, "ppl": perplexity}
         self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
         line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+        self._callbacks.call("on_evaluation", metrics)
 
     def flush(self) -> None:
         """Write all lines and points to disk. Called before each checkpoint: a run that resumes from it does not write earlier ones again."""

@@ -19,7 +19,6 @@ from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import continues_optimizer
 from megatrain.data.samples.blend import blend_counts, normalized
-from megatrain.data.samples.mock import MOCK_SPLIT
 from megatrain.training.build import build_schedules
 
 
@@ -29,7 +28,7 @@ class DatasetUse:
 
     split: str
     dataset: str
-    """Path prefix, or `mock data`."""
+    """Path prefix, the function of --dataset, or `mock data`."""
     samples: int | None
     """Requested samples; None: one epoch."""
     plans: tuple[int | None, ...]
@@ -47,11 +46,14 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
         if requested == 0 or (split == "train" and plan.config.training.only_evaluates):
             continue
         if not facts.datasets:
-            if split_fractions(MOCK_SPLIT)[number]:
-                plans = getattr(plan.derived, f"{split}_plan")
-                yield DatasetUse(
-                    split=split, dataset="mock data", samples=requested, plans=plans, tokens=None, epochs=None
-                )
+            yield DatasetUse(
+                split=split,
+                dataset=plan.config.data.dataset or "mock data",
+                samples=requested,
+                plans=getattr(plan.derived, f"{split}_plan"),
+                tokens=None,
+                epochs=None,
+            )
             continue
         phases = [(0, requested, getattr(plan.derived, f"{split}_plan"))]
         for start, samples, plans in samples_of_phases(plan) if split == "train" else phases:

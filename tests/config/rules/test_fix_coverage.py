@@ -36,6 +36,7 @@ WITHOUT_A_COMMAND_LINE = {
     "environment.py": "variables of launchers: tests/config/test_environment.py",
     "errors.py": "the classes themselves",
     "facts.py": "copies of problems between ranks",
+    "user_function.py": "the user's files: tests/config/test_user_function.py",
     "module_precision.py": "a file's problems: tests/config/test_module_precision.py",
 }
 

@@ -113,6 +113,10 @@ CASES = {
          ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids"),
          ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids")),
     ],
+    "functions_of_samples_are_alone": [
+        (f"--dataset a.py:f {flag}", "--mock-data", Facts(digests={"data.dataset": "1"}), (flag.split()[0], "--dataset a.py:f"), (f"remove {flag.split()[0]}",))
+        for flag in ("--data-schedule s", "--phase-transition-iterations 5", "--sft", "--multiple-validation-sets --full-validation")
+    ],
     "conversations_are_whole": [
         ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
         (f"{NULL} --data-path d --sft --reset-attention-mask --eod-mask-loss", "--mock-data", None,

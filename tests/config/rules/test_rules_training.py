@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatrain.config import Facts
 from megatrain.config.rules.training import TRAINING_RULES
 
 CASES = {
@@ -54,6 +55,14 @@ CASES = {
     "exit_signal_is_valid": [
         ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
+    ],
+    "functions_are_named": [
+        ("--dataset my/prefix", "--mock-data", Facts(digests={"data.dataset": "1"}), ("--dataset my/prefix",), ("--dataset file.py:function", "--data-path")),
+        ("--loss a.py", "", Facts(digests={"training.loss": "1"}), ("--loss a.py",), ("--loss file.py:function",)),
+        ("--callbacks Printer", "", Facts(digests={"logging.callbacks": "1"}), ("--callbacks Printer",), ("--callbacks file.py:Class",)),
+    ],
+    "losses_are_not_mixed": [
+        ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("one of them",)),
     ],
     "reruns_have_rejected_steps": [
         ("--rerun-mode validate_results --on-nan skip", "", None, ("--rerun-mode validate_results", "--on-nan skip"), ("one of them",)),

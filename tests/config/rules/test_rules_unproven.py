@@ -12,6 +12,7 @@ CASES = {
         GPU,
         "Transformer Engine",
     ),
+    "custom_loss": ("--loss a.py:f", Facts(digests={"training.loss": "1"}), "--loss a.py:f has no row"),
     "loss_of_global_loads": (
         "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
         None,
