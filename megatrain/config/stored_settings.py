@@ -17,12 +17,11 @@ from typing import Any, Final
 
 from megatrain.config.facts import StoredRun
 from megatrain.config.request import Request
-from megatrain.config.rules.resume_classes import FUNCTION, SHAPE, paths_of
-from megatrain.config.schema.tree import Origin, settings
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE
+from megatrain.config.schema.tree import Origin, paths_of, settings
 
 _MODEL: Final = (
-    *paths_of(SHAPE),
-    *paths_of(FUNCTION),
+    *paths_of(SHAPE, FUNCTION),
     "model.max_position_embeddings",
     "model.make_vocab_size_divisible_by",
     "model.hidden_dropout",

@@ -22,7 +22,7 @@ from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.rules.resume_classes import adapted_settings
+from megatrain.config.rules.resume import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
