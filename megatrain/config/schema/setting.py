@@ -5,7 +5,7 @@ alone needs no call. What most settings of a section share stands in the line of
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatrain.config.schema.needs import Need
@@ -15,6 +15,7 @@ from megatrain.config.schema.values import CheckedSection, Range
 Needs = Need | tuple[Need, ...]
 
 
+@dataclass(frozen=True)
 class Section(CheckedSection):
     """Base of the sections: `class LoggingConfig(Section, on_resume=SAFE)`."""
 
