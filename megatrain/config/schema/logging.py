@@ -30,11 +30,13 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Log the number of gradient elements that are zero, without padding."""
     timing_log_level: int = setting(0, at_least=0, at_most=2)
     """Timed parts of an iteration. 0: none; 1: passes and optimizer; 2: also batches and gradient norm. Above 0, each part ends with a GPU synchronization, which costs speed."""
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    timing_log_option: Literal["max", "minmax", "all"] = setting(
+        "minmax", needs=on("logging.timing_log_level")
+    )
     """Times over ranks: the maximum, minimum and maximum, or all."""
     log_straggler: bool = False
     """After each log line, print the slowest and the fastest ranks by the time of their forward and backward passes."""
-    straggler_minmax_count: int = setting(1, at_least=1)
+    straggler_minmax_count: int = setting(1, at_least=1, needs=on("logging.log_straggler"))
     """Number of slowest and of fastest ranks that --log-straggler prints."""
     log_energy: bool = setting(
         False, needs=one_of("training.device", "cuda", words="on a CPU, whose energy is not measured")
@@ -42,11 +44,11 @@ class LoggingConfig(Section, on_resume=SAFE):
     """After each log line, print the energy and the power of the GPUs; `metrics.jsonl` has that of rank 0's GPU. Requires the package nvidia-ml-py. No effect on a CPU."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
-    moe_per_layer_logging: bool = setting(False, needs=on("experts.num_experts"))
+    moe_per_layer_logging: bool = setting(False, needs=(on("experts.num_experts"), _TENSORBOARD))
     """In TensorBoard and W&B, also log the losses and the maximum load of the router of each layer with experts."""
-    tensorboard_log_interval: int = setting(1, at_least=1)
+    tensorboard_log_interval: int = setting(1, at_least=1, needs=_TENSORBOARD)
     """Iterations between points in TensorBoard and W&B."""
-    tensorboard_queue_size: int = setting(1000, at_least=1)
+    tensorboard_queue_size: int = setting(1000, at_least=1, needs=on("logging.tensorboard_dir"))
     """Events buffered in memory before TensorBoard writes them; it also writes every two minutes."""
     log_timers_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
     """Send the time of iterations and, with --timing-log-level, of their parts to TensorBoard and W&B."""

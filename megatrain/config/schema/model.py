@@ -23,6 +23,10 @@ _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn")
 _NO_YARN = either(
     _LATENTS, none_of("model.position_embedding_type", "yarn"), words="with --position-embedding-type yarn"
 )
+_YARN_TYPES = (one_of("model.position_embedding_type", "yarn"), one_of("model.rope_type", "yarn"))
+_YARN = either(*_YARN_TYPES, words="without YaRN")
+_YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
+_SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
 
 
@@ -134,32 +138,27 @@ class ModelConfig(Section, on_resume=SHAPE):
         None, at_least=1, on_resume=FUNCTION, needs=(_ROPE, _NO_LATENTS, _NO_YARN)
     )
     """Divide positions by this factor before RoPE; not with YaRN."""
-    use_rope_scaling: bool = setting(
-        False, on_resume=FUNCTION, needs=(one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
-    )
+    use_rope_scaling: bool = setting(False, on_resume=FUNCTION, needs=_SCALED)
     """Scale RoPE frequencies as Llama 3.1 does, for an original context of 8192 tokens."""
     rope_scaling_factor: float = setting(
-        8.0,
-        at_least=1,
-        on_resume=FUNCTION,
-        needs=(one_of("model.position_embedding_type", "rope"), _NO_LATENTS),
+        8.0, at_least=1, on_resume=FUNCTION, needs=(*_SCALED, on("model.use_rope_scaling"))
     )
     """Context extension factor of --use-rope-scaling."""
-    rotary_scaling_factor: float = setting(1.0, at_least=1, on_resume=FUNCTION)
+    rotary_scaling_factor: float = setting(1.0, at_least=1, on_resume=FUNCTION, needs=_YARN_OR_LATENTS)
     """Context extension factor of YaRN (--position-embedding-type yarn, or --rope-type yarn)."""
     yarn_original_max_position_embeddings: int | None = setting(
-        AUTO, at_least=1, unit="tokens", on_resume=FUNCTION
+        AUTO, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_YARN
     )
     """YaRN: original context length in tokens. auto: 4096 with --rope-type yarn, as in Megatron-LM; else none."""
-    yarn_beta_fast: float = setting(32.0, above=0, on_resume=FUNCTION)
+    yarn_beta_fast: float = setting(32.0, above=0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: channels with at least this many rotations over the original context are not scaled."""
-    yarn_beta_slow: float = setting(1.0, above=0, on_resume=FUNCTION)
+    yarn_beta_slow: float = setting(1.0, above=0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: channels with at most this many rotations over the original context are fully scaled."""
-    mscale: float = setting(1.0, on_resume=FUNCTION)
+    mscale: float = setting(1.0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: coefficient of the attention temperature in the numerator."""
-    mscale_all_dim: float = setting(0.0, on_resume=FUNCTION)
+    mscale_all_dim: float = setting(0.0, on_resume=FUNCTION, needs=_YARN_OR_LATENTS)
     """YaRN: coefficient of the attention temperature in the denominator."""
-    yarn_correction_range_round_to_int: bool = setting(True, on_resume=FUNCTION)
+    yarn_correction_range_round_to_int: bool = setting(True, on_resume=FUNCTION, needs=_YARN)
     """YaRN: round the boundaries between scaled and unscaled channels to whole channels."""
     no_rope_freq: str | None = setting(None, joins_words=True, on_resume=FUNCTION, needs=_ROPE)
     """Layers without RoPE: a number N for every Nth layer, or a list such as [0]*3+[1] with 1 for these layers."""
@@ -223,7 +222,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """muP: factor of the logits. auto or 1: 1 / width multiplier."""
     mtp_num_layers: int | None = setting(None, at_least=0, at_most=1 << 16, adapts=is_decreased)
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
-    mtp_loss_scaling_factor: float = setting(0.1, at_least=0, on_resume=SAFE)
+    mtp_loss_scaling_factor: float = setting(
+        0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
+    )
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE)
     """Pad the vocabulary to a multiple of this * tensor-parallel size."""

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import none_of, on, one_of
+from megatrain.config.schema.needs import none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
+_MUON = one_of("optimizer.optimizer", "muon")
+_DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _DELAYED = one_of("precision.fp8_recipe", "delayed")
 
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -55,23 +57,23 @@ class OptimizerConfig(Section, on_resume=SAFE):
         1.0, at_least=0, at_most=1, needs=on("optimizer.optimizer_cpu_offload")
     )
     """With --optimizer-cpu-offload: minimum fraction of a rank's elements to offload; whole buckets (layers), starting with the last."""
-    sgd_momentum: float = setting(0.9, at_least=0, below=1)
+    sgd_momentum: float = setting(0.9, at_least=0, below=1, needs=one_of("optimizer.optimizer", "sgd"))
     """Momentum of SGD."""
-    muon_momentum: float = setting(0.9, at_least=0, below=1)
+    muon_momentum: float = setting(0.9, at_least=0, below=1, needs=_MUON)
     """Momentum of Muon."""
-    muon_nesterov: bool = False
+    muon_nesterov: bool = setting(False, needs=_MUON)
     """Use Nesterov momentum in Muon."""
-    muon_no_split_qkv: bool = False
+    muon_no_split_qkv: bool = setting(False, needs=_MUON)
     """Orthogonalize the fused QKV weight as one matrix. Off: queries, keys and values separately."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting("spectral", needs=_MUON)
     """Scale of Muon's update for m outputs and n inputs: sqrt(max(m, n)) (spectral), sqrt(m / n) (unit_rms_norm), or sqrt(max(1, m / n)) (shape_scaling)."""
-    muon_extra_scale_factor: float = setting(1.0, above=0)
+    muon_extra_scale_factor: float = setting(1.0, above=0, needs=_MUON)
     """Additional factor of Muon's update; 0.2 with spectral matches the update size of Adam."""
-    muon_num_ns_steps: int = setting(5, at_least=1, at_most=99)
+    muon_num_ns_steps: int = setting(5, at_least=1, at_most=99, needs=_MUON)
     """Newton-Schulz iterations of Muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting("quintic", needs=_MUON)
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
     clip_grad: float = setting(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: no clipping."""
@@ -167,11 +169,11 @@ class PrecisionConfig(Section, on_resume=SAFE):
     """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
     loss_scale: float | None = setting(None, above=0)
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
-    initial_loss_scale: float = setting(2.0**32, above=0)
+    initial_loss_scale: float = setting(2.0**32, above=0, needs=_DYNAMIC_SCALE)
     """Initial dynamic loss scale."""
-    min_loss_scale: float = setting(1.0, above=0)
+    min_loss_scale: float = setting(1.0, above=0, needs=_DYNAMIC_SCALE)
     """Minimum dynamic loss scale."""
-    loss_scale_window: float = setting(1000.0, above=0)
+    loss_scale_window: float = setting(1000.0, above=0, needs=_DYNAMIC_SCALE)
     """Consecutive steps with finite gradients before the dynamic loss scale doubles."""
-    hysteresis: int = setting(2, at_least=1)
+    hysteresis: int = setting(2, at_least=1, needs=_DYNAMIC_SCALE)
     """Steps with non-finite gradients before the dynamic loss scale halves."""

@@ -9,6 +9,7 @@ from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
 _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
+_TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 
 
@@ -64,13 +65,13 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Expert-tensor-parallel size (etp): ranks over which the matrices of each expert are split. none: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks in the order tp-pp-dp instead of tp-dp-pp, so that pipeline stages are closer together than replicas."""
-    sequence_parallel: bool = setting(False, needs=above("parallel.tensor_model_parallel_size", 1))
+    sequence_parallel: bool = setting(False, needs=_TENSOR)
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     tp_comm_overlap: bool = setting(
         False,
         needs=(
             on("parallel.sequence_parallel"),
-            above("parallel.tensor_model_parallel_size", 1),
+            _TENSOR,
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
             one_of(
                 "derived.transformer_impl",

@@ -71,9 +71,9 @@ class TrainingConfig(Section, on_resume=SAFE):
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False
     """Run Python's garbage collection on all ranks in the same iterations."""
-    manual_gc_interval: int = setting(0, at_least=0)
+    manual_gc_interval: int = setting(0, at_least=0, needs=on("training.manual_gc"))
     """Iterations between garbage collections with --manual-gc. 0: none."""
-    manual_gc_eval: bool = True
+    manual_gc_eval: bool = setting(True, needs=on("training.manual_gc"))
     """With --manual-gc, also collect before and after an evaluation."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation: whole layers (full), or parts of them (selective)."""
@@ -181,7 +181,9 @@ class CheckpointConfig(Section, on_resume=SAFE):
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint. hf:FOLDER: a folder of transformers."""
     from_hf: str | None = setting(None, on_resume=SILENT)
     """Folder of transformers from whose config.json the settings of the model are taken, and its tokenizer, where they are not given. Not in Megatron-LM."""
-    allow_pickle: bool = setting(False, on_resume=SILENT)
+    allow_pickle: bool = setting(
+        False, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
+    )
     """Also load checkpoints of Megatron-LM in the format torch (mp_rank_*), whose files are pickled; no code in them is run. Not in Megatron-LM."""
     use_checkpoint_args: bool = setting(
         False, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")

@@ -98,6 +98,18 @@ CASES = [
      ("--hierarchical-context-parallel-sizes 2 2", "without --cp-comm-type a2a+p2p")),
     ("--log-memory-to-tensorboard", "", ("--log-memory-to-tensorboard", "--tensorboard-dir or --wandb-project")),
     ("--wandb-entity e --wandb-exp-name x", "", ("--wandb-exp-name x, --wandb-entity e have", "--wandb-project")),
+    ("--optimizer sgd --muon-momentum 0.8", "", ("--muon-momentum 0.8", "--optimizer is muon")),
+    ("--sgd-momentum 0.8", "", ("--sgd-momentum 0.8", "--optimizer is sgd")),
+    ("--bf16 --hysteresis 3 --initial-loss-scale 65536", "", ("--initial-loss-scale 65536.0, --hysteresis 3 have", "--fp16")),
+    ("--fp16 --loss-scale 8 --hysteresis 3", "", ("--hysteresis 3", "with --loss-scale")),
+    ("--manual-gc-interval 5", "", ("--manual-gc-interval 5", "--manual-gc")),
+    ("--straggler-minmax-count 2", "", ("--straggler-minmax-count 2", "--log-straggler")),
+    ("--timing-log-option all", "", ("--timing-log-option all", "--timing-log-level")),
+    ("--tensorboard-queue-size 10", "", ("--tensorboard-queue-size 10", "--tensorboard-dir")),
+    ("--mtp-loss-scaling-factor 0.2", "", ("--mtp-loss-scaling-factor 0.2", "--mtp-num-layers")),
+    ("--rope-scaling-factor 4", "", ("--rope-scaling-factor 4.0", "--use-rope-scaling")),
+    ("--mscale 2", "", ("--mscale 2.0", "without YaRN")),
+    ("--rotary-scaling-factor 2", "", ("--rotary-scaling-factor 2.0", "without YaRN")),
     ("--profile-ranks 0", "", ("--profile-ranks 0", "without --profile")),
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
