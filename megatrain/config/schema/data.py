@@ -1,16 +1,27 @@
 """Settings of the data: files, and how they are split into samples."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatrain.config.schema.needs import none_of, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
+
+SOURCES: Final = (
+    "data.data_path",
+    "data.data_args_path",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.per_split_data_args_path",
+    "data.mock_data",
+)
+"""Settings that name the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section, on_resume=SAFE):
+class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Data: files, and how they are split into samples."""
 
     data_path: tuple[str, ...] = ()
@@ -25,29 +36,34 @@ class DataConfig(Section, on_resume=SAFE):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
-    data_schedule: str | None = None
+    data_schedule: str | None = setting(None, taken_by="")
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
-    phase_transition_iterations: str | None = setting(None, joins_words=True)
+    phase_transition_iterations: str | None = setting(None, joins_words=True, taken_by="")
     """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
     split: str = setting(AUTO, joins_words=True, on_resume=ORDER)
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
     seq_length: int = setting(
-        REQUIRED, at_least=1, unit="tokens", example="1024 tokens, for example", on_resume=ORDER
+        REQUIRED,
+        at_least=1,
+        unit="tokens",
+        example="1024 tokens, for example",
+        on_resume=ORDER,
+        taken_by=ARGS,
     )
     """Tokens per sample."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""
     no_data_sharding: bool = setting(False, on_resume=ORDER, needs=one_of("data.dataloader_type", "cyclic"))
     """With --dataloader-type cyclic: shuffle all samples together instead of within the shard of each data-parallel rank."""
-    num_workers: int = setting(2, at_least=0, on_resume=SILENT)
+    num_workers: int = setting(2, at_least=0, on_resume=SILENT, taken_by="")
     """Prefetch threads per rank. 0: each step reads its own samples."""
-    no_mmap_bin_files: bool = False
+    no_mmap_bin_files: bool = setting(False, taken_by="")
     """Read .bin files with read calls instead of memory mapping."""
-    object_storage_cache_path: str | None = setting(None, on_resume=SILENT)
+    object_storage_cache_path: str | None = setting(None, on_resume=SILENT, taken_by="")
     """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
-    data_cache_path: str | None = setting(AUTO, on_resume=SILENT)
+    data_cache_path: str | None = setting(AUTO, on_resume=SILENT, taken_by="")
     """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path. `null` in a YAML file: no cache."""
     mid_level_dataset_surplus: float = setting(0.005, at_least=0, on_resume=ORDER)
     """Fraction of extra samples with which each dataset of a weighted blend is built."""

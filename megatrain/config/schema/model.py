@@ -14,7 +14,7 @@ from megatrain.config.schema.resume_class import (
     is_turned_off,
     is_turned_on,
 )
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
@@ -60,7 +60,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """MLA: channels of a head of queries and keys with RoPE; all heads of keys share them."""
     v_head_dim: int = setting(128, at_least=1, needs=_LATENTS)
     """MLA: channels of a head of values."""
-    max_position_embeddings: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE)
+    max_position_embeddings: int | None = setting(
+        None, at_least=1, unit="tokens", on_resume=SAFE, taken_by=ARGS
+    )
     """Largest sequence length of the model: limit of --seq-length, and rows of a learned position embedding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Type of normalization layers."""
@@ -188,9 +190,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Use linear layers without biases."""
     add_qkv_bias: bool = setting(False, adapts=is_turned_on, needs=_NO_LATENTS)
     """Use biases in the QKV projection despite --disable-bias-linear."""
-    hidden_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE)
+    hidden_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
     """Dropout probability of residual branches."""
-    attention_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE)
+    attention_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
     """Dropout probability of attention probabilities."""
     init_method_std: float = setting(0.02, at_least=0, on_resume=SAFE)
     """Standard deviation of initial weights; output projections of residual branches divide it by sqrt(2 * layers)."""
@@ -226,7 +228,7 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
     )
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
-    make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE)
+    make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)
     """Pad the vocabulary to a multiple of this * tensor-parallel size."""
     padded_vocab_size: int = setting(AUTO, at_least=1, on_resume=SILENT)
     """Rows of the embedding. auto: vocabulary of the tokenizer, padded."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatrain.config.schema.needs import none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
@@ -22,7 +22,7 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section, on_resume=SAFE):
+class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Optimizer: AdamW, SGD or Muon, and gradient clipping."""
 
     optimizer: Literal["adam", "sgd", "muon"] = setting("adam", on_resume=OPTIMIZER_STATE)
@@ -80,7 +80,7 @@ class OptimizerConfig(Section, on_resume=SAFE):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Section, on_resume=SCHEDULE):
+class ScheduleConfig(Section, on_resume=SCHEDULE, taken_by=EVALUATION):
     """Schedules: linear warm-up from --lr-warmup-init to --lr, then decay to --min-lr; constant or increasing weight decay."""
 
     min_lr: float = setting(0.0, at_least=0)
@@ -122,7 +122,7 @@ class ScheduleConfig(Section, on_resume=SCHEDULE):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(Section, on_resume=SAFE):
+class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Precision: dtypes of weights and arithmetic."""
 
     bf16: bool = False

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatrain.config.schema.needs import above, off, on, one_of
 from megatrain.config.schema.resume_class import SAFE, SILENT
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import LAYOUT, Section, setting
 from megatrain.config.schema.values import AUTO
 
 _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
@@ -17,17 +17,21 @@ _CONTEXT = above("parallel.context_parallel_size", 1)
 class ParallelConfig(Section, on_resume=SAFE):
     """Parallelism: distribution of model and optimizer over ranks."""
 
-    tensor_model_parallel_size: int = setting(1, at_least=1)
+    tensor_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
-    pipeline_model_parallel_size: int = setting(1, at_least=1)
+    pipeline_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Pipeline-parallel size (pp): number of stages."""
     pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = setting(
         AUTO, needs=_PIPELINE
     )
     """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
-    num_virtual_stages_per_pipeline_rank: int | None = setting(None, at_least=1, needs=_PIPELINE)
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
+    )
     """Model chunks per pipeline rank (virtual stages)."""
-    num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, needs=_PIPELINE)
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
+    )
     """Layers per model chunk, instead of --num-virtual-stages-per-pipeline-rank."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, needs=_PIPELINE)
     """Micro-batches that one model chunk computes before the next. none: --pipeline-model-parallel-size."""
@@ -43,7 +47,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Layers of each virtual stage, such as Ett|(tt|)*3tL: E embedding, t layer, L loss, | between stages, *N repetition. auto: balanced by FLOPs, head included."""
     overlap_p2p_communication: bool = setting(True, needs=_PIPELINE)
     """Overlap communication between pipeline stages with computation: post each receive before the pass that precedes the one that needs it. Off: begin to receive when the message is needed."""
-    context_parallel_size: int = setting(1, at_least=1)
+    context_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Context-parallel size (cp): ranks over which each sequence is split."""
     cp_comm_type: tuple[str, ...] = setting((), needs=_CONTEXT)
     """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: p2p; all_gather with windows or documents."""
@@ -59,13 +63,15 @@ class ParallelConfig(Section, on_resume=SAFE):
     """For --cp-comm-type a2a+p2p and a2a+all_gather: number of ranks per a2a group, and number of groups."""
     context_parallel_chunk_means: bool = setting(False, needs=_CONTEXT)
     """Average the loss per context-parallel rank first, as Megatron-LM does: with a loss mask, the result depends on the split of samples. Not in Megatron-LM."""
-    expert_model_parallel_size: int = setting(1, at_least=1)
+    expert_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Expert-parallel size (ep): ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = setting(None, at_least=1, needs=on("experts.num_experts"))
+    expert_tensor_parallel_size: int | None = setting(
+        None, at_least=1, needs=on("experts.num_experts"), taken_by=LAYOUT
+    )
     """Expert-tensor-parallel size (etp): ranks over which the matrices of each expert are split. none: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks in the order tp-pp-dp instead of tp-dp-pp, so that pipeline stages are closer together than replicas."""
-    sequence_parallel: bool = setting(False, needs=_TENSOR)
+    sequence_parallel: bool = setting(False, needs=_TENSOR, taken_by=LAYOUT)
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     tp_comm_overlap: bool = setting(
         False,

@@ -6,7 +6,7 @@ alone needs no call. What most settings of a section share stands in the line of
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from megatrain.config.schema.needs import Need
 from megatrain.config.schema.resume_class import ResumeClass
@@ -14,22 +14,27 @@ from megatrain.config.schema.values import CheckedSection, Range
 
 Needs = Need | tuple[Need, ...]
 
+ARGS: Final = "--use-checkpoint-args"
+LAYOUT: Final = "--use-mp-args-from-checkpoint-args"
+EVALUATION: Final = "--eval-only"
+"""Flags that take settings from a checkpoint: see `taken_by`."""
+
 
 @dataclass(frozen=True)
 class Section(CheckedSection):
     """Base of the sections: `class LoggingConfig(Section, on_resume=SAFE)`."""
 
-    _on_resume: ClassVar[ResumeClass]
+    _shared: ClassVar[Mapping[str, Any]]
     _needs: ClassVar[tuple[Need, ...]]
 
-    def __init_subclass__(cls, *, on_resume: ResumeClass, needs: Needs = ()) -> None:
-        cls._on_resume, cls._needs = on_resume, _all(needs)
+    def __init_subclass__(cls, *, on_resume: ResumeClass, taken_by: str = "", needs: Needs = ()) -> None:
+        cls._shared, cls._needs = {"on_resume": on_resume, "taken_by": taken_by}, _all(needs)
 
     @classmethod
     def stated(cls, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is stated for a setting, as `tree.Setting` has it: its own class, or that of the section, and all needs."""
+        """Return what is stated for a setting, as `tree.Setting` has it: by itself, or by the section; needs of both."""
         needs = (*(need for need in cls._needs if path not in need.paths), *metadata.get("needs", ()))
-        return {"on_resume": cls._on_resume, **metadata, "needs": needs}
+        return {**cls._shared, **metadata, "needs": needs}
 
 
 def setting(
@@ -45,6 +50,7 @@ def setting(
     joins_words: bool | None = None,
     on_resume: ResumeClass | None = None,
     adapts: Callable[[Any, Any], bool] | None = None,
+    taken_by: str | None = None,
     needs: Needs = (),
 ) -> Any:
     """Return a field of a section; `tree.Setting` says what each argument means. Typed Any, as `dataclasses.field` is."""
@@ -57,6 +63,7 @@ def setting(
         "joins_words": joins_words,
         "on_resume": on_resume,
         "adapts": adapts,
+        "taken_by": taken_by,
         "needs": _all(needs),
     }
     return field(

@@ -12,11 +12,11 @@ from typing import Any, Final, Literal
 
 from megatrain.config.errors import Problem
 from megatrain.config.schema.resume_class import SAFE, VOCABULARY
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import ARGS, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig(Section, on_resume=SAFE):
+class TokenizerConfig(Section, on_resume=SAFE, taken_by=ARGS):
     """Tokenizer: conversion of text to token ids."""
 
     tokenizer_type: (

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 from megatrain.config.schema.needs import either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 
@@ -14,22 +14,26 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Training: batch sizes, length, evaluation, recomputation."""
 
     micro_batch_size: int = setting(
-        REQUIRED, at_least=1, unit="samples", example="1 always works; larger ones use the device better"
+        REQUIRED,
+        at_least=1,
+        unit="samples",
+        example="1 always works; larger ones use the device better",
+        taken_by=EVALUATION,
     )
     """Samples per forward pass of a model replica."""
-    global_batch_size: int = setting(AUTO, at_least=1, unit="samples")
+    global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per iteration over all replicas. auto: one micro-batch per replica, or the last entry of --step-batch-size-schedule."""
-    rampup_batch_size: tuple[str, ...] = ()
+    rampup_batch_size: tuple[str, ...] = setting((), taken_by=EVALUATION)
     """Batch size ramp: start size, increment, and number of samples over which the global batch grows to --global-batch-size."""
-    step_batch_size_schedule: str | None = setting(None, joins_words=True)
+    step_batch_size_schedule: str | None = setting(None, joins_words=True, taken_by=EVALUATION)
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
-    decrease_batch_size_if_needed: bool = False
+    decrease_batch_size_if_needed: bool = setting(False, taken_by=EVALUATION)
     """Round the global batch down to a multiple of micro-batch size * data-parallel size. Off: an error."""
-    train_iters: int | None = setting(None, at_least=1)
+    train_iters: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations of training. Give this or --train-samples."""
-    train_samples: int | None = setting(None, at_least=1)
+    train_samples: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Samples of training; an incomplete last global batch is dropped (with --step-batch-size-schedule: filled up). Give this or --train-iters."""
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: bool = setting(False, taken_by=EVALUATION)
     """Average the loss over all unmasked tokens of an iteration. Off: over its micro-batches, each a mean over its tokens."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop at a non-finite loss or gradient. Off: skip and count the iteration."""
@@ -41,15 +45,15 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Iterations between comparisons of the weights that several ranks hold; a difference ends the run and names the rank. none: never."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose samples are passed over without training, as the number of iterations before each: 0 is the first."""
-    seed: int = setting(1234, at_least=0, on_resume=ORDER)
+    seed: int = setting(1234, at_least=0, on_resume=ORDER, taken_by=EVALUATION)
     """Random seed of initial weights and sample order."""
-    eval_interval: int | None = setting(None, at_least=1)
+    eval_interval: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations between evaluations. none: one evaluation, at the end."""
-    eval_iters: int = setting(100, at_least=0)
+    eval_iters: int = setting(100, at_least=0, taken_by=EVALUATION)
     """Global batches per evaluation. 0: no evaluation."""
-    eval_global_batch_size: int = setting(AUTO, at_least=1, unit="samples")
+    eval_global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per evaluation iteration. auto: --global-batch-size."""
-    start_eval_at_iter: int | None = setting(None, at_least=0)
+    start_eval_at_iter: int | None = setting(None, at_least=0, taken_by=EVALUATION)
     """First iteration at which to evaluate."""
     skip_train: bool = False
     """Only evaluate on validation and test data."""
