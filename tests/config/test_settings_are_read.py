@@ -1,6 +1,6 @@
 """Every setting is read somewhere, so that no flag is accepted and ignored.
 
-    sources of megatrain/ ──> what each reads of a section ──> settings that nobody reads: there must be none
+    sources of megatrain/ ──> what each reads of a section ──> settings without a read: there must be none
 
 A read is `training.seed` where `training` is a section by its name, its type or its origin, or `known("training.seed")`.
 Tables that describe settings, and what settings need, read nothing.

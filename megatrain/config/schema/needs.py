@@ -1,4 +1,4 @@
-"""What a setting needs to have an effect: `setting(1, needs=on("model.use_mup"))`.
+"""Needs of a setting, without which it has no effect: `setting(1, needs=on("model.use_mup"))`.
 
     on(path, ...)            without --load or --pretrained-checkpoint
     off(path)                with --softmax-scale
@@ -24,7 +24,7 @@ class Need:
     """A condition under which a setting has an effect."""
 
     words: str
-    """What a note says where it does not hold, with {} for each flag."""
+    """Words of a note where it does not hold, with {} for each flag."""
     paths: tuple[str, ...]
     """Settings of these flags."""
     holds: Callable[[ValueOf], bool]

@@ -127,7 +127,7 @@ class Setting:
     on_resume: ResumeClass = SAFE
     """Effect of a change between a checkpoint and the run that resumes it."""
     adapts: Callable[[Any, Any], bool] = lambda _stored, _now: False
-    """Whether the weights of a model with a stored value give those of one with a new value, by `on_resume` SHAPE."""
+    """Test of a stored and a new value, for SHAPE: the weights of one model give those of the other."""
     taken_by: str = ""
     """Flag that takes the value of a checkpoint where none is given. Those of SHAPE and FUNCTION are taken by ARGS too; empty: none."""
     needs: tuple[Need, ...] = ()
