@@ -25,15 +25,14 @@ class Section(CheckedSection):
     """Base of the sections: `class LoggingConfig(Section, on_resume=SAFE)`."""
 
     _shared: ClassVar[Mapping[str, Any]]
-    _needs: ClassVar[tuple[Need, ...]]
 
     def __init_subclass__(cls, *, on_resume: ResumeClass, taken_by: str = "", needs: Needs = ()) -> None:
-        cls._shared, cls._needs = {"on_resume": on_resume, "taken_by": taken_by}, _all(needs)
+        cls._shared = {"on_resume": on_resume, "taken_by": taken_by, "needs": _all(needs)}
 
     @classmethod
-    def stated(cls, path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def stated(cls, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is stated for a setting, as `tree.Setting` has it: by itself, or by the section; needs of both."""
-        needs = (*(need for need in cls._needs if path not in need.paths), *metadata.get("needs", ()))
+        needs = (*cls._shared["needs"], *metadata.get("needs", ()))
         return {**cls._shared, **metadata, "needs": needs}
 
 

@@ -219,10 +219,7 @@ def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", 
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
     last_word = entry.name.rpartition("_")[2]
-    own: dict[str, Any] = {
-        "unit": _UNITS.get(last_word, ""),
-        **cls.stated(f"{section}.{entry.name}", entry.metadata),
-    }
+    stated: dict[str, Any] = {"unit": _UNITS.get(last_word, ""), **cls.stated(entry.metadata)}
     return Setting(
         section=section,
         name=entry.name,
@@ -231,5 +228,5 @@ def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", 
         is_list=is_list,
         is_optional=len(members) > 1,
         default=entry.default,
-        **own,
+        **stated,
     )
