@@ -139,6 +139,11 @@ class Draft:
         """See the function of this name."""
         return continues_optimizer(self.config, self.facts)
 
+    def get(self, path: str) -> Any:
+        """Return the value at a path such as `model.num_layers` or `derived.num_microbatches`."""
+        section, name = path.split(".")
+        return getattr(self.derived, name) if section == "derived" else self.config.get(path)
+
     def is_default(self, path: str) -> bool:
         return self.origins[path].kind == "default"
 

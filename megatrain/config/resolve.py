@@ -107,9 +107,7 @@ def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
         value = config.raw(setting.path)
         if value is REQUIRED:
             invalid.append(setting.path)
-            problems.append(
-                Problem(f"{setting.flag} is missing", f"give {setting.flag}: {_example(setting.path)}")
-            )
+            problems.append(Problem(f"{setting.flag} is missing", f"give {setting.flag}: {setting.example}"))
         elif setting.range and value is not None and is_resolved(value):
             try:
                 require_in_range(setting, value)
@@ -117,18 +115,6 @@ def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
                 invalid.append(setting.path)
                 problems.append(Problem(f"{setting.flag} {value} {error.text}", error.fix))
     return config.with_values(dict.fromkeys(invalid, INVALID)), problems
-
-
-def _example(path: str) -> str:
-    """Return a first value for a setting without default."""
-    return {
-        "model.num_layers": "GPT-2 small has 12",
-        "model.hidden_size": "GPT-2 small has 768",
-        "model.num_attention_heads": "GPT-2 small has 12",
-        "data.seq_length": "1024 tokens, for example",
-        "optimizer.lr": "3e-4 is a common start for small models",
-        "training.micro_batch_size": "1 always works; larger ones use the device better",
-    }.get(path, "it has no default")
 
 
 def _with_derived(draft: Draft, path: str, derive: Callable[[Draft], DerivedValue]) -> Draft:

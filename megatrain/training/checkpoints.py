@@ -24,7 +24,7 @@ from megatrain.config.derive.model import activation_of
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import GATED
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.rules.resume_classes import adapted_settings
+from megatrain.config.rules.resume import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT

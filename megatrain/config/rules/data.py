@@ -14,6 +14,7 @@ from megatrain.config.derive.datasets import (
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
+from megatrain.config.schema.data import SOURCES
 from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.schema.tree import flag_of
 
@@ -22,14 +23,12 @@ Problems = Iterator[Problem]
 MAX_SEED: Final = 2**32 - 1
 """Largest seed of the generator that shuffles samples."""
 _PHASES: Final = "--phase-transition-iterations"
-_SHARED: Final = ("data.data_path", "data.data_args_path")
 _PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-_SOURCES: Final = (*_SHARED, *_PER_SPLIT, "data.per_split_data_args_path", "data.mock_data", "data.dataset")
 
 
 def given_sources(draft: Draft) -> list[str]:
     """Return the paths of the settings that name data."""
-    return [path for path in _SOURCES if draft.config.get(path)]
+    return [path for path in SOURCES if draft.config.get(path)]
 
 
 def data_has_one_source(draft: Draft) -> Problems:

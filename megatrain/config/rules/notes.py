@@ -18,39 +18,12 @@ from megatrain.config.rules.logging import missing_packages
 from megatrain.config.rules.resume import changed_settings
 from megatrain.config.rules.unproven import unproven
 from megatrain.config.rules.without_effect import (
+    block_size_without_effect,
     modules_without_effect,
     param_gather_without_effect,
     settings_without_effect,
 )
 from megatrain.config.schema.tree import flag_of
-
-
-def sequence_parallel_has_no_effect(draft: Draft) -> Iterator[str]:
-    parallel = draft.config.parallel
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
-
-
-def context_settings_have_no_effect(draft: Draft) -> Iterator[str]:
-    levels = "parallel.hierarchical_context_parallel_sizes"
-    paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means", levels)
-    if draft.config.parallel.context_parallel_size == 1:
-        for path in paths:
-            if draft.is_given(path):
-                yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
-    elif draft.is_given(levels) and not any("+" in way for way in draft.derived.cp_comm_types):
-        yield f"{flag_of(levels)} has no effect without --cp-comm-type a2a+p2p"
-
-
-def no_norm_is_recomputed(draft: Draft) -> Iterator[str]:
-    training = draft.config.training
-    given = {
-        "--recompute-modules layernorm": "layernorm" in training.recompute_modules,
-        "--recompute-norms": training.recompute_norms,
-    }
-    for flag, is_given in given.items():
-        if is_given and draft.config.model.norm_position == "post":
-            yield f"{flag} has no effect with --norm-position post, since no norm precedes a linear layer"
 
 
 def norms_are_recomputed(draft: Draft) -> Iterator[str]:
@@ -218,15 +191,6 @@ def phases_are_not_reached(draft: Draft) -> Iterator[str]:
         yield f"--phase-transition-iterations {' '.join(late)}: no effect, since the run ends at iteration {end}"
 
 
-def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
-    kind = draft.config.model.position_embedding_type
-    if draft.config.data.reset_position_ids and kind in ("rope", "yarn"):
-        yield (
-            f"--reset-position-ids has no effect with --position-embedding-type {kind}, as in Megatron-LM: RoPE depends only"
-            " on distances"
-        )
-
-
 def attention_kernel(draft: Draft) -> Iterator[str]:
     is_given = not draft.is_default("model.attention_backend")
     if draft.config.training.device == "cuda" or is_given or layers_with_softcap_or_dropout(draft) != "none":
@@ -315,32 +279,6 @@ def mup_output_layer_lr_differs(draft: Draft) -> Iterator[str]:
         )
 
 
-def wandb_without_a_project(draft: Draft) -> Iterator[str]:
-    logging = draft.config.logging
-    given = [name for name in ("exp_name", "save_dir", "entity") if draft.is_given(f"logging.wandb_{name}")]
-    if logging.wandb_project is None and given:
-        flags = ", ".join(f"--wandb-{name.replace('_', '-')}" for name in given)
-        yield f"{flags} has no effect without --wandb-project"
-
-
-def tensorboard_without_a_folder(draft: Draft) -> Iterator[str]:
-    """W&B gets the same values, so the flags have an effect with --wandb-project too."""
-    logging = draft.config.logging
-    names = ("log_timers", "log_memory", "log_validation_ppl", "log_world_size")
-    given = [name for name in names if getattr(logging, f"{name}_to_tensorboard")]
-    if logging.tensorboard_dir is None and logging.wandb_project is None and given:
-        flags = ", ".join(f"--{name.replace('_', '-')}-to-tensorboard" for name in given)
-        yield f"{flags} has no effect without --tensorboard-dir or --wandb-project"
-
-
-def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
-    names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
-    given = [name for name in names if draft.is_given(f"logging.{name}")]
-    if not draft.config.logging.profile and given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        yield f"{flags} has no effect without --profile"
-
-
 def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
     logging, train_iters = draft.config.logging, draft.derived.train_iters
     if not logging.profile or train_iters is None:
@@ -422,17 +360,15 @@ def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
 NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     unproven,
     settings_without_effect,
+    block_size_without_effect,
     modules_without_effect,
     param_gather_without_effect,
     dropout_by_default,
     float32_by_default,
-    sequence_parallel_has_no_effect,
-    context_settings_have_no_effect,
     ring_is_replaced,
     cuda_graphs_have_no_effect,
     expert_gemms_are_not_grouped,
     strategy_without_fsdp,
-    no_norm_is_recomputed,
     norms_are_recomputed,
     train_samples_are_rounded,
     batch_is_decreased,
@@ -446,7 +382,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     loss_masks_are_not_read,
     phases_are_not_reached,
     end_of_document_was_guessed,
-    rotary_positions_are_relative,
     attention_kernel,
     packages_of_the_run_are_missing,
     memory_is_planned_with_local,
@@ -457,9 +392,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     mup_base_is_this_model,
     mup_output_layer_lr_differs,
     stop_without_saving,
-    wandb_without_a_project,
-    tensorboard_without_a_folder,
-    profiling_without_a_switch,
     profiling_ends_in_time,
     first_start_is_over,
     finetuning_replaces_checkpoints,

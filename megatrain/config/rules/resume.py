@@ -1,13 +1,13 @@
 """Rules about checkpoints: which settings and data may differ from those of the checkpoint that a run resumes.
 
-stored and current value of each setting ──> its class (`resume_classes.py`) ──> a note, or a problem with a remedy
+stored and current value of each setting ──> its class (`schema/resume_class.py`) ──> a note, or a problem with a remedy
 datasets, their weights, the tokenizer   ──> compared by content             ──> a problem
 schedules                                ──> compared by meaning             ──> a problem, unless a flag selects one
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -15,8 +15,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.fixes import Change, divisors, multiples, use, words
 from megatrain.config.plan import Draft
-from megatrain.config.rules.resume_classes import (
-    ADAPTED,
+from megatrain.config.schema.resume_class import (
     FUNCTION,
     OPTIMIZER_STATE,
     ORDER,
@@ -24,11 +23,10 @@ from megatrain.config.rules.resume_classes import (
     SCHEDULE,
     SHAPE,
     ResumeClass,
-    classes_by_path,
 )
 from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.config.schema.training import HF_PREFIX
-from megatrain.config.schema.tree import flag_of, settings, unit_of
+from megatrain.config.schema.tree import Config, Setting, settings
 from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
@@ -38,21 +36,21 @@ _NEW_RUN: Final = "add --finetune and another --save to start a new run from the
 
 
 def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
-    for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path, stored, now)
+    for setting, stored, now in _changes(draft):
+        resume_class = _class_of(draft, setting, stored, now)
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
-        if path == "model.ffn_hidden_size" and _is_upcycled(draft):
+        if setting.path == "model.ffn_hidden_size" and _is_upcycled(draft):
             continue  # `upcycling_fits_the_dense_model` compares widths
         alternative = {
             "--finetune": "add --finetune and another --save to start a new run from these weights",
             "--no-load-optim": "add --no-load-optim to continue without the optimizer state",
         }.get(resume_class.consent, "start from scratch without --load and with another --save")
         yield Problem(
-            f"{flag_of(path)} cannot change on resume, since {resume_class.reason}:"
-            f" the checkpoint has {_with_unit(path, stored)}, this run {_with_unit(path, now)}",
-            f"use the stored value ({_as_flag(path, stored)}), or {alternative}",
+            f"{setting.flag} cannot change on resume, since {resume_class.reason}:"
+            f" the checkpoint has {_with_unit(setting, stored)}, this run {_with_unit(setting, now)}",
+            f"use the stored value ({_as_flag(setting, stored)}), or {alternative}",
         )
 
 
@@ -109,11 +107,11 @@ def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     """Its biases are state of the model, and mean something else than other expert biases."""
     path, name = "experts.moe_router_load_balancing_type", "quantile_balancing"
     for changed, stored, now in _changes(draft):
-        if changed == path and (name in stored) != (name in now):
+        if changed.path == path and (name in stored) != (name in now):
             yield Problem(
-                f"{flag_of(path)} cannot change to or from {name} on resume, since the model has biases of experts with it:"
+                f"{changed.flag} cannot change to or from {name} on resume, since the model has biases of experts with it:"
                 f" the checkpoint has {_as_text(stored)}, this run {_as_text(now)}",
-                f"use the stored value ({_as_flag(path, stored)})",
+                f"use the stored value ({_as_flag(changed, stored)})",
             )
 
 
@@ -283,22 +281,22 @@ def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
 def changed_settings(draft: Draft) -> Iterator[str]:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
-    for path, stored, now in _changes(draft):
-        resume_class = _class_of(draft, path, stored, now)
+    for setting, stored, now in _changes(draft):
+        resume_class = _class_of(draft, setting, stored, now)
         if resume_class.kind == "silent" or (
             resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
         ):
             continue
         consent = _consent_to(draft, resume_class) if resume_class.kind == "consent" else ""
         label = f"allowed by {consent}" if consent else "safe"
-        change = f"{flag_of(path)} {_as_text(stored)} -> {_with_unit(path, now)}"
+        change = f"{setting.flag} {_as_text(stored)} -> {_with_unit(setting, now)}"
         by_label.setdefault(label, []).append(change)
     for label, changes in by_label.items():
         yield f"changed since the checkpoint, {label}: {', '.join(changes)}"
 
 
-def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, stored and current value of changed settings. Settings that an older version did not store are skipped."""
+def _changes(draft: Draft) -> Iterator[tuple[Setting, Any, Any]]:
+    """Yield setting, stored and current value of changed settings. Settings that an older version did not store are skipped."""
     checkpoint = draft.facts.checkpoint
     stored, is_of_megatron = (checkpoint.config, checkpoint.is_of_megatron) if checkpoint else ({}, False)
     for setting in settings():
@@ -312,17 +310,28 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             is_of_megatron and setting.path == "tokenizer.vocab_size" and (not before or now >= before)
         )
         if before != now and not is_padding:
-            yield setting.path, before, now
+            yield setting, before, now
 
 
-def _class_of(draft: Draft, path: str, stored: Any, now: Any) -> ResumeClass:
+def _class_of(draft: Draft, setting: Setting, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
-    if path == "model.max_position_embeddings" and is_learned:
+    if setting.path == "model.max_position_embeddings" and is_learned:
         return SHAPE
-    if path == "data.dataset" and None not in (stored, now):
+    if setting.path == "data.dataset" and None not in (stored, now):
         return SAFE  # the file may move: its digest is compared
-    has_weights = path in ADAPTED and ADAPTED[path](stored, now)
-    return FUNCTION if has_weights or _takes_new_tokens(draft, path) else classes_by_path()[path]
+    has_weights = setting.adapts(stored, now) or _takes_new_tokens(draft, setting.path)
+    return FUNCTION if has_weights else setting.on_resume
+
+
+def adapted_settings(config: Config, stored: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Return the paths of changed settings for which the weights of the stored configuration are adapted."""
+    found = set()
+    for setting in settings():
+        now = config.raw(setting.path)
+        before = stored.get(setting.section, {}).get(setting.name, now)
+        if before != now and setting.adapts(before, now):
+            found.add(setting.path)
+    return frozenset(found)
 
 
 def _takes_new_tokens(draft: Draft, path: str) -> bool:
@@ -360,9 +369,9 @@ def _flag_of_start(draft: Draft) -> str:
     return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
 
 
-def _with_unit(path: str, value: Any) -> str:
+def _with_unit(setting: Setting, value: Any) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{_as_text(value)} {unit_of(path)}".rstrip() if is_number else _as_text(value)
+    return f"{_as_text(value)} {setting.unit}".rstrip() if is_number else _as_text(value)
 
 
 def _as_text(value: Any) -> str:
@@ -374,9 +383,9 @@ def _as_text(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
-def _as_flag(path: str, value: Any) -> str:
+def _as_flag(setting: Setting, value: Any) -> str:
     """Return the command-line form of a value."""
-    flag = flag_of(path)
+    flag = setting.flag
     if isinstance(value, bool):
         return flag if value else f"without {flag}"
     return f"without {flag}" if value is None or value == [] else f"{flag} {_as_text(value)}"

@@ -1,13 +1,28 @@
 """Settings of the data: files, and how they are split into samples."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range, several_words
+from megatrain.config.schema.needs import none_of, one_of
+from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
+from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
+from megatrain.config.schema.values import AUTO, REQUIRED
+
+SOURCES: Final = (
+    "data.data_path",
+    "data.data_args_path",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.per_split_data_args_path",
+    "data.mock_data",
+    "data.dataset",
+)
+"""Settings that name the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(CheckedSection):
+class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Data: files, and how they are split into samples."""
 
     data_path: tuple[str, ...] = ()
@@ -22,39 +37,54 @@ class DataConfig(CheckedSection):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
-    data_schedule: str | None = None
+    data_schedule: str | None = setting(None, taken_by="")
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
-    phase_transition_iterations: str | None = field(default=None, metadata=several_words())
+    phase_transition_iterations: str | None = setting(None, joins_words=True, taken_by="")
     """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
-    split: str = field(default=AUTO, metadata=several_words())
+    split: str = setting(AUTO, joins_words=True, on_resume=ORDER)
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
-    mock_data: bool = False
+    mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
-    dataset: str | None = None
+    dataset: str | None = setting(None, on_resume=ORDER, taken_by="")
     """Function that returns samples, in place of files: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
-    dataset_digest: str | None = AUTO
+    dataset_digest: str | None = setting(AUTO, taken_by="")
     """Digest of the file of --dataset. auto: computed from the file."""
-    seq_length: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    seq_length: int = setting(
+        REQUIRED,
+        at_least=1,
+        unit="tokens",
+        example="1024 tokens, for example",
+        on_resume=ORDER,
+        taken_by=ARGS,
+    )
     """Tokens per sample."""
-    dataloader_type: Literal["single", "cyclic"] = "single"
+    dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""
-    no_data_sharding: bool = False
+    no_data_sharding: bool = setting(False, on_resume=ORDER, needs=one_of("data.dataloader_type", "cyclic"))
     """With --dataloader-type cyclic: shuffle all samples together instead of within the shard of each data-parallel rank."""
-    num_workers: int = field(default=2, metadata=in_range(at_least=0))
+    num_workers: int = setting(2, at_least=0, on_resume=SILENT, taken_by="")
     """Prefetch threads per rank. 0: each step reads its own samples."""
-    no_mmap_bin_files: bool = False
+    no_mmap_bin_files: bool = setting(False, taken_by="")
     """Read .bin files with read calls instead of memory mapping."""
-    object_storage_cache_path: str | None = None
+    object_storage_cache_path: str | None = setting(None, on_resume=SILENT, taken_by="")
     """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
-    data_cache_path: str | None = AUTO
+    data_cache_path: str | None = setting(AUTO, on_resume=SILENT, taken_by="")
     """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path. `null` in a YAML file: no cache."""
-    mid_level_dataset_surplus: float = field(default=0.005, metadata=in_range(at_least=0))
+    mid_level_dataset_surplus: float = setting(0.005, at_least=0, on_resume=ORDER)
     """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False
     """Evaluate on all validation samples, instead of --eval-iters batches."""
     multiple_validation_sets: bool = False
     """Evaluate on each validation dataset separately."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = setting(
+        False,
+        needs=none_of(
+            "model.position_embedding_type",
+            "rope",
+            "yarn",
+            why=", as in Megatron-LM: RoPE depends only on distances",
+        ),
+    )
     """Restart position ids after each end-of-document token."""
     reset_attention_mask: bool = False
     """Mask attention across end-of-document tokens."""
@@ -62,7 +92,7 @@ class DataConfig(CheckedSection):
     """Mask the loss where the input is an end-of-document token."""
     dataloader_inter_document_masking: bool = False
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
-    sft: bool = False
+    sft: bool = setting(False, on_resume=ORDER)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
     allow_ambiguous_pad_tokens: bool = False
     """Treat the padding token of the tokenizer as padding even if it has another role."""

@@ -1,76 +1,140 @@
 """Settings of MoE layers: experts, router, load balancing."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, CheckedSection, in_range, several_words
+from megatrain.config.schema.needs import above, either, none_of, off, on, one_of
+from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, is_turned_on
+from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.values import AUTO
+
+_UNEQUAL_LOADS = either(
+    off("experts.moe_pad_expert_input_to_capacity"),
+    off("experts.moe_expert_capacity_factor"),
+    words="with --moe-pad-expert-input-to-capacity: padded loads are equal, so the expert biases stay as they are",
+)
+_NO_SINKHORN = none_of("experts.moe_router_load_balancing_type", "sinkhorn")
+_CAPACITY = on("experts.moe_expert_capacity_factor", why=", since no assignment is dropped")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(CheckedSection):
+class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")):
     """Mixture of experts (MoE): layers, sizes, router, load balancing, capacity."""
 
-    num_experts: int | None = field(default=None, metadata=in_range(at_least=1))
+    num_experts: int | None = setting(None, at_least=1, on_resume=SHAPE)
     """Experts per MoE layer. none: a dense model."""
-    moe_layer_freq: str = field(default="1", metadata=several_words())
+    moe_layer_freq: str = setting("1", joins_words=True, on_resume=SHAPE)
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""
-    moe_ffn_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))
+    moe_ffn_hidden_size: int | None = setting(AUTO, at_least=1, on_resume=SHAPE)
     """MLP width of each expert. auto: --ffn-hidden-size."""
-    moe_latent_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    moe_latent_size: int | None = setting(None, at_least=1, on_resume=SHAPE)
     """Width of the routed experts' inputs and outputs: a projection before the dispatch reduces the hidden size to it, and one after the combination restores it. none: the hidden size."""
-    moe_router_topk: int = field(default=2, metadata=in_range(at_least=1))
+    moe_router_topk: int = setting(2, at_least=1)
     """Experts per token."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = setting(
+        "softmax", needs=_NO_SINKHORN
+    )
     """Function from router logits to scores."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = setting(
+        False, needs=one_of("experts.moe_router_score_function", "softmax")
+    )
     """Apply the softmax before top-k selection. Off: after it, so that the probabilities of a token sum to 1."""
-    moe_router_num_groups: int | None = field(default=None, metadata=in_range(at_least=1))
+    moe_router_num_groups: int | None = setting(None, at_least=1, needs=_NO_SINKHORN)
     """Groups of consecutive experts for group-limited routing: a token is routed within --moe-router-group-topk of them."""
-    moe_router_group_topk: int | None = field(default=None, metadata=in_range(at_least=1))
+    moe_router_group_topk: int | None = setting(None, at_least=1, needs=_NO_SINKHORN)
     """Expert groups per token, with --moe-router-num-groups."""
-    moe_router_group_score_topk: int | None = field(default=None, metadata=in_range(at_least=1))
+    moe_router_group_score_topk: int | None = setting(None, at_least=1, needs=_NO_SINKHORN)
     """Number of a group's largest scores whose sum is its score; DeepSeek-V2 uses 1, DeepSeek-V3 2. none: --moe-router-topk / --moe-router-group-topk, as in Megatron-LM."""
-    moe_router_topk_scaling_factor: float | None = field(default=None, metadata=in_range(above=0))
+    moe_router_topk_scaling_factor: float | None = setting(None, above=0, needs=_NO_SINKHORN)
     """Factor of the routing probabilities."""
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_dtype: Literal["fp32", "fp64"] | None = setting(None, on_resume=SAFE)
     """Dtype of router logits and scores. none: logits in that of the model."""
-    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_router_load_balancing_type: tuple[str, ...] = setting(("aux_loss",), on_resume=SAFE)
     """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn, quantile_balancing (biases of experts, replaced after each step so that loads become equal) or none. Several losses can be combined."""
-    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_aux_loss_coeff: tuple[float, ...] = setting(
+        (0.0,),
+        on_resume=SAFE,
+        needs=one_of(
+            "experts.moe_router_load_balancing_type",
+            "aux_loss",
+            "seq_aux_loss",
+            "global_aux_loss",
+            words="unless {} names a loss",
+        ),
+    )
     """Coefficients of the losses of --moe-router-load-balancing-type, one for each."""
-    moe_z_loss_coeff: float | None = field(default=None, metadata=in_range(at_least=0))
+    moe_z_loss_coeff: float | None = setting(None, at_least=0, on_resume=SAFE)
     """Coefficient of the router z-loss: the mean squared log-sum-exp of the router logits."""
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: bool = setting(
+        False, on_resume=SHAPE, adapts=is_turned_on, needs=_UNEQUAL_LOADS
+    )
     """Select experts by score plus a bias per expert, updated after each step towards equal loads without dropped assignments (balancing without auxiliary loss)."""
-    moe_router_bias_update_rate: float = field(default=1e-3, metadata=in_range(at_least=0))
+    moe_router_bias_update_rate: float = setting(
+        1e-3, at_least=0, on_resume=SAFE, needs=(on("experts.moe_router_enable_expert_bias"), _UNEQUAL_LOADS)
+    )
     """Change of the biases of --moe-router-enable-expert-bias per step."""
-    moe_router_quantile_balancing_ema: float = field(default=0.0, metadata=in_range(at_least=0, below=1))
+    moe_router_quantile_balancing_ema: float = setting(
+        0.0,
+        at_least=0,
+        below=1,
+        on_resume=SAFE,
+        needs=one_of("experts.moe_router_load_balancing_type", "quantile_balancing"),
+    )
     """Share of the earlier biases in the new ones with --moe-router-load-balancing-type quantile_balancing. 0: only the last global batch counts."""
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: bool = setting(False, on_resume=SAFE)
     """Route tokens at random, to measure speed with balanced loads. Not for training."""
-    moe_input_jitter_eps: float | None = field(default=None, metadata=in_range(at_least=0, below=1))
+    moe_input_jitter_eps: float | None = setting(None, at_least=0, below=1, on_resume=SAFE)
     """In training, multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
-    moe_expert_capacity_factor: float | None = field(default=None, metadata=in_range(above=0))
+    moe_expert_capacity_factor: float | None = setting(None, above=0, on_resume=SAFE)
     """Capacity of an expert, relative to equal shares of the tokens of a micro-batch; assignments above it are dropped. none: no limit."""
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: bool = setting(False, on_resume=SAFE, needs=_CAPACITY)
     """Pad the input of each expert to its capacity."""
-    moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 (no password)
+    moe_token_drop_policy: Literal["probs", "position"] = setting("probs", on_resume=SAFE, needs=_CAPACITY)
     """Tokens kept by an expert above its capacity: those with the highest probabilities (probs), or the first ones (position)."""
-    moe_shared_expert_intermediate_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    moe_shared_expert_intermediate_size: int | None = setting(None, at_least=1, on_resume=SHAPE)
     """MLP width of a shared expert, which processes all tokens. none: no shared expert."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: bool = setting(
+        False, on_resume=SHAPE, needs=on("experts.moe_shared_expert_intermediate_size")
+    )
     """Multiply the output of the shared expert by a learned sigmoid gate per token."""
-    moe_shared_expert_overlap: bool = False
+    moe_shared_expert_overlap: bool = setting(
+        False,
+        on_resume=SAFE,
+        needs=(
+            on("experts.moe_shared_expert_intermediate_size"),
+            one_of("training.device", "cuda", words="on a CPU, which has no streams"),
+        ),
+    )
     """On GPUs, compute the shared expert on a stream of its own, while the other experts wait for their communication. No effect with a recomputed shared expert and with split backward passes."""
-    moe_use_upcycling: bool = False
+    moe_use_upcycling: bool = setting(False, on_resume=SILENT)
     """Start from the dense model in --load or --pretrained-checkpoint: every expert is a copy of its MLP, or a part of a copy. No effect once the run resumes its own checkpoints."""
-    moe_upcycling_granularity: int = field(default=1, metadata=in_range(at_least=1))
+    moe_upcycling_granularity: int = setting(
+        1, at_least=1, on_resume=SILENT, needs=on("experts.moe_use_upcycling")
+    )
     """Experts that --moe-use-upcycling cuts each copy of the dense MLP into."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"  # noqa: S105
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = setting("allgather", on_resume=SAFE)
     """Communication of tokens to experts on other ranks: all-gather all tokens, or send each to its experts by all-to-all."""
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False,
+        on_resume=SAFE,
+        needs=(
+            either(
+                off("experts.num_experts"),
+                above("parallel.expert_model_parallel_size", 1),
+                above("derived.expert_tensor_parallel_size", 1),
+                words="with experts on one rank",
+            ),
+            above(
+                "derived.num_microbatches",
+                1,
+                words="with one micro-batch per iteration, which has no other to overlap with",
+            ),
+        ),
+    )
     """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. With several pipeline ranks it requires --pipeline-schedule interleaved or dualpipe-v."""
-    moe_alltoall_as_allgather: bool = AUTO
+    moe_alltoall_as_allgather: bool = setting(
+        AUTO, on_resume=SAFE, needs=one_of("experts.moe_token_dispatcher_type", "alltoall")
+    )
     """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts, and memory holds every possible assignment. auto: where nearly all tokens go to each rank anyway, and the activations of experts take at most twice the memory of an even load. Not in Megatron-LM."""
 
     @property

@@ -1,16 +1,21 @@
 """Settings of logs: terminal, `metrics.jsonl`, TensorBoard, W&B, profiles."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, CheckedSection, in_range
+from megatrain.config.schema.needs import on, one_of
+from megatrain.config.schema.resume_class import SAFE
+from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.values import AUTO
+
+_TENSORBOARD = on("logging.tensorboard_dir", "logging.wandb_project")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig(CheckedSection):
+class LoggingConfig(Section, on_resume=SAFE):
     """Logging: contents and destinations."""
 
-    log_interval: int = field(default=100, metadata=in_range(at_least=1))
+    log_interval: int = setting(100, at_least=1)
     """Iterations between log lines. Loss, time and speed are means over the interval."""
     metrics_file: str | None = None
     """File with a JSON object for each iteration and evaluation. Default: `metrics.jsonl` in --save."""
@@ -24,33 +29,37 @@ class LoggingConfig(CheckedSection):
     """Log the L2 norm of all weights."""
     log_num_zeros_in_grad: bool = False
     """Log the number of gradient elements that are zero, without padding."""
-    timing_log_level: int = field(default=0, metadata=in_range(at_least=0, at_most=2))
+    timing_log_level: int = setting(0, at_least=0, at_most=2)
     """Timed parts of an iteration. 0: none; 1: passes and optimizer; 2: also batches and gradient norm. Above 0, each part ends with a GPU synchronization, which costs speed."""
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    timing_log_option: Literal["max", "minmax", "all"] = setting(
+        "minmax", needs=on("logging.timing_log_level")
+    )
     """Times over ranks: the maximum, minimum and maximum, or all."""
     log_straggler: bool = False
     """After each log line, print the slowest and the fastest ranks by the time of their forward and backward passes."""
-    straggler_minmax_count: int = field(default=1, metadata=in_range(at_least=1))
+    straggler_minmax_count: int = setting(1, at_least=1, needs=on("logging.log_straggler"))
     """Number of slowest and of fastest ranks that --log-straggler prints."""
-    log_energy: bool = False
+    log_energy: bool = setting(
+        False, needs=one_of("training.device", "cuda", words="on a CPU, whose energy is not measured")
+    )
     """After each log line, print the energy and the power of the GPUs; `metrics.jsonl` has that of rank 0's GPU. Requires the package nvidia-ml-py. No effect on a CPU."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
-    moe_per_layer_logging: bool = False
+    moe_per_layer_logging: bool = setting(False, needs=(on("experts.num_experts"), _TENSORBOARD))
     """In TensorBoard and W&B, also log the losses and the maximum load of the router of each layer with experts."""
-    tensorboard_log_interval: int = field(default=1, metadata=in_range(at_least=1))
+    tensorboard_log_interval: int = setting(1, at_least=1, needs=_TENSORBOARD)
     """Iterations between points in TensorBoard and W&B."""
-    tensorboard_queue_size: int = field(default=1000, metadata=in_range(at_least=1))
+    tensorboard_queue_size: int = setting(1000, at_least=1, needs=on("logging.tensorboard_dir"))
     """Events buffered in memory before TensorBoard writes them; it also writes every two minutes."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
     """Send the time of iterations and, with --timing-log-level, of their parts to TensorBoard and W&B."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
     """Send the GPU memory in use to TensorBoard and W&B."""
-    log_validation_ppl_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
     """Send the perplexity of evaluations to TensorBoard and W&B."""
     log_loss_scale_to_tensorboard: bool = True
     """Send the loss scale to TensorBoard and W&B."""
-    log_world_size_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
     """Send the number of ranks to TensorBoard and W&B."""
     callbacks: str | None = None
     """Class whose methods are called at the start, after each iteration, evaluation and save, and at the end: file.py:Class or module:Class (docs/extending.md). Not in Megatron-LM."""
@@ -58,19 +67,19 @@ class LoggingConfig(CheckedSection):
     """Digest of the file of --callbacks. auto: computed from the file."""
     profile: bool = False
     """Profile a few iterations: a trace file per rank, and a table of GPU time."""
-    profile_step_start: int = field(default=10, metadata=in_range(at_least=0))
+    profile_step_start: int = setting(10, at_least=0, needs=on("logging.profile"))
     """Iteration after which --profile starts; the first ones are slower than the rest."""
-    profile_step_end: int = field(default=12, metadata=in_range(at_least=1))
+    profile_step_end: int = setting(12, at_least=1, needs=on("logging.profile"))
     """Last iteration of --profile."""
-    profile_ranks: tuple[int, ...] = ()
+    profile_ranks: tuple[int, ...] = setting((), needs=on("logging.profile"))
     """Ranks for which --profile writes a trace. Default: rank 0."""
-    profile_dir: str | None = None
+    profile_dir: str | None = setting(None, needs=on("logging.profile"))
     """Folder for the traces of --profile. Default: `profile` in --save, else in the current folder."""
     wandb_project: str | None = None
     """W&B project. Requires the package wandb; WANDB_MODE=offline stores the run on disk."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = setting(None, needs=on("logging.wandb_project"))
     """Name of the W&B run. Default: chosen by W&B."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = setting(None, needs=on("logging.wandb_project"))
     """Folder for W&B files. Default: `wandb` in --save, else in the current folder."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = setting(None, needs=on("logging.wandb_project"))
     """W&B user or team of the project."""

@@ -1,46 +1,72 @@
 """Settings of the model. None depends on the number of ranks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range, several_words
+from megatrain.config.schema.needs import either, none_of, off, on, one_of
+from megatrain.config.schema.resume_class import (
+    FUNCTION,
+    SAFE,
+    SHAPE,
+    SILENT,
+    has_no_position_weights,
+    is_decreased,
+    is_turned_off,
+    is_turned_on,
+)
+from megatrain.config.schema.setting import ARGS, Section, setting
+from megatrain.config.schema.values import AUTO, REQUIRED
+
+_LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
+_LINEAR = on("model.experimental_attention_variant")
+_ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
+_NO_YARN = either(
+    _LATENTS, none_of("model.position_embedding_type", "yarn"), words="with --position-embedding-type yarn"
+)
+_YARN_TYPES = (one_of("model.position_embedding_type", "yarn"), one_of("model.rope_type", "yarn"))
+_YARN = either(*_YARN_TYPES, words="without YaRN")
+_YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
+_SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
+_MUP = on("model.use_mup")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(CheckedSection):
+class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
-    num_layers: int = field(default=REQUIRED, metadata=in_range(at_least=1, at_most=1 << 16))
+    num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model."""
-    hidden_size: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    hidden_size: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 768")
     """Width of the residual stream."""
-    num_attention_heads: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    num_attention_heads: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 12")
     """Query heads per attention layer."""
-    ffn_hidden_size: int = field(default=AUTO, metadata=in_range(at_least=1))
+    ffn_hidden_size: int = setting(AUTO, at_least=1)
     """Width of the MLP. auto: 4 * hidden size; with --swiglu or --geglu two thirds of that, rounded down to a multiple of 64."""
-    kv_channels: int = field(default=AUTO, metadata=in_range(at_least=1))
+    kv_channels: int = setting(AUTO, at_least=1)
     """Channels per attention head. auto: hidden size / number of heads; with MLA those of queries and keys."""
     group_query_attention: bool = False
     """Use grouped-query attention with --num-query-groups."""
-    num_query_groups: int = field(default=AUTO, metadata=in_range(at_least=1))
+    num_query_groups: int = setting(AUTO, at_least=1)
     """Key and value heads per attention layer. auto: one per query head."""
     multi_latent_attention: bool = False
     """Use multi-latent attention (MLA, DeepSeek-V2): queries, keys and values are projected from latents of low rank."""
-    q_lora_rank: int | None = field(default=None, metadata=in_range(at_least=1))
+    q_lora_rank: int | None = setting(None, at_least=1, needs=_LATENTS)
     """MLA: channels of the latent of queries. none: queries are projected from the hidden states."""
-    kv_lora_rank: int = field(default=32, metadata=in_range(at_least=1))
+    kv_lora_rank: int = setting(32, at_least=1, needs=_LATENTS)
     """MLA: channels of the latent of keys and values."""
-    qk_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    qk_head_dim: int = setting(128, at_least=1, needs=_LATENTS)
     """MLA: channels of a head of queries and keys without RoPE."""
-    qk_pos_emb_head_dim: int = field(default=64, metadata=in_range(at_least=1))
+    qk_pos_emb_head_dim: int = setting(64, at_least=1, needs=_LATENTS)
     """MLA: channels of a head of queries and keys with RoPE; all heads of keys share them."""
-    v_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    v_head_dim: int = setting(128, at_least=1, needs=_LATENTS)
     """MLA: channels of a head of values."""
-    max_position_embeddings: int | None = field(default=None, metadata=in_range(at_least=1))
+    max_position_embeddings: int | None = setting(
+        None, at_least=1, unit="tokens", on_resume=SAFE, taken_by=ARGS
+    )
     """Largest sequence length of the model: limit of --seq-length, and rows of a learned position embedding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Type of normalization layers."""
-    norm_epsilon: float = field(default=1e-5, metadata=in_range(above=0))
+    norm_epsilon: float = setting(1e-5, above=0, on_resume=FUNCTION)
     """Epsilon of normalization layers, added to the variance or mean square."""
     apply_layernorm_1p: bool = False
     """Store norm weights as their difference from 1."""
@@ -50,7 +76,7 @@ class ModelConfig(CheckedSection):
     """Let attention and MLP of a layer both read its input, each through its norm, and add both outputs (GPT-NeoX). Not in Megatron-LM."""
     qk_layernorm: bool = False
     """Normalize queries and keys; with MLA the latents."""
-    qk_layernorm_width: Literal["head", "all_heads"] = "head"
+    qk_layernorm_width: Literal["head", "all_heads"] = setting("head", needs=on("model.qk_layernorm"))
     """Channels that --qk-layernorm normalizes together: of each head, as in Megatron-LM, or of all heads (OLMo 2)."""
     attention_output_gate: bool = False
     """Multiply the output of each attention head, channel by channel, by the sigmoid of a projection (Qwen3-Next)."""
@@ -60,127 +86,155 @@ class ModelConfig(CheckedSection):
     """Use a gated MLP with tanh-approximated GELU (Gemma). Not in Megatron-LM."""
     quick_geglu: bool = False
     """Use a gated MLP with sigmoid-approximated GELU (GPT-OSS)."""
-    squared_relu: bool = False
+    squared_relu: bool = setting(False, on_resume=FUNCTION)
     """Use squared ReLU as the activation of the MLP."""
-    no_bias_gelu_fusion: bool = False
+    no_bias_gelu_fusion: bool = setting(False, on_resume=FUNCTION)
     """Use exact GELU. Without this flag and with biases, Megatron-LM uses the tanh approximation."""
-    activation_func_clamp_value: float | None = field(default=None, metadata=in_range(above=0))
+    activation_func_clamp_value: float | None = setting(None, above=0, on_resume=FUNCTION)
     """Clamp of --quick-geglu: the gate to at most this, the linear part to this magnitude."""
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: float = setting(
+        0.0, on_resume=FUNCTION, needs=on("model.swiglu", "model.geglu", "model.quick_geglu")
+    )
     """GLU offset: act(gate) * (up + offset)."""
     experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = None
     """Linear attention in the layers that --linear-attention-freq selects: gated DeltaNet, under both names."""
-    linear_attention_freq: str | None = field(default=None, metadata=several_words())
+    linear_attention_freq: str | None = setting(None, joins_words=True, needs=_LINEAR)
     """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
-    linear_conv_kernel_dim: int = field(default=4, metadata=in_range(at_least=1))
+    linear_conv_kernel_dim: int = setting(4, at_least=1, needs=_LINEAR)
     """Linear attention: tokens that the convolution of queries, keys and values covers."""
-    linear_key_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    linear_key_head_dim: int = setting(128, at_least=1, needs=_LINEAR)
     """Linear attention: channels per head of queries and keys."""
-    linear_value_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    linear_value_head_dim: int = setting(128, at_least=1, needs=_LINEAR)
     """Linear attention: channels per head of values."""
-    linear_num_key_heads: int = field(default=16, metadata=in_range(at_least=1))
+    linear_num_key_heads: int = setting(16, at_least=1, needs=_LINEAR)
     """Linear attention: heads of queries and keys."""
-    linear_num_value_heads: int = field(default=32, metadata=in_range(at_least=1))
+    linear_num_value_heads: int = setting(32, at_least=1, needs=_LINEAR)
     """Linear attention: heads of values, a multiple of the heads of queries and keys."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = setting(
+        "learned_absolute", adapts=has_no_position_weights
+    )
     """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
-    rope_type: Literal["rope", "yarn"] = AUTO
+    rope_type: Literal["rope", "yarn"] = setting(AUTO, on_resume=FUNCTION, needs=_LATENTS)
     """MLA: type of its RoPE, which it has under every --position-embedding-type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
-    rotary_base: float = field(default=10000.0, metadata=in_range(above=0))
+    rotary_base: float = setting(10000.0, above=0, on_resume=FUNCTION, needs=_ROPE)
     """Base of the RoPE frequencies (theta)."""
-    window_rotary_base: float | None = field(default=None, metadata=in_range(above=0))
+    window_rotary_base: float | None = setting(
+        None, above=0, on_resume=FUNCTION, needs=(_ROPE, on("model.window_size"))
+    )
     """Base of the RoPE frequencies in layers with --window-size, which have no scaling of RoPE then (Gemma 3). none: as in other layers. Not in Megatron-LM."""
-    rotary_percent: float = field(default=1.0, metadata=in_range(above=0, at_most=1))
+    rotary_percent: float = setting(
+        1.0,
+        above=0,
+        at_most=1,
+        on_resume=FUNCTION,
+        needs=(
+            _ROPE,
+            _NO_YARN,
+            either(_NO_LATENTS, none_of("model.rope_type", "yarn"), words="with --rope-type yarn"),
+        ),
+    )
     """Fraction of the channels of a head to which RoPE is applied. YaRN rotates all."""
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = setting(False, on_resume=FUNCTION, needs=_ROPE)
     """Apply RoPE to pairs of adjacent channels instead of channels half a head apart."""
-    rotary_seq_len_interpolation_factor: int | None = field(default=None, metadata=in_range(at_least=1))
+    rotary_seq_len_interpolation_factor: int | None = setting(
+        None, at_least=1, on_resume=FUNCTION, needs=(_ROPE, _NO_LATENTS, _NO_YARN)
+    )
     """Divide positions by this factor before RoPE; not with YaRN."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = setting(False, on_resume=FUNCTION, needs=_SCALED)
     """Scale RoPE frequencies as Llama 3.1 does, for an original context of 8192 tokens."""
-    rope_scaling_factor: float = field(default=8.0, metadata=in_range(at_least=1))
+    rope_scaling_factor: float = setting(
+        8.0, at_least=1, on_resume=FUNCTION, needs=(*_SCALED, on("model.use_rope_scaling"))
+    )
     """Context extension factor of --use-rope-scaling."""
-    rotary_scaling_factor: float = field(default=1.0, metadata=in_range(at_least=1))
+    rotary_scaling_factor: float = setting(1.0, at_least=1, on_resume=FUNCTION, needs=_YARN_OR_LATENTS)
     """Context extension factor of YaRN (--position-embedding-type yarn, or --rope-type yarn)."""
-    yarn_original_max_position_embeddings: int | None = field(default=AUTO, metadata=in_range(at_least=1))
+    yarn_original_max_position_embeddings: int | None = setting(
+        AUTO, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_YARN
+    )
     """YaRN: original context length in tokens. auto: 4096 with --rope-type yarn, as in Megatron-LM; else none."""
-    yarn_beta_fast: float = field(default=32.0, metadata=in_range(above=0))
+    yarn_beta_fast: float = setting(32.0, above=0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: channels with at least this many rotations over the original context are not scaled."""
-    yarn_beta_slow: float = field(default=1.0, metadata=in_range(above=0))
+    yarn_beta_slow: float = setting(1.0, above=0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: channels with at most this many rotations over the original context are fully scaled."""
-    mscale: float = 1.0
+    mscale: float = setting(1.0, on_resume=FUNCTION, needs=_YARN)
     """YaRN: coefficient of the attention temperature in the numerator."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = setting(0.0, on_resume=FUNCTION, needs=_YARN_OR_LATENTS)
     """YaRN: coefficient of the attention temperature in the denominator."""
-    yarn_correction_range_round_to_int: bool = True
+    yarn_correction_range_round_to_int: bool = setting(True, on_resume=FUNCTION, needs=_YARN)
     """YaRN: round the boundaries between scaled and unscaled channels to whole channels."""
-    no_rope_freq: str | None = field(default=None, metadata=several_words())
+    no_rope_freq: str | None = setting(None, joins_words=True, on_resume=FUNCTION, needs=_ROPE)
     """Layers without RoPE: a number N for every Nth layer, or a list such as [0]*3+[1] with 1 for these layers."""
-    window_size: str | None = field(default=None, metadata=several_words())
+    window_size: str | None = setting(None, joins_words=True, on_resume=FUNCTION)
     """Sliding window: tokens visible to the left and to the right, such as 128,0; -1 to the left: no limit."""
-    window_attn_skip_freq: str | None = field(default=None, metadata=several_words())
+    window_attn_skip_freq: str | None = setting(
+        None, joins_words=True, on_resume=FUNCTION, needs=on("model.window_size")
+    )
     """Layers without --window-size: a number N for every Nth layer, or a list such as [1]*3+[0] with 0 for these layers."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Extra term in the softmax denominator of attention: none (vanilla), a logit of 0 (off-by-one), or a learned sink logit per head (learnable)."""
-    softmax_scale: float | None = field(default=None, metadata=in_range(above=0))
+    softmax_scale: float | None = setting(None, above=0, on_resume=FUNCTION)
     """Factor of attention scores. none: 1 / sqrt(kv channels). No flag in Megatron-LM."""
-    attn_logit_softcapping: float | None = field(default=None, metadata=in_range(above=0))
+    attn_logit_softcapping: float | None = setting(None, above=0, on_resume=FUNCTION)
     """Soft limit of attention scores: cap * tanh(score / cap) (Gemma 2). Not in Megatron-LM."""
-    final_logit_softcapping: float | None = field(default=None, metadata=in_range(above=0))
+    final_logit_softcapping: float | None = setting(None, above=0, on_resume=FUNCTION)
     """Soft limit of output logits: cap * tanh(logit / cap) (Gemma 2). Not in Megatron-LM."""
-    z_loss_coeff: float = field(default=0.0, metadata=in_range(at_least=0))
+    z_loss_coeff: float = setting(0.0, at_least=0, on_resume=SAFE)
     """Coefficient of the z-loss: the squared log-sum-exp of the output logits, per token; logged as `z loss`. Not in Megatron-LM."""
-    embedding_multiplier: float = field(default=1.0, metadata=in_range(above=0))
+    embedding_multiplier: float = setting(1.0, above=0, on_resume=FUNCTION)
     """Factor of the embedding output; Gemma uses sqrt(hidden size). Not in Megatron-LM."""
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = setting(False, on_resume=SAFE)
     """Keep the residual stream in fp32."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: bool = setting(False, adapts=is_turned_on)
     """Use separate weights for embedding and output layer."""
-    disable_bias_linear: bool = False
+    disable_bias_linear: bool = setting(False, adapts=is_turned_off)
     """Use linear layers without biases."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = setting(False, adapts=is_turned_on, needs=_NO_LATENTS)
     """Use biases in the QKV projection despite --disable-bias-linear."""
-    hidden_dropout: float = field(default=0.1, metadata=in_range(at_least=0, below=1))
+    hidden_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
     """Dropout probability of residual branches."""
-    attention_dropout: float = field(default=0.1, metadata=in_range(at_least=0, below=1))
+    attention_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
     """Dropout probability of attention probabilities."""
-    init_method_std: float = field(default=0.02, metadata=in_range(at_least=0))
+    init_method_std: float = setting(0.02, at_least=0, on_resume=SAFE)
     """Standard deviation of initial weights; output projections of residual branches divide it by sqrt(2 * layers)."""
-    embedding_init_method_std: float | None = field(default=None, metadata=in_range(at_least=0))
+    embedding_init_method_std: float | None = setting(None, at_least=0, on_resume=SAFE)
     """Standard deviation of initial embeddings. none: --init-method-std."""
-    spec: tuple[str, ...] = ()
+    spec: tuple[str, ...] = setting((), on_resume=SAFE)
     """Function that returns custom layers: file.py:function, module:function, or module and function (docs/models.md)."""
-    spec_digest: str | None = AUTO
+    spec_digest: str | None = setting(AUTO, on_resume=SAFE)
     """Digest of the file of --spec. auto: computed from the file."""
-    heterogeneous_layers_config_path: str | None = None
+    heterogeneous_layers_config_path: str | None = setting(None, on_resume=SILENT)
     """JSON file with the sizes of each layer, in the format of Megatron-LM and NVIDIA's Puzzle models."""
     heterogeneous_layers_config_encoded_json: str | None = AUTO
     """Contents of that file, instead of its path. auto: read from the file."""
-    use_mup: bool = False
+    use_mup: bool = setting(False, on_resume=FUNCTION)
     """Use maximal update parametrization (muP): scale initial weights, learning rates, attention and logits with the width."""
-    mup_base_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))
+    mup_base_hidden_size: int | None = setting(AUTO, at_least=1, on_resume=FUNCTION, needs=_MUP)
     """muP: hidden size for which learning rate and initial weights were tuned. auto with --use-mup: this model's hidden size."""
-    mup_width_mult: float = field(default=AUTO, metadata=in_range(above=0))
+    mup_width_mult: float = setting(AUTO, above=0, on_resume=FUNCTION, needs=_MUP)
     """muP: hidden size / base hidden size. Derived; another value is an error."""
-    mup_base_head_dim: float | None = field(default=None, metadata=in_range(above=0))
+    mup_base_head_dim: float | None = setting(
+        None, above=0, on_resume=FUNCTION, needs=(_MUP, off("model.softmax_scale"))
+    )
     """muP: head channels of the base model; attention scores are multiplied by their square root. none: no factor."""
-    mup_attn_scale_power: float = 1.0
+    mup_attn_scale_power: float = setting(1.0, on_resume=FUNCTION, needs=_MUP)
     """muP: exponent of the head channels by which attention scores are divided."""
-    mup_embedding_mult: float = field(default=1.0, metadata=in_range(above=0))
+    mup_embedding_mult: float = setting(1.0, above=0, on_resume=FUNCTION, needs=_MUP)
     """muP: factor of the embedding output."""
-    mup_output_mult: float = field(default=AUTO, metadata=in_range(above=0))
+    mup_output_mult: float = setting(AUTO, above=0, on_resume=FUNCTION, needs=_MUP)
     """muP: factor of the logits. auto or 1: 1 / width multiplier."""
-    mtp_num_layers: int | None = field(default=None, metadata=in_range(at_least=0, at_most=1 << 16))
+    mtp_num_layers: int | None = setting(None, at_least=0, at_most=1 << 16, adapts=is_decreased)
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
-    mtp_loss_scaling_factor: float = field(default=0.1, metadata=in_range(at_least=0))
+    mtp_loss_scaling_factor: float = setting(
+        0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
+    )
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
-    make_vocab_size_divisible_by: int = field(default=128, metadata=in_range(at_least=1))
+    make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)
     """Pad the vocabulary to a multiple of this * tensor-parallel size."""
-    padded_vocab_size: int = field(default=AUTO, metadata=in_range(at_least=1))
+    padded_vocab_size: int = setting(AUTO, at_least=1, on_resume=SILENT)
     """Rows of the embedding. auto: vocabulary of the tokenizer, padded."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    transformer_impl: Literal["local", "transformer_engine"] = setting("local", on_resume=SAFE)
     """Implementation of layers: megatrain's own (local), or NVIDIA Transformer Engine."""
     attention_backend: Literal[
         "auto", "flash", "fused", "unfused", "local", "flash4", "flash2", "cudnn", "sdpa", "math"
-    ] = "auto"
+    ] = setting("auto", on_resume=SAFE)
     """Attention kernel: a preference of Megatron-LM (auto, flash, fused, unfused, local), or a kernel: flash4 (flash-attn-4), flash2, cudnn, sdpa (torch's choice), math (eager)."""

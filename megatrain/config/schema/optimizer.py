@@ -1,9 +1,17 @@
 """Settings of the optimizer, its schedules, and precision."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
+from megatrain.config.schema.needs import none_of, off, on, one_of
+from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
+from megatrain.config.schema.setting import EVALUATION, Section, setting
+from megatrain.config.schema.values import AUTO, REQUIRED
+
+_MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
+_MUON = one_of("optimizer.optimizer", "muon")
+_DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
+_DELAYED = one_of("precision.fp8_recipe", "delayed")
 
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 """Learning-rate schedules after the warm-up; `optim/lr_schedule.py` has their formulas."""
@@ -14,97 +22,107 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(CheckedSection):
+class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Optimizer: AdamW, SGD or Muon, and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    optimizer: Literal["adam", "sgd", "muon"] = setting("adam", on_resume=OPTIMIZER_STATE)
     """Optimizer. adam: AdamW; sgd: SGD with momentum; muon: Muon for matrices of layers, AdamW for other parameters."""
-    lr: float = field(default=REQUIRED, metadata=in_range(above=0, at_most=1e30))
+    lr: float = setting(
+        REQUIRED, above=0, at_most=1e30, example="3e-4 is a common start for small models", on_resume=SCHEDULE
+    )
     """Learning rate at the end of warm-up."""
-    weight_decay: float = field(default=0.01, metadata=in_range(at_least=0))
+    weight_decay: float = setting(0.01, at_least=0, on_resume=SCHEDULE)
     """Weight decay coefficient; biases and norms have none."""
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = setting(False, needs=on("model.qk_layernorm"))
     """Apply weight decay to the norms of --qk-layernorm."""
-    decoupled_lr: float | None = field(default=None, metadata=in_range(above=0, at_most=1e30))
+    decoupled_lr: float | None = setting(None, above=0, at_most=1e30, on_resume=SCHEDULE)
     """Learning rate of embedding and output layer. none: --lr."""
-    decoupled_min_lr: float | None = field(default=None, metadata=in_range(at_least=0))
+    decoupled_min_lr: float | None = setting(
+        None, at_least=0, on_resume=SCHEDULE, needs=on("optimizer.decoupled_lr")
+    )
     """Minimum learning rate of embedding and output layer. none: --min-lr."""
-    adam_beta1: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
+    adam_beta1: float = setting(0.9, at_least=0, below=1, needs=_MOMENTS)
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = field(default=0.999, metadata=in_range(at_least=0, below=1))
+    adam_beta2: float = setting(0.999, at_least=0, below=1, needs=_MOMENTS)
     """Decay rate of Adam's second moment."""
-    adam_eps: float = field(default=1e-8, metadata=in_range(above=0))
+    adam_eps: float = setting(1e-8, above=0, needs=_MOMENTS)
     """Epsilon in the denominator of Adam's update."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
     """Storage dtype of Adam's first moment. Arithmetic is fp32; bf16 is rounded to nearest."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
     """Storage dtype of Adam's second moment."""
     optimizer_cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory and update them on the CPU; transfers overlap with the updates."""
-    optimizer_offload_fraction: float = field(default=1.0, metadata=in_range(at_least=0, at_most=1))
+    optimizer_offload_fraction: float = setting(
+        1.0, at_least=0, at_most=1, needs=on("optimizer.optimizer_cpu_offload")
+    )
     """With --optimizer-cpu-offload: minimum fraction of a rank's elements to offload; whole buckets (layers), starting with the last."""
-    sgd_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
+    sgd_momentum: float = setting(0.9, at_least=0, below=1, needs=one_of("optimizer.optimizer", "sgd"))
     """Momentum of SGD."""
-    muon_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
+    muon_momentum: float = setting(0.9, at_least=0, below=1, needs=_MUON)
     """Momentum of Muon."""
-    muon_nesterov: bool = False
+    muon_nesterov: bool = setting(False, needs=_MUON)
     """Use Nesterov momentum in Muon."""
-    muon_no_split_qkv: bool = False
+    muon_no_split_qkv: bool = setting(False, needs=_MUON)
     """Orthogonalize the fused QKV weight as one matrix. Off: queries, keys and values separately."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting("spectral", needs=_MUON)
     """Scale of Muon's update for m outputs and n inputs: sqrt(max(m, n)) (spectral), sqrt(m / n) (unit_rms_norm), or sqrt(max(1, m / n)) (shape_scaling)."""
-    muon_extra_scale_factor: float = field(default=1.0, metadata=in_range(above=0))
+    muon_extra_scale_factor: float = setting(1.0, above=0, needs=_MUON)
     """Additional factor of Muon's update; 0.2 with spectral matches the update size of Adam."""
-    muon_num_ns_steps: int = field(default=5, metadata=in_range(at_least=1, at_most=99))
+    muon_num_ns_steps: int = setting(5, at_least=1, at_most=99, needs=_MUON)
     """Newton-Schulz iterations of Muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting("quintic", needs=_MUON)
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
-    clip_grad: float = field(default=1.0, metadata=in_range(at_least=0))
+    clip_grad: float = setting(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: no clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(CheckedSection):
+class ScheduleConfig(Section, on_resume=SCHEDULE, taken_by=EVALUATION):
     """Schedules: linear warm-up from --lr-warmup-init to --lr, then decay to --min-lr; constant or increasing weight decay."""
 
-    min_lr: float = field(default=0.0, metadata=in_range(at_least=0))
+    min_lr: float = setting(0.0, at_least=0)
     """Learning rate at the end of the decay."""
     lr_decay_style: LrDecayStyle = "linear"
     """Shape of the decay. WSD: constant, then a final decay of shape --lr-wsd-decay-style."""
     lr_wsd_decay_style: WsdDecayStyle = "exponential"
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
+    lr_wsd_decay_iters: int | None = setting(None, at_least=1)
     """Length of the final decay of WSD, in iterations."""
-    lr_wsd_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))
+    lr_wsd_decay_samples: int | None = setting(None, at_least=1)
     """Length of the final decay of WSD, in samples."""
-    lr_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
+    lr_decay_iters: int | None = setting(None, at_least=1)
     """Iteration at which the decay ends. none: end of training."""
-    lr_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))
+    lr_decay_samples: int | None = setting(None, at_least=1)
     """Sample at which the decay ends. none: end of training."""
-    lr_warmup_iters: int = field(default=0, metadata=in_range(at_least=0))
+    lr_warmup_iters: int = setting(0, at_least=0)
     """Length of warm-up, in iterations."""
-    lr_warmup_samples: int = field(default=0, metadata=in_range(at_least=0))
+    lr_warmup_samples: int = setting(0, at_least=0)
     """Length of warm-up, in samples."""
-    lr_warmup_fraction: float | None = field(default=None, metadata=in_range(at_least=0, below=1))
+    lr_warmup_fraction: float | None = setting(None, at_least=0, below=1)
     """Length of warm-up, as a fraction of the samples until the decay ends."""
-    lr_warmup_init: float = field(default=0.0, metadata=in_range(at_least=0))
+    lr_warmup_init: float = setting(0.0, at_least=0)
     """Learning rate at the start of warm-up."""
     weight_decay_incr_style: WeightDecayStyle = "constant"
     """Change from --start-weight-decay to --end-weight-decay over training. constant: --weight-decay."""
-    start_weight_decay: float | None = field(default=None, metadata=in_range(at_least=0))
+    start_weight_decay: float | None = setting(
+        None, at_least=0, needs=none_of("schedule.weight_decay_incr_style", "constant")
+    )
     """Weight decay at the start of training, unless it is constant."""
-    end_weight_decay: float | None = field(default=None, metadata=in_range(at_least=0))
+    end_weight_decay: float | None = setting(
+        None, at_least=0, needs=none_of("schedule.weight_decay_incr_style", "constant")
+    )
     """Weight decay at the end of training, unless it is constant."""
-    override_opt_param_scheduler: bool = False
+    override_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
     """On resume, use the schedules of this command line instead of those of the checkpoint."""
-    use_checkpoint_opt_param_scheduler: bool = False
+    use_checkpoint_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
     """On resume, use the schedules of the checkpoint instead of those of this command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(CheckedSection):
+class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Precision: dtypes of weights and arithmetic."""
 
     bf16: bool = False
@@ -117,17 +135,19 @@ class PrecisionConfig(CheckedSection):
     """Dtype of weights. auto: bfloat16 with --bf16, float16 with --fp16, else float32."""
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the linear layers of attention, MLPs and experts in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = setting(
+        "delayed", needs=on("precision.fp8_format")
+    )
     """Scales of FP8 tensors. tensorwise: from the largest value of the tensor. delayed: from those of earlier iterations. blockwise: from the largest values of blocks. mxfp8: from those of blocks of 32 values, weights too; on GPUs Blackwell with --transformer-impl transformer_engine only."""
-    fp8_block_size: int = field(default=128, metadata=in_range(at_least=1))
+    fp8_block_size: int = setting(128, at_least=1)
     """With --fp8-recipe blockwise: elements per block of inputs and gradients, and rows and columns per block of weights. GPUs support 128 only."""
-    fp8_margin: int = field(default=0, metadata=in_range(at_least=0))
+    fp8_margin: int = setting(0, at_least=0, needs=_DELAYED)
     """With --fp8-recipe delayed: powers of two that scales leave free above the largest value."""
-    fp8_amax_history_len: int = field(default=1, metadata=in_range(at_least=1))
+    fp8_amax_history_len: int = setting(1, at_least=1, needs=_DELAYED)
     """With --fp8-recipe delayed: iterations whose largest values are kept."""
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = setting("most_recent", needs=_DELAYED)
     """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
-    fp8_wgrad: bool = True
+    fp8_wgrad: bool = setting(True, needs=on("precision.fp8_format", "precision.fp4_format"))
     """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
     fp4_format: Literal["e2m1"] | None = None
     """Compute the linear layers of attention and MLPs with values of 4 bits. On CPUs only, which emulate it."""
@@ -135,23 +155,25 @@ class PrecisionConfig(CheckedSection):
     """Scales and rounding with --fp4-format: see docs/training.md."""
     fp8_param_gather: bool = False
     """All-gather the weights of FP8 linear layers as codes of one byte, with delayed and tensorwise scales: less communication, the same results bit for bit."""
-    first_last_layers_bf16: bool = False
+    first_last_layers_bf16: bool = setting(False, needs=on("precision.fp8_format", "precision.fp4_format"))
     """With --fp8-format: compute the first and last layers in the dtype of the weights."""
-    num_layers_at_start_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
+    num_layers_at_start_in_bf16: int = setting(1, at_least=0, needs=on("precision.first_last_layers_bf16"))
     """Number of first layers for --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = field(default=1, metadata=in_range(at_least=0))
+    num_layers_at_end_in_bf16: int = setting(1, at_least=0, needs=on("precision.first_last_layers_bf16"))
     """Number of last layers for --first-last-layers-bf16. Layers of multi-token prediction do not count."""
-    te_precision_config_file: str | None = None
+    te_precision_config_file: str | None = setting(
+        None, on_resume=SILENT, needs=on("precision.fp8_format", "precision.fp4_format")
+    )
     """With --fp8-format: YAML file in Megatron-LM's format with the FP8 recipe of each linear layer, by patterns of module names; see docs/training.md."""
     te_precision_config_digest: str | None = AUTO
     """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
-    loss_scale: float | None = field(default=None, metadata=in_range(above=0))
+    loss_scale: float | None = setting(None, above=0)
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
-    initial_loss_scale: float = field(default=2.0**32, metadata=in_range(above=0))
+    initial_loss_scale: float = setting(2.0**32, above=0, needs=_DYNAMIC_SCALE)
     """Initial dynamic loss scale."""
-    min_loss_scale: float = field(default=1.0, metadata=in_range(above=0))
+    min_loss_scale: float = setting(1.0, above=0, needs=_DYNAMIC_SCALE)
     """Minimum dynamic loss scale."""
-    loss_scale_window: float = field(default=1000.0, metadata=in_range(above=0))
+    loss_scale_window: float = setting(1000.0, above=0, needs=_DYNAMIC_SCALE)
     """Consecutive steps with finite gradients before the dynamic loss scale doubles."""
-    hysteresis: int = field(default=2, metadata=in_range(at_least=1))
+    hysteresis: int = setting(2, at_least=1, needs=_DYNAMIC_SCALE)
     """Steps with non-finite gradients before the dynamic loss scale halves."""

@@ -1,58 +1,92 @@
 """Settings of parallelism. The data-parallel size follows from the number of ranks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, CheckedSection, in_range
+from megatrain.config.schema.needs import above, off, on, one_of
+from megatrain.config.schema.resume_class import SAFE, SILENT
+from megatrain.config.schema.setting import LAYOUT, Section, setting
+from megatrain.config.schema.values import AUTO
+
+_PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
+_TENSOR = above("parallel.tensor_model_parallel_size", 1)
+_CONTEXT = above("parallel.context_parallel_size", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(CheckedSection):
+class ParallelConfig(Section, on_resume=SAFE):
     """Parallelism: distribution of model and optimizer over ranks."""
 
-    tensor_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    tensor_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
-    pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    pipeline_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Pipeline-parallel size (pp): number of stages."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = AUTO
-    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
-    num_virtual_stages_per_pipeline_rank: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Model chunks per pipeline rank (virtual stages)."""
-    num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Layers per model chunk, instead of --num-virtual-stages-per-pipeline-rank."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = field(
-        default=None, metadata=in_range(at_least=1)
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = setting(
+        AUTO, needs=_PIPELINE
     )
+    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
+    )
+    """Model chunks per pipeline rank (virtual stages)."""
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
+    )
+    """Layers per model chunk, instead of --num-virtual-stages-per-pipeline-rank."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, needs=_PIPELINE)
     """Micro-batches that one model chunk computes before the next. none: --pipeline-model-parallel-size."""
-    decoder_first_pipeline_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    decoder_first_pipeline_num_layers: int | None = setting(None, at_least=0, needs=_PIPELINE)
     """Layers of the first pipeline rank; the other ranks share the rest equally."""
-    decoder_last_pipeline_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    decoder_last_pipeline_num_layers: int | None = setting(None, at_least=0, needs=_PIPELINE)
     """Layers of the last pipeline rank."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = setting(False, needs=_PIPELINE)
     """Count the embedding as a layer when layers are split into stages."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = setting(False, needs=_PIPELINE)
     """Count the output layer as a layer when layers are split into stages."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = setting(None, needs=_PIPELINE)
     """Layers of each virtual stage, such as Ett|(tt|)*3tL: E embedding, t layer, L loss, | between stages, *N repetition. auto: balanced by FLOPs, head included."""
-    overlap_p2p_communication: bool = True
+    overlap_p2p_communication: bool = setting(True, needs=_PIPELINE)
     """Overlap communication between pipeline stages with computation: post each receive before the pass that precedes the one that needs it. Off: begin to receive when the message is needed."""
-    context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    context_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Context-parallel size (cp): ranks over which each sequence is split."""
-    cp_comm_type: tuple[str, ...] = ()
+    cp_comm_type: tuple[str, ...] = setting((), needs=_CONTEXT)
     """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: p2p; all_gather with windows or documents."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
+        (),
+        needs=(
+            _CONTEXT,
+            one_of(
+                "derived.cp_comm_types", "a2a+p2p", "a2a+all_gather", words="without --cp-comm-type a2a+p2p"
+            ),
+        ),
+    )
     """For --cp-comm-type a2a+p2p and a2a+all_gather: number of ranks per a2a group, and number of groups."""
-    context_parallel_chunk_means: bool = False
+    context_parallel_chunk_means: bool = setting(False, needs=_CONTEXT)
     """Average the loss per context-parallel rank first, as Megatron-LM does: with a loss mask, the result depends on the split of samples. Not in Megatron-LM."""
-    expert_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    expert_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Expert-parallel size (ep): ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    expert_tensor_parallel_size: int | None = setting(
+        None, at_least=1, needs=on("experts.num_experts"), taken_by=LAYOUT
+    )
     """Expert-tensor-parallel size (etp): ranks over which the matrices of each expert are split. none: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks in the order tp-pp-dp instead of tp-dp-pp, so that pipeline stages are closer together than replicas."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, needs=_TENSOR, taken_by=LAYOUT)
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool = setting(
+        False,
+        needs=(
+            on("parallel.sequence_parallel"),
+            _TENSOR,
+            one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
+            one_of(
+                "derived.transformer_impl",
+                "local",
+                words="with {} transformer_engine, whose layers wait for their communication",
+            ),
+            off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
+        ),
+    )
     """With --sequence-parallel on GPUs: overlap the all-gather before a matrix product, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
@@ -60,7 +94,7 @@ class ParallelConfig(CheckedSection):
     """State sharded over the data-parallel ranks: none, optimizer state (optim, ZeRO-1), also gradients (optim_grads, ZeRO-2), also weights (optim_grads_params, ZeRO-3). auto: optim, or as --use-megatron-fsdp and --no-use-distributed-optimizer ask. Tied embeddings are not sharded in ZeRO-2 and 3. Megatron-LM reads it only with --use-megatron-fsdp."""
     use_megatron_fsdp: bool = False
     """Shard weights, gradients and optimizer state: --data-parallel-sharding-strategy is optim_grads_params unless given."""
-    num_distributed_optimizer_instances: int = field(default=1, metadata=in_range(at_least=1))
+    num_distributed_optimizer_instances: int = setting(1, at_least=1)
     """Number of groups of adjacent data-parallel ranks; state is sharded within each group, and gradients are also reduced between groups (HSDP)."""
     overlap_grad_reduce: bool = True
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
@@ -68,9 +102,9 @@ class ParallelConfig(CheckedSection):
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
     distributed_backend: Literal["nccl", "gloo"] = AUTO
     """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""
-    distributed_timeout_minutes: int = field(default=10, metadata=in_range(at_least=1))
+    distributed_timeout_minutes: int = setting(10, at_least=1)
     """Timeout of a collective in minutes; at least 60 until the first iteration has ended."""
-    distributed_timeout_seconds_after_init: int | None = field(default=None, metadata=in_range(at_least=1))
+    distributed_timeout_seconds_after_init: int | None = setting(None, at_least=1)
     """Timeout of a collective in seconds after the first iteration. none: --distributed-timeout-minutes."""
-    world_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    world_size: int | None = setting(None, at_least=1, on_resume=SILENT)
     """Number of ranks for --dry-run. none: the launched ranks, or the fewest that hold the model."""

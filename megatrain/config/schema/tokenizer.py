@@ -7,15 +7,16 @@ Rules and `load_tokenizer` share these checks, so that a problem has one wording
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from megatrain.config.errors import Problem
-from megatrain.config.schema.values import CheckedSection, in_range
+from megatrain.config.schema.resume_class import SAFE, VOCABULARY
+from megatrain.config.schema.setting import ARGS, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig(CheckedSection):
+class TokenizerConfig(Section, on_resume=SAFE, taken_by=ARGS):
     """Tokenizer: conversion of text to token ids."""
 
     tokenizer_type: (
@@ -38,7 +39,7 @@ class TokenizerConfig(CheckedSection):
     """Type of the tokenizer. NullTokenizer reads no file: its tokens are numbers below --vocab-size, and the last one ends a document unless --null-tokenizer-eod-id is given. SFTTokenizer and the multimodal types are not supported."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer. Names on the Hugging Face hub are not downloaded."""
-    vocab_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    vocab_size: int | None = setting(None, at_least=1, on_resume=VOCABULARY)
     """Number of tokens before padding, if no tokenizer file has it. TikTokenizer uses this many tokens of its file, 131072 by default."""
     vocab_file: str | None = None
     """Vocabulary file: vocab.json for GPT2BPETokenizer, vocab.txt for the BertWordPiece types."""
@@ -46,15 +47,15 @@ class TokenizerConfig(CheckedSection):
     """Merges file of GPT2BPETokenizer: the merges.txt for --vocab-file."""
     tiktoken_pattern: Literal["v1", "v2"] = "v2"
     """Word-splitting pattern of TikTokenizer; v2 also splits between lower and upper case."""
-    tiktoken_num_special_tokens: int = field(default=1000, metadata=in_range(at_least=1))
+    tiktoken_num_special_tokens: int = setting(1000, at_least=1)
     """Ids that TikTokenizer reserves for special tokens, before those of the file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """Special tokens. TikTokenizer: all named ones, in the order of their ids; other types: appended to the vocabulary."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Omit the beginning and end tokens that the tokenizer's template adds to every text, as for Llama 3 and BERT."""
-    null_tokenizer_eod_id: int | None = field(default=None, metadata=in_range(at_least=0))
+    null_tokenizer_eod_id: int | None = setting(None, at_least=0)
     """End-of-document token id for NullTokenizer: that of the tokenizer that made the data. none: the last id of --vocab-size."""
-    null_tokenizer_pad_id: int = field(default=-1, metadata=in_range(at_least=-1))
+    null_tokenizer_pad_id: int = setting(-1, at_least=-1)
     """Padding token id for NullTokenizer. -1: none."""
 
 

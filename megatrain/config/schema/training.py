@@ -1,41 +1,43 @@
 """Settings of the run: training, checkpoints, early exit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.values import (
-    AUTO,
-    REQUIRED,
-    CheckedSection,
-    alone_means,
-    in_range,
-    several_words,
-)
+from megatrain.config.schema.needs import either, none_of, on, one_of
+from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
+from megatrain.config.schema.setting import EVALUATION, Section, setting
+from megatrain.config.schema.values import AUTO, REQUIRED
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(CheckedSection):
+class TrainingConfig(Section, on_resume=SAFE):
     """Training: batch sizes, length, evaluation, recomputation."""
 
-    micro_batch_size: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    micro_batch_size: int = setting(
+        REQUIRED,
+        at_least=1,
+        unit="samples",
+        example="1 always works; larger ones use the device better",
+        taken_by=EVALUATION,
+    )
     """Samples per forward pass of a model replica."""
-    global_batch_size: int = field(default=AUTO, metadata=in_range(at_least=1))
+    global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per iteration over all replicas. auto: one micro-batch per replica, or the last entry of --step-batch-size-schedule."""
-    rampup_batch_size: tuple[str, ...] = ()
+    rampup_batch_size: tuple[str, ...] = setting((), taken_by=EVALUATION)
     """Batch size ramp: start size, increment, and number of samples over which the global batch grows to --global-batch-size."""
-    step_batch_size_schedule: str | None = field(default=None, metadata=several_words())
+    step_batch_size_schedule: str | None = setting(None, joins_words=True, taken_by=EVALUATION)
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
-    decrease_batch_size_if_needed: bool = False
+    decrease_batch_size_if_needed: bool = setting(False, taken_by=EVALUATION)
     """Round the global batch down to a multiple of micro-batch size * data-parallel size. Off: an error."""
-    train_iters: int | None = field(default=None, metadata=in_range(at_least=1))
+    train_iters: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations of training. Give this or --train-samples."""
-    train_samples: int | None = field(default=None, metadata=in_range(at_least=1))
+    train_samples: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Samples of training; an incomplete last global batch is dropped (with --step-batch-size-schedule: filled up). Give this or --train-iters."""
     loss: str | None = None
     """Function of each token's cross-entropy that is trained in its place: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
     loss_digest: str | None = AUTO
     """Digest of the file of --loss. auto: computed from the file."""
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: bool = setting(False, taken_by=EVALUATION)
     """Average the loss over all unmasked tokens of an iteration. Off: over its micro-batches, each a mean over its tokens."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop at a non-finite loss or gradient. Off: skip and count the iteration."""
@@ -43,21 +45,19 @@ class TrainingConfig(CheckedSection):
     """Warn of a gradient norm above 10 times the largest of the first 100 iterations since start."""
     check_for_spiky_loss: bool = False
     """Warn of a loss above 10 times the largest of the first 100 iterations since start."""
-    check_weight_hash_across_dp_replicas_interval: int | None = field(
-        default=None, metadata=in_range(at_least=1)
-    )
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(None, at_least=1)
     """Iterations between comparisons of the weights that several ranks hold; a difference ends the run and names the rank. none: never."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose samples are passed over without training, as the number of iterations before each: 0 is the first."""
-    seed: int = field(default=1234, metadata=in_range(at_least=0))
+    seed: int = setting(1234, at_least=0, on_resume=ORDER, taken_by=EVALUATION)
     """Random seed of initial weights and sample order."""
-    eval_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    eval_interval: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations between evaluations. none: one evaluation, at the end."""
-    eval_iters: int = field(default=100, metadata=in_range(at_least=0))
+    eval_iters: int = setting(100, at_least=0, taken_by=EVALUATION)
     """Global batches per evaluation. 0: no evaluation."""
-    eval_global_batch_size: int = field(default=AUTO, metadata=in_range(at_least=1))
+    eval_global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per evaluation iteration. auto: --global-batch-size."""
-    start_eval_at_iter: int | None = field(default=None, metadata=in_range(at_least=0))
+    start_eval_at_iter: int | None = setting(None, at_least=0, taken_by=EVALUATION)
     """First iteration at which to evaluate."""
     skip_train: bool = False
     """Only evaluate on validation and test data."""
@@ -71,33 +71,52 @@ class TrainingConfig(CheckedSection):
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     cuda_graph_impl: Literal["none", "local", "full_iteration", "transformer_engine"] = "none"
     """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, without pipeline ranks, FP8, dropout and counts of experts that the host reads. transformer_engine has no effect."""
-    cuda_graph_warmup_steps: int = field(default=3, metadata=in_range(at_least=0))
+    cuda_graph_warmup_steps: int = setting(
+        3, at_least=0, needs=one_of("training.cuda_graph_impl", "local", "full_iteration")
+    )
     """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False
     """Run Python's garbage collection on all ranks in the same iterations."""
-    manual_gc_interval: int = field(default=0, metadata=in_range(at_least=0))
+    manual_gc_interval: int = setting(0, at_least=0, needs=on("training.manual_gc"))
     """Iterations between garbage collections with --manual-gc. 0: none."""
-    manual_gc_eval: bool = True
+    manual_gc_eval: bool = setting(True, needs=on("training.manual_gc"))
     """With --manual-gc, also collect before and after an evaluation."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation: whole layers (full), or parts of them (selective)."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, needs=one_of("training.recompute_granularity", "full")
+    )
     """Layers that --recompute-granularity full recomputes: all, in chunks (uniform), or the first of a stage (block)."""
-    recompute_num_layers: int | None = field(default=None, metadata=in_range(at_least=1))
+    recompute_num_layers: int | None = setting(
+        None, at_least=1, needs=one_of("training.recompute_granularity", "full")
+    )
     """Layers per chunk (uniform), or recomputed layers per stage (block)."""
-    recompute_modules: tuple[str, ...] = ()
+    recompute_modules: tuple[str, ...] = setting(
+        (),
+        needs=either(
+            one_of("training.recompute_granularity", "selective"),
+            on("training.recompute_activations"),
+            words="unless --recompute-granularity is selective",
+        ),
+    )
     """Modules that --recompute-granularity selective recomputes: core_attn, mlp, layernorm; moe (router, experts and shared expert), shared_experts and moe_act in layers with experts. Default: core_attn."""
     recompute_activations: bool = False
     """Alias of --recompute-granularity selective."""
-    moe_layer_recompute: bool = False
+    moe_layer_recompute: bool = setting(False, needs=on("experts.num_experts"))
     """Alias of --recompute-granularity selective with moe among --recompute-modules."""
-    recompute_norms: bool = AUTO
+    recompute_norms: bool = setting(
+        AUTO,
+        needs=(
+            none_of("training.recompute_granularity", "full", why=", which recomputes norms anyway"),
+            none_of("model.norm_position", "post", why=", since no norm precedes a linear layer"),
+        ),
+    )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
     device: Literal["cpu", "cuda"] = AUTO
     """Device. auto: cuda if there is a GPU, else cpu."""
-    dry_run: Literal["text", "json"] | None = field(default=None, metadata=alone_means("text"))
+    dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
     """Print the plan of the run without starting it, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
 
     @property
@@ -111,64 +130,76 @@ HF_PREFIX: Final = "hf:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(CheckedSection):
+class CheckpointConfig(Section, on_resume=SAFE):
     """Checkpoints: saving and loading."""
 
     save: str | None = None
     """Folder for checkpoints."""
-    load: str | None = None
+    load: str | None = setting(None, on_resume=SILENT)
     """Folder from which to load the latest valid checkpoint, or FOLDER/iter_0000100 for that one. A missing checkpoint is an error. hf:FOLDER: start with the weights of a folder of transformers."""
-    ckpt_step: int | None = field(default=None, metadata=in_range(at_least=1))
+    ckpt_step: int | None = setting(
+        None, at_least=1, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
+    )
     """Load the checkpoint of this iteration. none: the newest valid one."""
-    save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
-    save_retain_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    save_retain_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save_interval"))
     """Keep the checkpoints at multiples of this many iterations and the newest two; each save removes the third newest otherwise. none: all are kept."""
-    keep_last: int | None = field(default=None, metadata=in_range(at_least=2))
+    keep_last: int | None = setting(None, at_least=2, needs=on("checkpoint.save_interval"))
     """Keep this many of the newest checkpoints, and those of --save-retain-interval; each save removes all others. none: all are kept. Not in Megatron-LM."""
-    non_persistent_save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    non_persistent_save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between non-persistent checkpoints. Only the newest is kept. --load resumes from the newer of both."""
-    non_persistent_ckpt_type: Literal["global", "local"] | None = None
+    non_persistent_ckpt_type: Literal["global", "local"] | None = setting(None, needs=on("checkpoint.save"))
     """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder on a disk of each node."""
-    non_persistent_global_ckpt_dir: str | None = None
+    non_persistent_global_ckpt_dir: str | None = setting(
+        None, needs=one_of("checkpoint.non_persistent_ckpt_type", "global")
+    )
     """Folder of global non-persistent checkpoints. none: `non_persistent` in --save."""
-    non_persistent_local_ckpt_dir: str | None = None
+    non_persistent_local_ckpt_dir: str | None = setting(
+        None, needs=one_of("checkpoint.non_persistent_ckpt_type", "local")
+    )
     """Folder of local non-persistent checkpoints, such as one on a fast disk of the node."""
-    replication: bool = False
+    replication: bool = setting(False, needs=one_of("checkpoint.non_persistent_ckpt_type", "local"))
     """Keep copies of each rank's local checkpoint on other nodes, so that a run resumes from them after a disk is lost."""
-    replication_jump: int | None = field(default=None, metadata=in_range(at_least=1))
+    replication_jump: int | None = setting(None, at_least=1, needs=on("checkpoint.replication"))
     """Distance between the ranks that keep copies of each other's local checkpoint: the number of ranks per node."""
-    replication_factor: int = field(default=2, metadata=in_range(at_least=2))
+    replication_factor: int = setting(2, at_least=2, needs=on("checkpoint.replication"))
     """Number of nodes that have each rank's local checkpoint."""
-    async_save: bool = False
+    async_save: bool = setting(False, needs=on("checkpoint.save"))
     """Save in the background: training waits for a copy of the state to host memory, not for the disk."""
-    async_ckpt_cpu_priority: int = field(default=10, metadata=in_range(at_least=0, at_most=19))
+    async_ckpt_cpu_priority: int = setting(10, at_least=0, at_most=19, needs=on("checkpoint.async_save"))
     """Nice value of the processes that write for --async-save; 19 is the lowest priority."""
-    async_ckpt_io_priority: int = field(default=3, metadata=in_range(at_least=0, at_most=3))
+    async_ckpt_io_priority: int = setting(3, at_least=0, at_most=3, needs=on("checkpoint.async_save"))
     """I/O scheduling class of these processes, as of ionice: 0 none, 1 realtime, 2 best effort, 3 only while the disk is idle."""
-    verify_saves: bool = False
+    verify_saves: bool = setting(False, needs=on("checkpoint.save"))
     """Read every file of a checkpoint from the disk again before the checkpoint counts. Not in Megatron-LM."""
-    on_save_failure: Literal["stop", "warn"] = "stop"
+    on_save_failure: Literal["stop", "warn"] = setting("stop", needs=on("checkpoint.save"))
     """After a save that fails: stop the run, or warn and train on; a run whose last save failed never exits with 0. Not in Megatron-LM."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Exit if --load has no checkpoint. This is always so without --load-or-start."""
-    load_or_start: bool = False
+    load_or_start: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Start from initial weights if --load has no checkpoint, as Megatron-LM does."""
-    no_load_optim: bool = False
+    no_load_optim: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Load only weights; optimizer state, schedules and loss scale start from scratch. With --save in the folder of --load, at the first start only."""
-    no_save_optim: bool = False
+    no_save_optim: bool = setting(False, needs=on("checkpoint.save"))
     """Save only weights: smaller checkpoints, for --finetune and --no-load-optim, not to resume."""
-    finetune: bool = False
+    finetune: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Load only weights and start at iteration 0, with the data and schedules of this command line. With --save in the folder of --load, at the first start only."""
-    pretrained_checkpoint: str | None = None
+    pretrained_checkpoint: str | None = setting(None, on_resume=SILENT)
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint. hf:FOLDER: a folder of transformers."""
-    from_hf: str | None = None
+    from_hf: str | None = setting(None, on_resume=SILENT)
     """Folder of transformers from whose config.json the settings of the model are taken, and its tokenizer, where they are not given. Not in Megatron-LM."""
-    allow_pickle: bool = False
+    allow_pickle: bool = setting(
+        False, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
+    )
     """Also load checkpoints of Megatron-LM in the format torch (mp_rank_*), whose files are pickled; no code in them is run. Not in Megatron-LM."""
-    use_checkpoint_args: bool = False
+    use_checkpoint_args: bool = setting(
+        False, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
+    )
     """Take the settings of the model, the sequence length and the tokenizer from the checkpoint, where they are not given."""
-    use_mp_args_from_checkpoint_args: bool = False
+    use_mp_args_from_checkpoint_args: bool = setting(
+        False, on_resume=SILENT, needs=on("checkpoint.use_checkpoint_args")
+    )
     """With --use-checkpoint-args: take the parallel layout from the checkpoint too, where it is not given."""
 
     @property
@@ -194,12 +225,12 @@ def non_persistent_folder(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResilienceConfig(CheckedSection):
+class ResilienceConfig(Section, on_resume=SAFE):
     """Early exit: planned ends of a job."""
 
-    exit_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    exit_interval: int | None = setting(None, at_least=1)
     """Save and exit at the first iteration divisible by this."""
-    exit_duration_in_mins: float | None = field(default=None, metadata=in_range(above=0))
+    exit_duration_in_mins: float | None = setting(None, above=0)
     """Save and exit after this many minutes."""
     exit_signal: str = "SIGTERM"
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do, and SIGHUP unless it is ignored."""
@@ -209,9 +240,11 @@ class ResilienceConfig(CheckedSection):
     """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
     """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). A spike that --check-for-spiky-loss or --check-for-large-grads finds is computed again on the same devices. report_stats: compute each step twice and print the largest differences."""
-    error_injection_rate: int = field(default=0, metadata=in_range(at_least=0))
+    error_injection_rate: int = setting(0, at_least=0)
     """Reject one step in this many, at random, to try --rerun-mode validate_results; 0: none."""
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = setting(
+        "transient_error", needs=on("resilience.error_injection_rate")
+    )
     """Behaviour of the steps that --error-injection-rate rejects: transient_error (right when computed again), persistent_error (right on other devices), correct_result (the same everywhere)."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

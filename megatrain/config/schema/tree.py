@@ -10,7 +10,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -18,8 +18,11 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.logging import LoggingConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.needs import Need
 from megatrain.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.schema.parallel import ParallelConfig
+from megatrain.config.schema.resume_class import SAFE, ResumeClass
+from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.training import (
     CheckpointConfig,
@@ -113,11 +116,22 @@ class Setting:
     is_list: bool
     is_optional: bool
     default: Any
-    range: Range | None
+    range: Range | None = None
+    unit: str = ""
+    example: str = "it has no default"
+    """Value to start from, for a setting without default."""
     alone: str | None = None
     """Value of the flag given alone; None: the flag needs a value."""
     joins_words: bool = False
-    """True if the value may be several words on the command line, which are joined by spaces."""
+    """True if the value may be several words on the command line, which are joined by spaces: `0:384 200B:768`."""
+    on_resume: ResumeClass = SAFE
+    """Effect of a change between a checkpoint and the run that resumes it."""
+    adapts: Callable[[Any, Any], bool] = lambda _stored, _now: False
+    """Test of a stored and a new value, for SHAPE: the weights of one model give those of the other."""
+    taken_by: str = ""
+    """Flag that takes the value of a checkpoint where none is given. Those of SHAPE and FUNCTION are taken by ARGS too; empty: none."""
+    needs: tuple[Need, ...] = ()
+    """When the setting has an effect."""
 
     @property
     def path(self) -> str:
@@ -166,18 +180,11 @@ _UNITS: Final = {
     "samples": "samples",
     "minutes": "minutes",
     "mins": "minutes",
-    "batch_size": "samples",
-    "seq_length": "tokens",
-    "max_position_embeddings": "tokens",
 }
+"""Units by the last word of a name; others are stated."""
 
 
-def unit_of(name: str) -> str:
-    """Return the unit of a field name or path; empty if it has none."""
-    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
-
-
-def section_types() -> dict[str, type]:
+def section_types() -> dict[str, type[Section]]:
     """Return name and dataclass of each section, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     return {section.name: hints[section.name] for section in dataclasses.fields(Config)}
@@ -187,11 +194,16 @@ def section_types() -> dict[str, type]:
 def settings() -> tuple[Setting, ...]:
     """Return all settings, by section."""
     return tuple(
-        _setting(name, entry, hints[entry.name])
+        _setting(name, section, entry, hints[entry.name])
         for name, section in section_types().items()
         for hints in (typing.get_type_hints(section),)
         for entry in dataclasses.fields(section)
     )
+
+
+def paths_of(*classes: ResumeClass) -> tuple[str, ...]:
+    """Return the paths of the settings of these classes."""
+    return tuple(setting.path for setting in settings() if setting.on_resume in classes)
 
 
 def closest_name(word: str, names: Iterable[str], *, similarity: float = 0.7) -> str | None:
@@ -199,13 +211,15 @@ def closest_name(word: str, names: Iterable[str], *, similarity: float = 0.7) ->
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=similarity)), None)
 
 
-def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Setting:
+def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", hint: Any) -> Setting:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     (inner,) = (member for member in members if member is not type(None))
     choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
+    last_word = entry.name.rpartition("_")[2]
+    stated: dict[str, Any] = {"unit": _UNITS.get(last_word, ""), **cls.stated(entry.metadata)}
     return Setting(
         section=section,
         name=entry.name,
@@ -214,7 +228,5 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
         is_list=is_list,
         is_optional=len(members) > 1,
         default=entry.default,
-        range=entry.metadata.get("range"),
-        alone=entry.metadata.get("alone"),
-        joins_words=entry.metadata.get("joins_words", False),
+        **stated,
     )

@@ -94,24 +94,3 @@ class Range:
             if bound is not None
         ]
         return " and ".join(low + high)
-
-
-def in_range(
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Mapping[str, Range]:
-    """Return the metadata of a numeric field: `field(default=1, metadata=in_range(at_least=1))`."""
-    return {"range": Range(at_least=at_least, above=above, at_most=at_most, below=below)}
-
-
-def alone_means(value: str) -> Mapping[str, str]:
-    """Return the metadata of a field whose flag needs no value: `value` is then used."""
-    return {"alone": value}
-
-
-def several_words() -> Mapping[str, bool]:
-    """Return the metadata of a text that a command line may give as several words: `0:384 200B:768`."""
-    return {"joins_words": True}

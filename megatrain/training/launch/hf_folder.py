@@ -13,8 +13,9 @@ from typing import Any
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.config import Request, StoredRun
 from megatrain.config.errors import InputError
-from megatrain.config.rules.resume_classes import FUNCTION, SHAPE, paths_of
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.config.schema.tree import paths_of
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
@@ -33,7 +34,7 @@ def start_of_folder(name: str) -> tuple[StoredRun, Mapping[str, Any]]:
     reader, name = HfCheckpoint(folder), f"{HF_PREFIX}{folder}"
     config = reader.manifest.config
     compared: dict[str, dict[str, Any]] = {"model": {"padded_vocab_size": reader.num_rows}, "experts": {}}
-    for path in (*paths_of(SHAPE), *paths_of(FUNCTION)):
+    for path in paths_of(SHAPE, FUNCTION):
         section, _, setting = path.partition(".")
         if section in compared:
             compared[section][setting] = config[section][setting]

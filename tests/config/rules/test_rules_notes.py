@@ -26,13 +26,6 @@ def test_dropout_by_default_is_noted():
     assert "--attention-dropout" not in note
 
 
-def test_norms_that_are_not_recomputed_are_noted(plan_of):
-    flags = "--recompute-activations --recompute-modules layernorm --normalization RMSNorm"
-    words = "--recompute-modules layernorm has no effect with --norm-position post"
-    assert any(words in note for note in plan_of(f"{flags} --norm-position post").notes)
-    assert not any(words in note for note in plan_of(flags).notes)
-
-
 def test_experts_without_grouped_gemm_are_noted(plan_of):
     on_gpu = Facts(device="cuda")
     words = "experts are computed one by one"
@@ -69,7 +62,6 @@ def test_a_profile_that_the_run_cuts_short_is_noted(plan_of):
     never = plan_of("--profile --train-iters 10").notes
     assert any("--profile-step-start 10 has no effect" in note and "iteration 10" in note for note in never)
     assert not any("--profile-step" in note for note in plan_of("--profile --train-iters 12").notes)
-    assert any("--profile-ranks has no effect" in note for note in plan_of("--profile-ranks 0").notes)
 
 
 def test_gradients_in_another_format_are_noted(plan_of):

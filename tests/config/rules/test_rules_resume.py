@@ -12,8 +12,8 @@ from megatrain.config import ConfigError, Facts, StoredRun
 from megatrain.config.derive.data_plans import Evaluations
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.rules.resume import RESUME_RULES
-from megatrain.config.rules.resume_classes import RESUME_CLASSES, SCHEDULE, classes_by_path, paths_of
-from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.resume_class import SCHEDULE
+from megatrain.config.schema.tree import settings
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]
@@ -269,26 +269,22 @@ def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
     ]
 
 
-def test_every_setting_has_one_class():
-    """Add a new setting to `resume_classes.py`: decide the effect of a change on resume."""
-    classed = [path for resume_class in RESUME_CLASSES for path in paths_of(resume_class)]
-    assert sorted(classed) == sorted(setting.path for setting in settings())
-    for resume_class in RESUME_CLASSES:
+def test_a_resume_class_says_why_and_names_the_flag():
+    for resume_class in {setting.on_resume for setting in settings()}:
         assert bool(resume_class.reason) == (resume_class.kind in ("consent", "refused"))
         assert bool(resume_class.consent) == (resume_class.kind == "consent")
 
 
 @pytest.mark.parametrize(
-    "path", [path for each in RESUME_CLASSES for path in paths_of(each) if each.kind != "silent"]
+    "setting", [one for one in settings() if one.on_resume.kind != "silent"], ids=lambda setting: setting.path
 )
-def test_a_change_is_reported_by_its_class(path, plan_of):
+def test_a_change_is_reported_by_its_class(setting, plan_of):
     """The checkpoint differs in this setting; any other value is reported."""
-    resume_class = classes_by_path()[path]
+    resume_class = setting.on_resume
     plan = plan_of(BASE)
-    section, name = path.split(".")
     config = json.loads(json.dumps(plan.config.to_dict()))
-    is_number = path in ("model.mtp_num_layers", "tokenizer.vocab_size")  # judged by their values
-    config[section][name] = 0 if is_number else "other"
+    is_number = setting.path in ("model.mtp_num_layers", "tokenizer.vocab_size")  # judged by their values
+    config[setting.section][setting.name] = 0 if is_number else "other"
     schedule = {"lr": 9.0} if resume_class is SCHEDULE else None
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, schedule=schedule)
     flags = f"{BASE} {OWN if resume_class is SCHEDULE else ''}"
@@ -298,11 +294,11 @@ def test_a_change_is_reported_by_its_class(path, plan_of):
     except ConfigError as error:
         reports = [str(problem) for problem in error.problems if "cannot change" in problem.text]
     (report,) = reports
-    assert f"{flag_of(path)} " in report
+    assert f"{setting.flag} " in report
     assert report.startswith({
         "safe": "changed since the checkpoint, safe:",
-        "consent": "changed since the checkpoint, allowed by --override" if resume_class is SCHEDULE else flag_of(path),
-        "refused": flag_of(path),
+        "consent": "changed since the checkpoint, allowed by --override" if resume_class is SCHEDULE else setting.flag,
+        "refused": setting.flag,
     }[resume_class.kind])  # fmt: skip
     assert resume_class.consent in report
 

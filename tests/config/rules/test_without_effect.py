@@ -3,10 +3,11 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.without_effect import CONDITIONS
+from megatrain.config.rules.without_effect import reason_of
+from megatrain.config.schema.tree import settings
 
 CASES = [
-    ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type cyclic")),
+    ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
     ("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid", "",
@@ -39,10 +40,10 @@ CASES = [
      ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")),
     ("--linear-attention-freq 4", "", ("--linear-attention-freq 4", "--experimental-attention-variant")),
     ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
-    ("--cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl local")),
+    ("--cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl is local")),
     ("--log-energy", "", ("--log-energy", "CPU")),
     ("--error-injection-type persistent_error", "", ("--error-injection-type persistent_error", "--error-injection-rate")),
-    ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
+    ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without --swiglu, --geglu or --quick-geglu")),
     ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
     ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),
     ("--v-head-dim 64 --rope-type rope", "", ("--v-head-dim 64", "--rope-type rope", "without --multi-latent-attention")),
@@ -59,10 +60,10 @@ CASES = [
     ("--mup-embedding-mult 2", "", ("--mup-embedding-mult 2.0", "--use-mup")),
     ("--use-mup --mup-base-head-dim 8 --softmax-scale 0.5", "", ("--mup-base-head-dim 8", "--softmax-scale")),
     ("--recompute-method block --recompute-granularity selective", "",
-     ("--recompute-method block", "--recompute-granularity full")),
+     ("--recompute-method block", "--recompute-granularity is full")),
     ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "",
      ("--recompute-norms", "--recompute-granularity full")),
-    ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity selective")),
+    ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity is selective")),
     ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
     ("--fp8-recipe tensorwise", "", ("--fp8-recipe tensorwise", "without --fp8-format")),
     ("--first-last-layers-bf16", "", ("--first-last-layers-bf16", "without --fp8-format or --fp4-format")),
@@ -87,6 +88,29 @@ CASES = [
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
+    ("--recompute-norms --norm-position post", "", ("--recompute-norms", "with --norm-position post")),
+    ("--recompute-activations --recompute-modules layernorm --norm-position post", "",
+     ("--recompute-modules layernorm", "with --norm-position post")),
+    ("--reset-position-ids --tokenizer-type NullTokenizer", "", ("--reset-position-ids", "--position-embedding-type rope")),
+    ("--sequence-parallel", "", ("--sequence-parallel", "--tensor-model-parallel-size 1")),
+    ("--cp-comm-type a2a", "", ("--cp-comm-type a2a", "--context-parallel-size 1")),
+    ("--hierarchical-context-parallel-sizes 2 2", "",
+     ("--hierarchical-context-parallel-sizes 2 2", "without --cp-comm-type a2a+p2p")),
+    ("--log-memory-to-tensorboard", "", ("--log-memory-to-tensorboard", "--tensorboard-dir or --wandb-project")),
+    ("--wandb-entity e --wandb-exp-name x", "", ("--wandb-exp-name x, --wandb-entity e have", "--wandb-project")),
+    ("--optimizer sgd --muon-momentum 0.8", "", ("--muon-momentum 0.8", "--optimizer is muon")),
+    ("--sgd-momentum 0.8", "", ("--sgd-momentum 0.8", "--optimizer is sgd")),
+    ("--bf16 --hysteresis 3 --initial-loss-scale 65536", "", ("--initial-loss-scale 65536.0, --hysteresis 3 have", "--fp16")),
+    ("--fp16 --loss-scale 8 --hysteresis 3", "", ("--hysteresis 3", "with --loss-scale")),
+    ("--manual-gc-interval 5", "", ("--manual-gc-interval 5", "--manual-gc")),
+    ("--straggler-minmax-count 2", "", ("--straggler-minmax-count 2", "--log-straggler")),
+    ("--timing-log-option all", "", ("--timing-log-option all", "--timing-log-level")),
+    ("--tensorboard-queue-size 10", "", ("--tensorboard-queue-size 10", "--tensorboard-dir")),
+    ("--mtp-loss-scaling-factor 0.2", "", ("--mtp-loss-scaling-factor 0.2", "--mtp-num-layers")),
+    ("--rope-scaling-factor 4", "", ("--rope-scaling-factor 4.0", "--use-rope-scaling")),
+    ("--mscale 2", "", ("--mscale 2.0", "without YaRN")),
+    ("--rotary-scaling-factor 2", "", ("--rotary-scaling-factor 2.0", "without YaRN")),
+    ("--profile-ranks 0", "", ("--profile-ranks 0", "without --profile")),
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 WITH_TRANSFORMER_ENGINE = (
@@ -109,11 +133,11 @@ def _notes_on_gpus(plan_of):
     return plan_of(f"{flags} --transformer-impl transformer_engine", facts=ENGINE).notes
 
 
-def test_every_condition_has_a_case(plan_of):
+def test_every_need_has_a_case(plan_of):
     notes = [note for flags, without, _ in CASES for note in plan_of(flags, without=without).notes]
     notes += _notes_on_gpus(plan_of)
-    for condition in CONDITIONS:
-        assert any(note.endswith(f"no effect {condition.reason}") for note in notes), condition.reason
+    for reason in {reason_of(need) for setting in settings() for need in setting.needs}:
+        assert any(note.endswith(f"no effect {reason}") for note in notes), reason
 
 
 def test_defaults_have_no_note(plan_of):

@@ -1,0 +1,66 @@
+"""Needs of a setting, without which it has no effect: `setting(1, needs=on("model.use_mup"))`.
+
+    on(path, ...)            without --load or --pretrained-checkpoint
+    off(path)                with --softmax-scale
+    above(path, 1)           with --pipeline-model-parallel-size 1
+    one_of(path, "x", "y")   unless --cuda-graph-impl is x or y
+    none_of(path, "x")       with --optimizer x
+    either(need, need)       as its `words` say
+
+A given setting without effect is a note, as in Megatron-LM: its flag, `has no effect`, and these words. A path is of a setting,
+or of a value that is derived, such as `derived.num_microbatches`. `why` continues the words, and `words` replaces them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ValueOf = Callable[[str], Any]
+"""Return the value at a path."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition under which a setting has an effect."""
+
+    words: str
+    """Words of a note where it does not hold, with {} for each flag."""
+    paths: tuple[str, ...]
+    """Settings of these flags."""
+    holds: Callable[[ValueOf], bool]
+
+
+def on(*paths: str, why: str = "") -> Need:
+    """Need one of these settings: a value other than none, off and 0."""
+    *first, last = ["{}"] * len(paths)
+    either_flag = f"{', '.join(first)} or {last}" if first else last
+    return Need(f"without {either_flag}{why}", paths, lambda value_of: any(map(value_of, paths)))
+
+
+def off(path: str, *, why: str = "", words: str = "with {}") -> Need:
+    """Need that this setting is none, off or 0."""
+    return Need(words + why, (path,), lambda value_of: not value_of(path))
+
+
+def above(path: str, number: int, *, words: str = "") -> Need:
+    return Need(words or f"with {{}} {number}", (path,), lambda value_of: value_of(path) > number)
+
+
+def one_of(path: str, *values: str, words: str = "") -> Need:
+    """Need one of these values; of a list, that it has one of them."""
+    default = f"unless {{}} is {' or '.join(values)}"
+    return Need(words or default, (path,), lambda value_of: _has(value_of(path), values))
+
+
+def none_of(path: str, *values: str, why: str = "") -> Need:
+    """Need another value than these; of a list, that it has none of them."""
+    words = f"with {{}} {' or '.join(values)}{why}"
+    return Need(words, (path,), lambda value_of: not _has(value_of(path), values))
+
+
+def either(*needs: Need, words: str) -> Need:
+    return Need(words, (), lambda value_of: any(need.holds(value_of) for need in needs))
+
+
+def _has(value: Any, wanted: tuple[str, ...]) -> bool:
+    return not set(wanted).isdisjoint(value if isinstance(value, tuple) else (value,))

@@ -1,0 +1,74 @@
+"""A setting of a section: `micro_batch_size: int = setting(REQUIRED, at_least=1, unit="samples")`.
+
+All that is known of it stands in this call, and its help text in the docstring under the field. A setting with a default
+alone needs no call. What most settings of a section share stands in the line of the class.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+from megatrain.config.schema.needs import Need
+from megatrain.config.schema.resume_class import ResumeClass
+from megatrain.config.schema.values import CheckedSection, Range
+
+Needs = Need | tuple[Need, ...]
+
+ARGS: Final = "--use-checkpoint-args"
+LAYOUT: Final = "--use-mp-args-from-checkpoint-args"
+EVALUATION: Final = "--eval-only"
+"""Flags that take settings from a checkpoint: see `taken_by`."""
+
+
+@dataclass(frozen=True)
+class Section(CheckedSection):
+    """Base of the sections: `class LoggingConfig(Section, on_resume=SAFE)`."""
+
+    _shared: ClassVar[Mapping[str, Any]]
+
+    def __init_subclass__(cls, *, on_resume: ResumeClass, taken_by: str = "", needs: Needs = ()) -> None:
+        cls._shared = {"on_resume": on_resume, "taken_by": taken_by, "needs": _all(needs)}
+
+    @classmethod
+    def stated(cls, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is stated for a setting, as `tree.Setting` has it: by itself, or by the section; needs of both."""
+        needs = (*cls._shared["needs"], *metadata.get("needs", ()))
+        return {**cls._shared, **metadata, "needs": needs}
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    unit: str | None = None,
+    example: str | None = None,
+    alone: str | None = None,
+    joins_words: bool | None = None,
+    on_resume: ResumeClass | None = None,
+    adapts: Callable[[Any, Any], bool] | None = None,
+    taken_by: str | None = None,
+    needs: Needs = (),
+) -> Any:
+    """Return a field of a section; `tree.Setting` says what each argument means. Typed Any, as `dataclasses.field` is."""
+    bounds = Range(at_least=at_least, above=above, at_most=at_most, below=below)
+    stated = {
+        "range": bounds if bounds != Range() else None,
+        "unit": unit,
+        "example": example,
+        "alone": alone,
+        "joins_words": joins_words,
+        "on_resume": on_resume,
+        "adapts": adapts,
+        "taken_by": taken_by,
+        "needs": _all(needs),
+    }
+    return field(
+        default=default, metadata={name: value for name, value in stated.items() if value is not None}
+    )
+
+
+def _all(needs: Needs) -> tuple[Need, ...]:
+    return needs if isinstance(needs, tuple) else (needs,)
