@@ -106,7 +106,7 @@ def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
         ('part="mine", pieces=(Piece("a"', 'part="other", pieces=(Piece("a"', "a Linear of part other, not mine"),
         ("yield Linear", "return 1 / 0; yield Linear", r"Mine: ZeroDivisionError: .*layers.py:13"),
         ('"mine"\n', '"mlp"\n', "two parts have the name mlp"),
-        ('Piece("a", 6)', 'Piece("a", 9)', r"an? .*of width 9, not divisible by --tensor-model-parallel-size 2"),
+        ('Piece("a", 6)', 'Piece("a", 9)', "hidden states of width 9, not divisible by --tensor-model-parallel-size 2"),
         ("inputs=7", "inputs=9", "mine.b has 9 inputs, not divisible by --tensor-model-parallel-size 2"),
     ],
 )  # fmt: skip
