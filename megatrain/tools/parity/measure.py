@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from unittest import mock
 
 import numpy as np
@@ -21,7 +21,6 @@ from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.layout import Box
-from megatrain.tools.parity.faults import planted
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
@@ -94,8 +93,10 @@ class Job:
     """True: gradients are rounded to the reduction dtype in one process too, which measures the noise of sums over replicas."""
     draw: int = 0
     """Seed of the initial weights; 0: the default seed."""
-    fault: str | None = None
-    """Name of a planted fault (`faults.FAULTS`)."""
+
+
+RunOfRank: TypeAlias = "Callable[[int, int, Job], Measured]"
+"""Runs a job on one rank: rank, world size, job."""
 
 
 def measure(rank: int, world_size: int, job: Job) -> Measured:
@@ -103,7 +104,6 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     plan = plan_of(job, world_size)
     layout = job.layout
     with (
-        planted(job.fault),
         _rounded_sums() if job.are_sums_rounded else nullcontext(),
         chunked_loss() if layout.has("chunkedloss") else nullcontext(),
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatrain.model import mtp
 from megatrain.model.head import Head
 from megatrain.parallel.batch import Batch, with_batches_ahead
+from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine
 from megatrain.training.engine import Engine
 
@@ -47,7 +48,7 @@ def _shifted_after_the_split() -> AbstractContextManager[Any]:
 
 
 def _loss_counted_per_stage() -> AbstractContextManager[Any]:
-    loss = Head._loss  # noqa: SLF001
+    loss = Head._loss
 
     def larger(self: Head, *arguments: Any) -> torch.Tensor:
         factor = self.mtp_loss_factor * dist.get_world_size()
@@ -64,9 +65,7 @@ def _columns_not_gathered() -> AbstractContextManager[Any]:
     return mock.patch.object(mtp, "gather_columns", own_columns)
 
 
-Plant = Callable[[], AbstractContextManager[Any]]
-
-MTP_FAULTS: dict[str, tuple[Plant, str]] = {
+MTP_FAULTS: dict[str, tuple[Patch, str]] = {
     "labels of multi-token prediction off by one": (_labels_off_by_one, "dp2 mtp2"),
     "tokens ahead shifted within a context rank's rows": (_shifted_after_the_split, "cp2 mtp1"),
     "loss of multi-token prediction counted per stage": (_loss_counted_per_stage, "pp2 mtp1"),

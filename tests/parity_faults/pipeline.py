@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import build
 
 
@@ -27,7 +28,7 @@ def _swapped_chunks() -> AbstractContextManager[Any]:
 
 def _weight_gradients_skipped() -> AbstractContextManager[Any]:
     """Drop the deferred weight gradients of the first micro-batch on one rank."""
-    run_segment = Executor._weights  # noqa: SLF001
+    run_segment = Executor._weights
 
     def skipping(self: Executor, state: Any) -> None:
         if state.info.microbatch == 0 and self.grid.pp.is_last:
@@ -39,7 +40,7 @@ def _weight_gradients_skipped() -> AbstractContextManager[Any]:
 
 def _activations_of_another_chunk_freed() -> AbstractContextManager[Any]:
     """Overwrite the inputs that the first chunk has saved, when the second one of the same micro-batch has run."""
-    run_segment = Executor._forward  # noqa: SLF001
+    run_segment = Executor._forward
 
     def freeing(self: Executor, run: Any, one: Action, number: int) -> None:
         run_segment(self, run, one, number)
@@ -53,7 +54,7 @@ def _activations_of_another_chunk_freed() -> AbstractContextManager[Any]:
 
 def _loss_counted_twice() -> AbstractContextManager[Any]:
     """Double the loss that is logged by the last virtual stage."""
-    run_segment = Executor._forward  # noqa: SLF001
+    run_segment = Executor._forward
 
     def twice(self: Executor, run: Any, one: Action, number: int) -> None:
         sums = run.state(one).info.sums
@@ -67,7 +68,7 @@ def _loss_counted_twice() -> AbstractContextManager[Any]:
 
 def _one_receive_buffer() -> AbstractContextManager[Any]:
     """Receive all messages of a rank into one buffer, although activations are saved in it."""
-    empty = Executor._empty  # noqa: SLF001
+    empty = Executor._empty
 
     def reused(self: Executor, *arguments: Any) -> Tensor:
         if not hasattr(self, "buffer"):
@@ -78,9 +79,7 @@ def _one_receive_buffer() -> AbstractContextManager[Any]:
     return mock.patch.object(Executor, "_empty", reused)
 
 
-Plant = Callable[[], AbstractContextManager[Any]]
-
-PIPELINE_FAULTS: dict[str, tuple[Plant, str]] = {
+PIPELINE_FAULTS: dict[str, tuple[Patch, str]] = {
     "order of chunks swapped": (_swapped_chunks, "pp2 interleaved"),
     "weight gradients of one micro-batch skipped": (_weight_gradients_skipped, "pp2 zbh1"),
     "activations of another chunk freed": (_activations_of_another_chunk_freed, "pp2 zbv"),

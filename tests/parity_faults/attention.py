@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -15,8 +14,7 @@ from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
-
-Plant = Callable[[], AbstractContextManager[Any]]
+from megatrain.tools.parity.runs.program import Patch
 
 
 def _sinks_of_first_context_rank() -> AbstractContextManager[Any]:
@@ -65,7 +63,7 @@ def _branches_in_sequence() -> AbstractContextManager[Any]:
     return mock.patch.object(ParallelLayer, "forward", TransformerLayer.forward)
 
 
-ATTENTION_FAULTS: dict[str, tuple[Plant, str]] = {
+ATTENTION_FAULTS: dict[str, tuple[Patch, str]] = {
     "sinks of the first context rank's heads": (_sinks_of_first_context_rank, "cp2 heads gpt-oss"),
     "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
     "output gates of the next head on a tensor rank": (_gates_of_next_head, "tp2 qwen"),

@@ -1,11 +1,11 @@
-"""Planted faults that parity must find: the classic errors of distributed training."""
+"""Planted faults of layouts: the classic errors of distributed training, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,27 +25,9 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tensor_parallel import VocabShard
-from megatrain.tools.parity.attention_faults import ATTENTION_FAULTS
-from megatrain.tools.parity.expert_faults import EXPERT_FAULTS
-from megatrain.tools.parity.fp8_faults import FP8_FAULTS
-from megatrain.tools.parity.latent_faults import LATENT_FAULTS
-from megatrain.tools.parity.mtp_faults import MTP_FAULTS
-from megatrain.tools.parity.pipeline_faults import PIPELINE_FAULTS
+from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine, routers
 from megatrain.training.routers import Routers
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A context manager that breaks something, and the words of a layout in which parity must find it."""
-
-    plant: Callable[[], AbstractContextManager[Any]]
-    layout: str
-
-
-def planted(name: str | None) -> AbstractContextManager[Any]:
-    """Return the context in which a fault is active; None: no fault."""
-    return nullcontext() if name is None else FAULTS[name].plant()
 
 
 def _dropped_all_reduce() -> AbstractContextManager[Any]:
@@ -304,63 +286,54 @@ def _biases_not_reduced() -> AbstractContextManager[Any]:
     return mock.patch.object(Routers, "collect", without_sums)
 
 
-FAULTS = {
-    "dropped all-reduce": Fault(_dropped_all_reduce, "tp2"),
-    "wrong scale": Fault(_wrong_scale, "dp2 zero1 overlap"),
-    "stale gather": Fault(_stale_gather, "dp2 zero1 overlap"),
-    "gradient reduction of one bucket skipped": Fault(_first_bucket_skipped, "dp2 zero1 overlap"),
-    "gradients a little too large": Fault(_first_bucket_too_large, "dp2 zero1 overlap"),
-    "weights of one layer used before their all-gather": Fault(_one_all_gather_skipped, "dp2 zero1 overlap"),
-    "gradients not reduced over optimizer instances": Fault(
-        _instances_not_reduced, "dp4 zero1 instances2 overlap"
+LAYOUT_FAULTS: dict[str, tuple[Patch, str]] = {
+    "dropped all-reduce": (_dropped_all_reduce, "tp2"),
+    "wrong scale": (_wrong_scale, "dp2 zero1 overlap"),
+    "stale gather": (_stale_gather, "dp2 zero1 overlap"),
+    "gradient reduction of one bucket skipped": (_first_bucket_skipped, "dp2 zero1 overlap"),
+    "gradients a little too large": (_first_bucket_too_large, "dp2 zero1 overlap"),
+    "weights of one layer used before their all-gather": (_one_all_gather_skipped, "dp2 zero1 overlap"),
+    "gradients not reduced over optimizer instances": (
+        _instances_not_reduced,
+        "dp4 zero1 instances2 overlap",
     ),
-    "gradients of earlier micro-batches lost under ZeRO-2": Fault(_last_microbatch_only, "dp2 zero2 overlap"),
-    "weights not gathered under ZeRO-3": Fault(_weights_not_gathered, "dp2 zero3 overlap"),
-    "double-counted norm": Fault(_double_counted_norm, "tp2"),
-    "missing gradient sum of a norm under sp": Fault(_partial_sums_skipped_over("tp"), "tp2 sp"),
-    "missing gradient sum of replicated keys and values": Fault(
-        _partial_sums_skipped_over("kv"), "tp4 groups2"
+    "gradients of earlier micro-batches lost under ZeRO-2": (_last_microbatch_only, "dp2 zero2 overlap"),
+    "weights not gathered under ZeRO-3": (_weights_not_gathered, "dp2 zero3 overlap"),
+    "double-counted norm": (_double_counted_norm, "tp2"),
+    "missing gradient sum of a norm under sp": (_partial_sums_skipped_over("tp"), "tp2 sp"),
+    "missing gradient sum of replicated keys and values": (_partial_sums_skipped_over("kv"), "tp4 groups2"),
+    "replicated keys and values counted in the norm by each rank": (
+        _replicas_counted_by_each_rank,
+        "tp4 groups2",
     ),
-    "replicated keys and values counted in the norm by each rank": Fault(
-        _replicas_counted_by_each_rank, "tp4 groups2"
+    "vocabulary shifted on later tensor ranks": (_shifted_vocabulary, "tp2"),
+    "tokens counted on one replica only": (_tokens_not_reduced, "dp2 zero1 overlap tokens"),
+    "attention across documents": (_documents_ignored, "tp2 documents"),
+    "missing gradient sum of a head norm": (_partial_sums_skipped_over("tp"), "tp2 qwen"),
+    "all-heads norm computed per rank": (_norm_not_reduced, "tp2 olmo2"),
+    "positions of another rank's rows under sp": (_first_row_everywhere, "tp2 sp gpt2"),
+    "z-loss counted by each rank": (_z_loss_doubled, "tp2 zloss"),
+    "loss mask applied on one rank only": (_mask_on_first_rank_only, "tp2"),
+    "sequence gathered in the wrong rank order": (_gathered_in_reverse, "tp2 sp"),
+    "attention dropout keyed by the local head": (_dropout_keyed_by_local_head, "tp2 attentiondropout"),
+    "attention dropout mask keyed by the local row": (_dropout_keyed_by_local_row, "cp2 attentiondropout"),
+    "dropout keyed by the rank's rows": (_dropout_keyed_by_rank_rows, "tp2 qwen"),
+    "dropout keyed by the micro-batch's sample": (_dropout_keyed_by_local_sample, "dp2 zero1 overlap gpt2"),
+    "context ranks cut contiguously": (_contiguous_rows, "cp2"),
+    "context chunks not reordered": (_chunks_not_reordered, "cp2 heads"),
+    "keys and values of other context ranks skipped": (_other_keys_skipped, "cp2 ring"),
+    "ring gradients of keys and values lost": (_ring_gradients_lost, "cp4 ring"),
+    "gathered gradients of keys and values not reduced": (_key_gradients_not_reduced, "cp2 allgather"),
+    "positions counted from a context rank's first row": (_positions_from_local_row, "cp2"),
+    "loss mean over a context rank's tokens": (_chunk_means, "cp2"),
+    "router losses scaled by pipeline stages": (_unscaled_losses_on_early_stages, "pp2 mixtral auxloss"),
+    "router losses over the rank's number of tokens": (_local_number_of_tokens, "cp2 mixtral auxloss"),
+    "router losses with the rank's own loads": (_loads_not_reduced, "cp2 deepseek seqauxloss"),
+    "expert biases updated by the replica's own loads": (_biases_not_reduced, "dp2 deepseek"),
+    "Muon orthogonalizes a rank's shard only": (_muon_per_rank, "tp2 muon"),
+    "wrong tied embedding": (_partial_sums_skipped_over("embedding"), "pp2 tied"),
+    "gradient of the embedding's copy for multi-token prediction lost": (
+        _partial_sums_skipped_over("embedding"),
+        "pp2 mtp1",
     ),
-    "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, "tp2"),
-    "tokens counted on one replica only": Fault(_tokens_not_reduced, "dp2 zero1 overlap tokens"),
-    "attention across documents": Fault(_documents_ignored, "tp2 documents"),
-    "missing gradient sum of a head norm": Fault(_partial_sums_skipped_over("tp"), "tp2 qwen"),
-    "all-heads norm computed per rank": Fault(_norm_not_reduced, "tp2 olmo2"),
-    "positions of another rank's rows under sp": Fault(_first_row_everywhere, "tp2 sp gpt2"),
-    "z-loss counted by each rank": Fault(_z_loss_doubled, "tp2 zloss"),
-    "loss mask applied on one rank only": Fault(_mask_on_first_rank_only, "tp2"),
-    "sequence gathered in the wrong rank order": Fault(_gathered_in_reverse, "tp2 sp"),
-    "attention dropout keyed by the local head": Fault(_dropout_keyed_by_local_head, "tp2 attentiondropout"),
-    "attention dropout mask keyed by the local row": Fault(
-        _dropout_keyed_by_local_row, "cp2 attentiondropout"
-    ),
-    "dropout keyed by the rank's rows": Fault(_dropout_keyed_by_rank_rows, "tp2 qwen"),
-    "dropout keyed by the micro-batch's sample": Fault(
-        _dropout_keyed_by_local_sample, "dp2 zero1 overlap gpt2"
-    ),
-    "context ranks cut contiguously": Fault(_contiguous_rows, "cp2"),
-    "context chunks not reordered": Fault(_chunks_not_reordered, "cp2 heads"),
-    "keys and values of other context ranks skipped": Fault(_other_keys_skipped, "cp2 ring"),
-    "ring gradients of keys and values lost": Fault(_ring_gradients_lost, "cp4 ring"),
-    "gathered gradients of keys and values not reduced": Fault(_key_gradients_not_reduced, "cp2 allgather"),
-    "positions counted from a context rank's first row": Fault(_positions_from_local_row, "cp2"),
-    "loss mean over a context rank's tokens": Fault(_chunk_means, "cp2"),
-    "router losses scaled by pipeline stages": Fault(_unscaled_losses_on_early_stages, "pp2 mixtral auxloss"),
-    "router losses over the rank's number of tokens": Fault(_local_number_of_tokens, "cp2 mixtral auxloss"),
-    "router losses with the rank's own loads": Fault(_loads_not_reduced, "cp2 deepseek seqauxloss"),
-    "expert biases updated by the replica's own loads": Fault(_biases_not_reduced, "dp2 deepseek"),
-    "Muon orthogonalizes a rank's shard only": Fault(_muon_per_rank, "tp2 muon"),
-    "wrong tied embedding": Fault(_partial_sums_skipped_over("embedding"), "pp2 tied"),
-    "gradient of the embedding's copy for multi-token prediction lost": Fault(
-        _partial_sums_skipped_over("embedding"), "pp2 mtp1"
-    ),
-    **{
-        name: Fault(*fault)
-        for name, fault in (
-            ATTENTION_FAULTS | EXPERT_FAULTS | FP8_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS | MTP_FAULTS
-        ).items()
-    },
 }

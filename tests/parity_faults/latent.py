@@ -15,7 +15,7 @@ from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.collectives import reduce_scatter
 from megatrain.parallel.layout import ParamLayout
-from megatrain.tools.parity.expert_faults import Plant
+from megatrain.tools.parity.runs.program import Patch
 
 _LATENT_NORMS = (".q_norm.weight", ".kv_norm.weight")
 
@@ -53,7 +53,7 @@ def _gathered_gradients_summed() -> AbstractContextManager[Any]:
     )
 
 
-LATENT_FAULTS: dict[str, tuple[Plant, str]] = {
+LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
     "latent norm skipped on one rank": (_latent_norms_skipped, "tp2 mla"),
     "rotary channels of keys not shared over the heads of all ranks": (_rotary_keys_per_rank, "tp2 mla"),
     "gradient of a down-projection not reduced under sp": (_latent_gradients_not_reduced, "tp2 sp mla"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from megatrain.parallel.data_parallel import WeightAllGather
 from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
 from megatrain.parallel.layout import ParamLayout
+from megatrain.tools.parity.runs.program import Patch
 
 
 def _scales_of_a_part() -> AbstractContextManager[Any]:
@@ -81,7 +81,7 @@ def _recipes_by_number_within_a_stage() -> AbstractContextManager[Any]:
     return mock.patch.object(Fp8Recipes, "recipe", within)
 
 
-FP8_FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+FP8_FAULTS: dict[str, tuple[Patch, str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
     "FP8 cast of the last step's weight": (_stale_weight_cast, "tp2 sp fp8tensorwise"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -29,8 +29,7 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.pipeline.interleave import Turns, Work
 from megatrain.parallel.rank_lists import Family
-
-Plant = Callable[[], AbstractContextManager[Any]]
+from megatrain.tools.parity.runs.program import Patch
 
 
 def _expert_gradients_scaled() -> AbstractContextManager[Any]:
@@ -181,7 +180,7 @@ def _capacity_per_rank() -> AbstractContextManager[Any]:
     return mock.patch.object(routing, "within_capacity", own_room)
 
 
-EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {
+EXPERT_FAULTS: dict[str, tuple[Patch, str]] = {
     "expert gradients of another scale": (_expert_gradients_scaled, "dp2 mixtral ep2"),
     "gradient norm without experts": (_norm_without_experts, "dp2 mixtral ep2"),
     "router gradient not reduced under sp": (_router_not_reduced, "tp2 sp mixtral ep2"),
