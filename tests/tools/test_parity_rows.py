@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from megatrain.config import ConfigError
-from megatrain.config.parity_features import table
-from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
-from megatrain.config.parity_features.table import REFUSED_PAIRS, features_of
 from megatrain.config.schema.tree import settings
 from megatrain.tools.main import _parser
 from megatrain.tools.parity import measure, results
 from megatrain.tools.parity.choice import chosen_rows
 from megatrain.tools.parity.cli import run
 from megatrain.tools.parity.covering_array import pairs_of
+from megatrain.tools.parity.features import NUMBER_FORMATS
+from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.low_precision import (
     LowPrecisionComparer,
     fewest_ranks,
@@ -52,21 +51,15 @@ def plan_of(layout):
 def test_a_word_belongs_to_one_option():
     words = Counter(word for option in OPTIONS.values() for word in option)
     assert [word for word, count in words.items() if count > 1] == []
-    names = Counter(feature.name for option in table.OPTIONS for feature in option.features)
+    names = Counter(feature.name for option in FEATURE_OPTIONS for feature in option.features)
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.nightly
-def test_resolve_allows_each_row_and_finds_the_features_that_it_names():
+def test_resolve_allows_each_row():
     for layout in pairwise_rows():
         assert layout.world_size <= MAX_RANKS, layout.name
-        named = {
-            feature.name
-            for option in table.OPTIONS
-            for feature in option.features
-            if any(layout.has(word) for word in feature.words())
-        }
-        assert set(features_of(plan_of(layout))) == named, layout.name
+        assert plan_of(layout).derived.world_size == layout.world_size
 
 
 def test_every_allowed_pair_of_words_is_in_a_row():
@@ -79,20 +72,21 @@ def test_most_rows_take_one_micro_batch_and_others_several():
     assert 30 <= sum(count for number, count in passes.items() if number > 1) < passes[1]
 
 
-def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
-    """Rows prove every pair that `resolve` allows, although the sizes of rows are limited."""
+def test_every_pair_of_features_is_in_a_row_or_refused_or_without_meaning():
+    """Rows have every pair that `resolve` allows, although the sizes of rows are limited."""
+    names = {word: feature.name for feature in FEATURES.values() for word in feature.words()}
     proven = {
         frozenset(pair)
         for layout in pairwise_rows()
-        for pair in combinations(features_of(plan_of(layout)), 2)
+        for pair in combinations([names[word] for word in layout.words if word in names], 2)
     }
-    refused = {frozenset(one.pair) for one in REFUSED_PAIRS}
-    for first, second in combinations(table.OPTIONS, 2):
+    for first, second in combinations(FEATURE_OPTIONS, 2):
         for one in first.features:
             for other in second.features:
                 is_idle = _is_idle(one, _others(second, other)) or _is_idle(other, _others(first, one))
+                is_refused = other.name in one.excludes or one.name in other.excludes
                 pair = frozenset((one.name, other.name))
-                assert (pair in proven) != (is_idle or pair in refused), sorted(pair)
+                assert (pair in proven) != (is_idle or is_refused), sorted(pair)
 
 
 def _is_idle(feature, excluded):
@@ -101,7 +95,7 @@ def _is_idle(feature, excluded):
     )
 
 
-FEATURES = {feature.name: feature for option in table.OPTIONS for feature in option.features}
+FEATURES = {feature.name: feature for option in FEATURE_OPTIONS for feature in option.features}
 
 
 def _others(option, feature):
@@ -182,14 +176,14 @@ def test_low_precision_rows_include_the_risky_features(precision):
 
 
 def test_every_number_format_is_in_a_row():
-    options = (*table.OPTIONS, *NUMBER_FORMATS)
     used = {
-        name
+        word
         for precision in ("fp64", *LOW_PRECISIONS)
         for layout in rows_in(precision)
-        for name in features_of(plan_of_job(Job(layout, precision), layout.world_size), options)
+        for word in layout.words
     }
-    assert {feature.name for option in NUMBER_FORMATS for feature in option.features} <= used
+    features = [feature for option in NUMBER_FORMATS for feature in option.features]
+    assert [feature.name for feature in features if used.isdisjoint(feature.words())] == []
 
 
 @pytest.mark.parametrize(

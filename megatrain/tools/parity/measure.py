@@ -15,12 +15,12 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.derive.fp8 import gathers_codes
-from megatrain.config.parity_features.number_formats import FP8_MODULES
 from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.layout import Box
+from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules

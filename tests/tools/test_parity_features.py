@@ -1,18 +1,12 @@
-"""The table of parity features: unverified values and refused pairs are named, and every choice is in the table or excluded."""
-
-import dataclasses
+"""The table of parity features: each choice is in it or excluded, each word changes a setting, and `resolve` refuses what it excludes."""
 
 import pytest
 
-from megatrain.config.parity_features.feature import RefusedPair
-from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
-from megatrain.config.parity_features.table import (
-    OPTIONS,
-    features_are_supported_together,
-    features_of,
-    unlisted_values,
-)
+from megatrain.config import ConfigError
 from megatrain.config.schema.tree import settings
+from megatrain.tools.parity.features import NUMBER_FORMATS, OPTIONS
+from megatrain.tools.parity.measure import tiny_plan
+from megatrain.tools.parity.rows import Layout, is_row
 
 EXCLUDED = {
     "parallel.distributed_backend": "computes the same sums",
@@ -69,7 +63,7 @@ def test_every_choice_is_in_the_table_or_excluded(section):
     }
     varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
     excluded = {path for path in EXCLUDED if path.startswith(f"{section}.")}
-    assert choices - varied == excluded, "add a Feature to config/parity_features, or a reason here"
+    assert choices - varied == excluded, "add a Feature to tools/parity/features.py, or a reason here"
 
 
 def test_options_name_existing_settings():
@@ -77,56 +71,71 @@ def test_options_name_existing_settings():
     assert {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings} <= known
 
 
-def test_a_refused_pair_is_named_with_its_flags(plan_of):
-    refused = (RefusedPair(("zero0", "sgd"), "the reason.", "use --optimizer adam"),)
-    plan = plan_of("--optimizer sgd --no-use-distributed-optimizer")
-    (problem,) = features_are_supported_together(plan, refused=refused)
-    assert all(
-        words in problem.text
-        for words in ("--no-use-distributed-optimizer", "--optimizer sgd", "the reason.")
-    )
-    assert problem.fix == "use --optimizer adam"
-    assert list(features_are_supported_together(plan_of("--optimizer sgd"), refused=refused)) == []
+def _usual(option):
+    return next(iter(option.words()))
 
 
-def test_a_feature_without_effect_is_in_no_refused_pair(plan_of):
-    refused = (RefusedPair(("sp", "adam"), "the reason", ""),)
-    assert "sp" not in features_of(plan_of("--sequence-parallel"))
-    assert list(features_are_supported_together(plan_of("--sequence-parallel"), refused=refused)) == []
+WORDS = [
+    (option, word)
+    for option in (*OPTIONS, *NUMBER_FORMATS)
+    for word in option.words()
+    if word != _usual(option)
+]
 
 
-def test_a_value_that_is_not_in_the_table_is_found(plan_of):
-    options = [
-        dataclasses.replace(option, features=option.features[:1]) if option.name == "optimizer" else option
-        for option in OPTIONS
+BASES = (
+    *(
+        "",
+        "tp2",
+        "tp2 sp",
+        "tp8",
+        "cp2",
+        "cp4",
+        "dp2",
+        "dp2 zero1",
+        "dp3 batch12",
+        "dp8 batch16",
+        "pp2",
+        "pp4",
+        "pp4 mtp2",
+    ),
+    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
+)
+"""Layouts that have what a word needs."""
+
+
+@pytest.mark.parametrize(("option", "word"), WORDS, ids=[word for _, word in WORDS])
+def test_a_word_changes_a_setting_of_its_option(option, word):
+    layout = next(row for row in (Layout.of(f"{base} {word}") for base in BASES) if is_row(row.words))
+    assert _values(option, layout) != _values(option, layout.but(_usual(option)))
+
+
+def _values(option, layout):
+    plan = tiny_plan(layout, layout.world_size, "--bf16", "--params-dtype", "bfloat16")
+    return [
+        plan.derived.data_parallel_size if path.startswith("derived.") else plan.config.get(path)
+        for path in option.settings
     ]
-    assert list(unlisted_values(plan_of("--optimizer sgd"), options)) == ["--optimizer sgd"]
-    assert list(unlisted_values(plan_of("--optimizer sgd"))) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "feature"),
-    [
-        ("aux_loss --moe-aux-loss-coeff 1e-2", "auxloss"),
-        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3", "severallosses"),
-        ("aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3 1e-3", "severallosses"),
-        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 0 1e-3", "seqauxloss"),
-    ],
-)
-def test_several_router_losses_are_a_separate_feature(plan_of, flags, feature):
-    experts = "--disable-bias-linear --num-experts 4 --moe-router-load-balancing-type"
-    (balancing,) = (option for option in OPTIONS if option.name == "balancing")
-    used = features_of(plan_of(f"{experts} {flags}"), OPTIONS)
-    assert {one.name for one in balancing.features} & set(used) == {feature}
+REFUSED = {
+    ("zero0", "instances"): "dp2 instances2",
+    ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
+    ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
+    ("muon", "offload"): "muon offload",
+}
+"""Features that exclude each other, in a layout that has no other fault."""
 
 
-@pytest.mark.parametrize(
-    ("flags", "feature"),
-    [
-        ("--exp-avg-dtype bf16", "momentsbf16"),
-        ("--exp-avg-sq-dtype bf16", "momentsbf16"),
-        ("--optimizer muon --muon-fp32-matmul-prec high", "muonfp32"),
-    ],
-)
-def test_a_number_format_is_a_feature(plan_of, flags, feature):
-    assert feature in features_of(plan_of(flags), (*OPTIONS, *NUMBER_FORMATS))
+@pytest.mark.parametrize("words", REFUSED.values())
+def test_resolve_refuses_what_a_feature_excludes(words):
+    layout = Layout.of(words)
+    assert not is_row(layout.words)
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan(layout, layout.world_size)
+    assert len(caught.value.problems) == 1
+
+
+def test_every_exclusion_has_a_layout():
+    features = [feature for option in OPTIONS for feature in option.features]
+    assert {(one.name, other) for one in features for other in one.excludes} == set(REFUSED)
