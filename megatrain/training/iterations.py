@@ -37,8 +37,8 @@ from megatrain.training.faults.bad_steps import (
 )
 from megatrain.training.faults.reruns import Reruns, recompute
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
+from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest

@@ -34,7 +34,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.training import evaluation, losses
 from megatrain.training.debugging import spikes
 from megatrain.training.engine import Engine
-from megatrain.training.faults.heartbeat import Heartbeat
+from megatrain.training.liveness.heartbeat import Heartbeat
 
 LIMIT = 3
 SECONDS_TO_REPORT = 5.0

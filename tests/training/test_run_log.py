@@ -12,7 +12,7 @@ from run_helpers import ROOT, command_line
 
 import pretrain
 from megatrain.training.logging.metrics import log_line, peak_tflops
-from megatrain.training.logging.run_log import averaged, mean_times
+from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {

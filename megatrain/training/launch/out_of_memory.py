@@ -16,7 +16,7 @@ import torch
 from megatrain.config import Plan
 from megatrain.config.errors import MegatrainError
 from megatrain.process.available_memory import available_bytes, held_bytes, process_bytes
-from megatrain.training.planning.memory_limit import gigabytes, memory_fix
+from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 
 _ON_GPU: Final = (
     "CUDA out of memory",

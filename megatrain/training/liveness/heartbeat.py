@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.training.faults.position import (
+from megatrain.training.liveness.position import (
     SLOW_PHASES,
     Position,
     dumped_frames,

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
-from megatrain.training.faults.stragglers import straggler_line
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
@@ -41,6 +40,7 @@ from megatrain.training.logging.metrics import (
 )
 from megatrain.training.logging.metrics_file import LogError, MetricsFile, metrics_path
 from megatrain.training.step_report import DeviceTime, StepReport
+from megatrain.training.stragglers import straggler_line
 from megatrain.training.timers import Timers, across_ranks
 
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.faults.heartbeat import Glance
-from megatrain.training.faults.position import Position
-from megatrain.training.launch import rank_watch
-from megatrain.training.launch.failure import describe_failure
-from megatrain.training.launch.rank_watch import RankWatch
-from megatrain.training.launch.watch_server import WatchServer
+from megatrain.training.liveness import rank_watch
+from megatrain.training.liveness.failure import describe_failure
+from megatrain.training.liveness.heartbeat import Glance
+from megatrain.training.liveness.position import Position
+from megatrain.training.liveness.rank_watch import RankWatch
+from megatrain.training.liveness.watch_server import WatchServer
 
 
 @pytest.fixture

@@ -29,14 +29,14 @@ import torch.distributed as dist
 from megatrain.checkpoint.untrusted_json import json_object, parse_json
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.faults.heartbeat import Glance, Heartbeat
-from megatrain.training.launch.failure import (
+from megatrain.training.liveness.failure import (
     Failure,
     checked_failure,
     describe_failure,
     process_location,
 )
-from megatrain.training.launch.watch_server import (
+from megatrain.training.liveness.heartbeat import Glance, Heartbeat
+from megatrain.training.liveness.watch_server import (
     MAX_FIRST_MESSAGE_BYTES,
     WatchServer,
     keep_alive,

@@ -25,15 +25,15 @@ from typing import Any, Final
 
 from megatrain.checkpoint.untrusted_json import integer, json_object, list_of, number, parse_json, record
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.training.faults.late_ranks import LateSearch
-from megatrain.training.faults.position import checked_position
-from megatrain.training.launch.failure import (
+from megatrain.training.liveness.failure import (
     LOCATION,
     Failure,
     checked_failure,
     process_location,
     root_cause,
 )
+from megatrain.training.liveness.late_ranks import LateSearch
+from megatrain.training.liveness.position import checked_position
 
 MAX_FIRST_MESSAGE_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 1 << 16

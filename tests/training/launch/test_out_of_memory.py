@@ -13,7 +13,7 @@ from run_helpers import ROOT, command_line
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.errors import ConfigError
-from megatrain.training.faults.out_of_memory import OutOfMemoryError, allocation_errors, is_out_of_memory
+from megatrain.training.launch.out_of_memory import OutOfMemoryError, allocation_errors, is_out_of_memory
 from megatrain.training.launch.ranks import report_errors
 
 LIMITED = f"""

@@ -12,7 +12,7 @@ from everyday import one_in
 from run_helpers import ROOT, command_line, wait_for
 
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.training.launch import launcher_watch
+from megatrain.training.liveness import launcher_watch
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -23,7 +23,7 @@ rank.wait()
 RANK = """
 import time
 from megatrain.config.environment import read_environment
-from megatrain.training.launch.launcher_watch import end_with_launcher
+from megatrain.training.liveness.launcher_watch import end_with_launcher
 end_with_launcher(read_environment())
 open({ready!r}, "w").write("ready\\n")
 time.sleep({seconds})

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatrain.training.faults.position import Position
-from megatrain.training.launch.failure import Failure, format_ranks
+from megatrain.training.liveness.failure import Failure, format_ranks
+from megatrain.training.liveness.position import Position
 
 SECONDS_TO_BEGIN: Final = 0.2
 """A process that a look continues is stopped again before it begins a search of its own."""

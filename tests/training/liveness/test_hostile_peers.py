@@ -13,10 +13,10 @@ from hostile_messages import hostile_messages, send_and_leave
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.launch import watch_server
-from megatrain.training.launch.failure import Failure, checked_failure, exit_code_of
-from megatrain.training.launch.rank_watch import RankWatch
-from megatrain.training.launch.watch_server import WatchServer
+from megatrain.training.liveness import watch_server
+from megatrain.training.liveness.failure import Failure, checked_failure, exit_code_of
+from megatrain.training.liveness.rank_watch import RankWatch
+from megatrain.training.liveness.watch_server import WatchServer
 
 LOCATION = {"rank": 1, "world_size": 2, "local_rank": 1, "host": "here", "pid": 5}
 FAILURE = Failure(kind="error", **LOCATION)
