@@ -11,8 +11,8 @@ from run_helpers import command_line
 
 import pretrain
 from megatrain.training import losses
-from megatrain.training.debugging import spikes
 from megatrain.training.engine import Engine
+from megatrain.training.faults import spikes
 
 BAD_ITERATION = 5
 
