@@ -31,7 +31,7 @@ def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     """Parse the command line; print the dry run, or train."""
     from megatrain.config import parse
     from megatrain.config.environment import read_environment
-    from megatrain.training.launch.launcher_watch import end_with_launcher
+    from megatrain.training.liveness.launcher_watch import end_with_launcher
     from megatrain.training.logging.console import Console, Phases
 
     end_with_launcher(read_environment())

@@ -41,7 +41,7 @@ NOT_RUN = {
     "git clone": "its address is yet to be known",
     "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
     "bash scripts/test.sh": "it runs this test",
-    "megatrain parity --self-test": "tests/distributed/test_parity.py plants the same faults",
+    "pytest --nightly tests/distributed/parity/test_parity_faults.py": "the tests plant every third fault, and all of them nightly",
     "python scripts/benchmarks/data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
     "python scripts/benchmarks/initialization.py": "it draws a billion weights",
     "pip install": "it needs a network",

@@ -38,6 +38,8 @@ FOLDER_LEVELS = {
     "training": 7,
     "tools": 8,
 }
+TRAINING_ORDER = ("liveness", "logging", "launch", "planning", "debugging", "faults")
+"""Subfolders of training/: none imports a later one, also not by way of the other files of training."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 MAX_BRANCHES = 15
@@ -178,6 +180,28 @@ def import_cycles(modules: Mapping[str, Module]) -> list[str]:
         if name not in order:
             connect(name)
     return cycles
+
+
+def imports_of_later_training_folders(modules: Mapping[str, Module]) -> list[str]:
+    """Find the files of subfolders of training/ from which imports lead to a later subfolder, and the first file there."""
+    findings = []
+    for name in modules:
+        place, seen, ways = _training_place(name), {name}, [(name,)]
+        while ways and place is not None:
+            way = ways.pop()
+            for to in modules[way[-1]].imports:
+                if to in modules and to not in seen and to.startswith("megatrain.training."):
+                    seen.add(to)
+                    ways.append((*way, to))
+                    if (_training_place(to) or 0) > place:
+                        findings.append(" imports ".join((*way, to)))
+    return findings
+
+
+def _training_place(name: str) -> int | None:
+    """Return the place of the subfolder of training/ that contains a module; None: it lies in no subfolder."""
+    parts = name.split(".")
+    return TRAINING_ORDER.index(parts[2]) if len(parts) > 3 and parts[1] == "training" else None
 
 
 def global_statements(module: Module) -> list[str]:
@@ -379,6 +403,11 @@ def test_there_is_no_import_cycle() -> None:
     assert not findings, "\n".join(findings)
 
 
+def test_training_folders_import_earlier_ones() -> None:
+    findings = imports_of_later_training_folders(MODULES)
+    assert not findings, "\n".join(findings)
+
+
 def test_config_loads_neither_torch_nor_numpy() -> None:
     """Imports by the libraries that config/ imports count too."""
     names = [name for name in MODULES if name.startswith("megatrain.config")]
@@ -572,3 +601,23 @@ def test_scripts_import_names_that_exist() -> None:
                     if not hasattr(module, alias.name) and find_spec(f"{node.module}.{alias.name}") is None
                 ]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("from megatrain.training.launch.ranks import Ranks", True),
+        ("from megatrain.training.engine import Engine", True),
+        ("from megatrain.training.liveness.failure import Failure", False),
+    ],
+)
+def test_ways_to_later_training_folders_are_found(source: str, is_found: bool) -> None:
+    sources = {
+        "megatrain.training.logging.console": source,
+        "megatrain.training.engine": "import megatrain.training.faults.policy",
+        "megatrain.training.launch.ranks": "",
+        "megatrain.training.liveness.failure": "",
+        "megatrain.training.faults.policy": "",
+    }
+    modules = {name: Module(name, text) for name, text in sources.items()}
+    assert bool(imports_of_later_training_folders(modules)) == is_found

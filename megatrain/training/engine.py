@@ -34,10 +34,10 @@ from megatrain.training.build import (
     build_pipeline,
     build_training_passes,
 )
-from megatrain.training.faults.stragglers import ComputeTimes
 from megatrain.training.losses import Losses, loss_names, losses_of
 from megatrain.training.routers import Routers
 from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
+from megatrain.training.stragglers import ComputeTimes
 from megatrain.training.timers import Timers
 
 

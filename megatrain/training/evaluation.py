@@ -20,9 +20,9 @@ from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.logging.run_log import RunLog
 from megatrain.training.losses import mean_losses
 from megatrain.training.progress import Progress
+from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest
 

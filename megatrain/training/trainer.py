@@ -32,19 +32,19 @@ from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
 from megatrain.training.faults.bad_steps import MOST_REWINDS, NotFiniteError, RewindError
-from megatrain.training.faults.flight_recorder import FOLDER, write_collectives
-from megatrain.training.faults.out_of_memory import allocation_errors
 from megatrain.training.faults.reruns import RejectedResultError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
-from megatrain.training.launch.failure import exit_code_of
+from megatrain.training.launch.out_of_memory import allocation_errors
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.liveness.failure import exit_code_of
+from megatrain.training.liveness.flight_recorder import FOLDER, write_collectives
 from megatrain.training.logging.callbacks import RunCallbacks
 from megatrain.training.logging.metrics_file import LogError
-from megatrain.training.logging.model_summary import model_summary
-from megatrain.training.logging.run_log import RunLog
 from megatrain.training.logging.status_file import StatusFile
+from megatrain.training.planning.model_summary import model_summary
 from megatrain.training.progress import Progress
+from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves, SaveTimes
 from megatrain.training.stopping import StopRequest
 

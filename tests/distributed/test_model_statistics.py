@@ -9,7 +9,7 @@ from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.tools.parity.measure import Job, engine_of, measure, own_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.logging.model_summary import model_summary
+from megatrain.training.planning.model_summary import model_summary
 
 LAYOUTS = [
     Layout.of(text)

@@ -32,9 +32,9 @@ from megatrain.data.samples.loader import BatchLoader
 from megatrain.model.embedding import Embedding
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.training import evaluation, losses
-from megatrain.training.debugging import spikes
 from megatrain.training.engine import Engine
-from megatrain.training.faults.heartbeat import Heartbeat
+from megatrain.training.faults import spikes
+from megatrain.training.liveness.heartbeat import Heartbeat
 
 LIMIT = 3
 SECONDS_TO_REPORT = 5.0

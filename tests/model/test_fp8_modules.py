@@ -12,11 +12,11 @@ from megatrain.config import ConfigError, Plan, parse, resolve
 from megatrain.config.derive.fp8 import fp8_recipes
 from megatrain.config.environment import read_environment
 from megatrain.config.module_precision import linear_layers
-from megatrain.config.parity_features.number_formats import FP8_MODULES
 from megatrain.model.gpt import Model
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.measure import tiny_plan
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.rows import Layout

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.parallel.pipeline.interleave import Turns
-from megatrain.training.faults.position import main_thread_frames
+from megatrain.training.liveness.position import main_thread_frames
 
 
 def has_backward_thread() -> bool:

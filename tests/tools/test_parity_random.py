@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from parity_faults import FAULTS
 
 from megatrain.config import ConfigError, Problem
 from megatrain.tools.main import main
@@ -25,6 +26,8 @@ from megatrain.tools.parity.runs.outcome import Outcome, differences, dry_run_di
 from megatrain.tools.parity.runs.shrink import shrunk, shrunk_words, smallest
 from megatrain.tools.parity.runs.table import RUN_ROWS, RunTable
 from megatrain.training.trainer import Trainer
+
+FAULT = FAULTS["vocabulary shifted on later tensor ranks"]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +213,7 @@ def test_equal_runs_and_their_dry_runs_are_equal(folder: Path) -> None:
 
 
 def test_a_planted_fault_makes_runs_differ(folder: Path) -> None:
-    comparer = RunComparer(folder / "fault", fault="vocabulary shifted on later tensor ranks")
+    comparer = RunComparer(folder / "fault", patches=(FAULT.plant,))
     verdict = comparer.compare(Case.of("tp2 llama layers2".split(), folder / "data"), has_dry_runs=False)
     assert verdict.kind == "differs"
     assert verdict.lines[0].startswith("iteration 1: grad_norm")
@@ -224,12 +227,10 @@ def test_a_crash_and_a_hang_are_found(folder: Path) -> None:
         return mock.patch.object(Trainer, "train", _sleep)
 
     case = Case.of("dp2 layers2".split(), folder / "data")
-    comparer = RunComparer(folder / "crash")
-    with mock.patch.object(RunComparer, "_patches", return_value=[crash]):
-        verdict = comparer.compare(case, has_dry_runs=False)
+    comparer = RunComparer(folder / "crash", patches=(crash,))
+    verdict = comparer.compare(case, has_dry_runs=False)
     assert (verdict.kind, verdict.lines[-1]) == ("crashes", "RuntimeError: planted")
-    with mock.patch.object(RunComparer, "_patches", return_value=[hang]):
-        verdict = replace(comparer, timeout_seconds=4.0).compare(case, has_dry_runs=False)
+    verdict = replace(comparer, patches=(hang,), timeout_seconds=4.0).compare(case, has_dry_runs=False)
     assert verdict.kind == "hangs"
 
 
@@ -242,7 +243,7 @@ def _sleep(_: Trainer) -> int:
 def test_a_planted_fault_is_found_and_shrunk_to_a_pair_of_commands(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = RunTable(folder, fault="vocabulary shifted on later tensor ranks")
+    table = RunTable(folder, patches=(FAULT.plant,))
     words = next(
         table.accepted(
             drawn_words(6, number, ("tp2", "llama", "layers2", "noworkers")) for number in range(20)
@@ -272,7 +273,6 @@ def test_the_command_runs_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         "--runs --precision fp32",
         "--random 3 --slice 1/2",
-        "--self-test --layouts tp2",
         "--runs --device cuda",
     ],
 )

@@ -1,7 +1,6 @@
 """The rows of parity follow the table of features and the rules of `resolve`: every allowed pair, and no other."""
 
 import functools
-import re
 from collections import Counter
 from itertools import combinations, product
 
@@ -9,16 +8,14 @@ import numpy as np
 import pytest
 
 from megatrain.config import ConfigError
-from megatrain.config.parity_features import table
-from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
-from megatrain.config.parity_features.table import REFUSED_PAIRS, features_of
 from megatrain.config.schema.tree import settings
 from megatrain.tools.main import _parser
-from megatrain.tools.parity import cli, measure, results
+from megatrain.tools.parity import measure, results
 from megatrain.tools.parity.choice import chosen_rows
 from megatrain.tools.parity.cli import run
 from megatrain.tools.parity.covering_array import pairs_of
-from megatrain.tools.parity.faults import FAULTS
+from megatrain.tools.parity.features import NUMBER_FORMATS
+from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.low_precision import (
     LowPrecisionComparer,
     fewest_ranks,
@@ -54,21 +51,15 @@ def plan_of(layout):
 def test_a_word_belongs_to_one_option():
     words = Counter(word for option in OPTIONS.values() for word in option)
     assert [word for word, count in words.items() if count > 1] == []
-    names = Counter(feature.name for option in table.OPTIONS for feature in option.features)
+    names = Counter(feature.name for option in FEATURE_OPTIONS for feature in option.features)
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.nightly
-def test_resolve_allows_each_row_and_finds_the_features_that_it_names():
+def test_resolve_allows_each_row():
     for layout in pairwise_rows():
         assert layout.world_size <= MAX_RANKS, layout.name
-        named = {
-            feature.name
-            for option in table.OPTIONS
-            for feature in option.features
-            if any(layout.has(word) for word in feature.words())
-        }
-        assert set(features_of(plan_of(layout))) == named, layout.name
+        assert plan_of(layout).derived.world_size == layout.world_size
 
 
 def test_every_allowed_pair_of_words_is_in_a_row():
@@ -81,20 +72,21 @@ def test_most_rows_take_one_micro_batch_and_others_several():
     assert 30 <= sum(count for number, count in passes.items() if number > 1) < passes[1]
 
 
-def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
-    """Rows prove every pair that `resolve` allows, although the sizes of rows are limited."""
+def test_every_pair_of_features_is_in_a_row_or_refused_or_without_meaning():
+    """Rows have every pair that `resolve` allows, although the sizes of rows are limited."""
+    names = {word: feature.name for feature in FEATURES.values() for word in feature.words()}
     proven = {
         frozenset(pair)
         for layout in pairwise_rows()
-        for pair in combinations(features_of(plan_of(layout)), 2)
+        for pair in combinations([names[word] for word in layout.words if word in names], 2)
     }
-    refused = {frozenset(one.pair) for one in REFUSED_PAIRS}
-    for first, second in combinations(table.OPTIONS, 2):
+    for first, second in combinations(FEATURE_OPTIONS, 2):
         for one in first.features:
             for other in second.features:
                 is_idle = _is_idle(one, _others(second, other)) or _is_idle(other, _others(first, one))
+                is_refused = other.name in one.excludes or one.name in other.excludes
                 pair = frozenset((one.name, other.name))
-                assert (pair in proven) != (is_idle or pair in refused), sorted(pair)
+                assert (pair in proven) != (is_idle or is_refused), sorted(pair)
 
 
 def _is_idle(feature, excluded):
@@ -103,7 +95,7 @@ def _is_idle(feature, excluded):
     )
 
 
-FEATURES = {feature.name: feature for option in table.OPTIONS for feature in option.features}
+FEATURES = {feature.name: feature for option in FEATURE_OPTIONS for feature in option.features}
 
 
 def _others(option, feature):
@@ -184,14 +176,14 @@ def test_low_precision_rows_include_the_risky_features(precision):
 
 
 def test_every_number_format_is_in_a_row():
-    options = (*table.OPTIONS, *NUMBER_FORMATS)
     used = {
-        name
+        word
         for precision in ("fp64", *LOW_PRECISIONS)
         for layout in rows_in(precision)
-        for name in features_of(plan_of_job(Job(layout, precision), layout.world_size), options)
+        for word in layout.words
     }
-    assert {feature.name for option in NUMBER_FORMATS for feature in option.features} <= used
+    features = [feature for option in NUMBER_FORMATS for feature in option.features]
+    assert [feature.name for feature in features if used.isdisjoint(feature.words())] == []
 
 
 @pytest.mark.parametrize(
@@ -341,72 +333,12 @@ def test_rows_that_transformer_engine_cannot_compute_are_an_error(flags, words):
         asked(*flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (ENGINE, "--transformer-impl transformer_engine has no effect"),
-        (("--layouts", "tp2", "sp"), "--layouts tp2 sp has no effect"),
-        (("--slice", "1/2", "--results", "rows.jsonl"), "--slice 1/2 --results rows.jsonl has no effect"),
-        (("--precision", "bf16"), "--precision bf16 has no effect"),
-    ],
-)
-def test_a_self_test_refuses_flags_that_it_ignores(flags, words):
-    with pytest.raises(ConfigError, match=f"--self-test plants all its faults.*{words}"):
-        run(_parser().parse_args(["parity", "--self-test", *flags]))
-
-
-class Verdict:
-    def __init__(self, *, is_good):
-        self.is_good = is_good
-
-
-class FakeComparer:
-    """A stand-in for a comparer; `broken` layouts fail without a fault, `missed` faults pass."""
-
-    def __init__(self, broken=(), missed=()):
-        self.broken, self.missed, self.jobs = broken, missed, []
-
-    def __call__(self, _pool):
-        return self
-
-    def compare(self, layout, fault=None):
-        self.jobs.append((layout, fault))
-        is_good = fault in self.missed if fault else layout not in self.broken
-        return Verdict(is_good=is_good)
-
-
-@pytest.mark.parametrize(
-    ("comparing", "num_ranks", "is_good", "words"),
-    [
-        (FakeComparer(), MAX_RANKS, True, f"{len(FAULTS)} of {len(FAULTS)} found"),
-        (
-            FakeComparer(missed=["stale gather"]),
-            MAX_RANKS,
-            False,
-            f"{len(FAULTS) - 1} of {len(FAULTS)} found",
-        ),
-        (FakeComparer(broken=[Layout.of("pp2 tied")]), MAX_RANKS, False, "pp2 tied  *FAILS WITHOUT IT"),
-        (
-            FakeComparer(),
-            1,
-            False,
-            f"0 of {len(FAULTS)} planted; the others need more than 1 ranks\n  fix: use --device",
-        ),
-    ],
-)
-def test_a_self_test_plants_all_faults_in_rows_that_pass(
-    monkeypatch, capsys, comparing, num_ranks, is_good, words
-):
-    class Pool:
-        size = num_ranks
-
-    monkeypatch.setattr(cli, "Comparer", comparing)
-    assert cli._self_test(Pool()) == is_good
-    assert re.search(words, capsys.readouterr().out)
-    planted = [fault for _, fault in comparing.jobs if fault]
-    faultless = [layout for layout, fault in comparing.jobs if not fault]
-    assert planted == (list(FAULTS) if num_ranks > 1 else [])
-    assert Counter(faultless) == dict.fromkeys((layout for layout, fault in comparing.jobs if fault), 1)
+def test_the_self_test_is_a_test():
+    with pytest.raises(ConfigError) as caught:
+        run(_parser().parse_args(["parity", "--self-test"]))
+    assert str(caught.value).endswith(
+        "fix: run `pytest --nightly tests/distributed/parity/test_parity_faults.py`"
+    )
 
 
 def test_rows_of_transformer_engine_are_compared_with_local():

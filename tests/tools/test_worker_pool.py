@@ -1,4 +1,4 @@
-"""Workers on GPUs keep the world group and its subgroups across jobs (CPUs: tests/distributed/test_parity.py)."""
+"""Workers on GPUs keep the world group and its subgroups across jobs (CPUs: tests/distributed/parity/test_parity.py)."""
 
 from collections.abc import Sequence
 

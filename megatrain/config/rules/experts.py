@@ -244,13 +244,13 @@ def experts_overlap_one_way(draft: Draft) -> Problems:
 
 
 def overlapped_passes_are_combined(draft: Draft) -> Problems:
-    """Zero-bubble schedules, which combine none either, are pairs that the table of features refuses."""
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
+    schedule = parallel.pipeline_schedule
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
+    if overlaps and pp > 1 and schedule in ("1f1b", "zb-h1", "zb-v"):
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
-            " interleaved or dualpipe-v: 1f1b combines no passes",
+            f" interleaved or dualpipe-v: {schedule} combines no passes",
             "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
 

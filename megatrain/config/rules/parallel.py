@@ -63,6 +63,19 @@ def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
         )
 
 
+def instances_shard_optimizer_state(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    instances, replicas = parallel.num_distributed_optimizer_instances, draft.derived.data_parallel_size
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    if instances > 1 and not is_sharded and replicas * parallel.context_parallel_size > 1:
+        yield Problem(
+            f"--num-distributed-optimizer-instances {instances} is not supported together with"
+            " --no-use-distributed-optimizer: an instance has no sharded state",
+            "remove --num-distributed-optimizer-instances, or what turns sharding off (--no-use-distributed-optimizer,"
+            " --data-parallel-sharding-strategy no_shard)",
+        )
+
+
 def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.grad_reduce_in_bf16 and precision.params_dtype != "bfloat16":
@@ -113,6 +126,7 @@ PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_settings_agree,
     instances_divide_replicas,
     instances_divide_replicas_of_experts,
+    instances_shard_optimizer_state,
     bf16_reduction_requires_bf16_weights,
     overlapped_products_have_one_stream,
     overlapped_products_are_on_one_host,

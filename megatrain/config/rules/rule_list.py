@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.parity_features.table import features_are_supported_together
 from megatrain.config.plan import Draft
 from megatrain.config.rules.checkpoint import CHECKPOINT_RULES
 from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
@@ -43,6 +42,5 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *LOGGING_RULES,
     *CHECKPOINT_RULES,
     *RESUME_RULES,
-    features_are_supported_together,
     parity_is_required,
 )

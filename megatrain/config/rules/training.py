@@ -158,6 +158,16 @@ def loss_scale_is_in_range(draft: Draft) -> Problems:
         )
 
 
+def muon_updates_on_the_device(draft: Draft) -> Problems:
+    optimizer = draft.config.optimizer
+    if optimizer.optimizer == "muon" and optimizer.optimizer_cpu_offload:
+        yield Problem(
+            "--optimizer-cpu-offload is not supported together with --optimizer muon, whose matrix products are too slow on"
+            " a CPU",
+            "remove --optimizer-cpu-offload, or use --optimizer adam",
+        )
+
+
 def exit_signal_is_valid(draft: Draft) -> Problems:
     text = draft.config.resilience.exit_signal
     if signal_number(text) is None:
@@ -247,6 +257,7 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     changing_batches_require_samples,
     dtypes_agree,
     loss_scale_is_in_range,
+    muon_updates_on_the_device,
     exit_signal_is_valid,
     bad_step_policies_are_valid,
     reruns_have_rejected_steps,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config import Facts, Plan, Request, parse, resolve
+from megatrain.config import Facts, Plan, Request, parse
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
 from megatrain.data.files import log_to_stderr
@@ -28,7 +28,7 @@ from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.tools.subcommands import run_action
 from megatrain.training.batches import build_samples
-from megatrain.training.launch.facts import gather_data_facts
+from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,7 +108,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
     facts = gather_data_facts(
         request, world_size=_world_size(request, arguments.world_size), log=log_to_stderr
     )
-    return _plan_on_any_device(request, facts), facts
+    # Samples are the same on GPUs and CPUs, so flags for either are accepted on any host.
+    return plan_on_any_device(request, facts), facts
 
 
 def _world_size(request: Request, given: int | None) -> int:
@@ -125,17 +126,6 @@ def _world_size(request: Request, given: int | None) -> int:
             " change it"
         )
     return taken
-
-
-def _plan_on_any_device(request: Request, facts: Facts) -> Plan:
-    """Resolve the plan for a GPU or a CPU: samples are the same on both, so flags for either are accepted on any host."""
-    errors = []
-    for device in ("cuda", "cpu"):
-        try:
-            return resolve(request, dataclasses.replace(facts, device=device))
-        except ConfigError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: len(error.problems))
 
 
 def _only(plan: Plan, split: str) -> Plan:

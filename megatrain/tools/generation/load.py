@@ -27,8 +27,8 @@ from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_no
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
-from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.ranks import check_launch, join_store
+from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

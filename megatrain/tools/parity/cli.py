@@ -18,7 +18,6 @@ import torch
 from megatrain.config import ConfigError
 from megatrain.tools.parity.choice import Row, chosen_rows
 from megatrain.tools.parity.compare import TOLERANCE, Distance, judge
-from megatrain.tools.parity.faults import FAULTS
 from megatrain.tools.parity.low_precision import TIMES, LowPrecisionComparer, LowPrecisionVerdict
 from megatrain.tools.parity.measure import (
     LOW_PRECISIONS,
@@ -26,6 +25,7 @@ from megatrain.tools.parity.measure import (
     Implementation,
     Job,
     Measured,
+    RunOfRank,
     measure,
     plan_of,
 )
@@ -34,6 +34,7 @@ from megatrain.tools.parity.rows import MAX_RANKS, Layout
 from megatrain.tools.parity.runs.table import run_random, run_rows
 from megatrain.tools.worker_pool import WorkerPool
 
+_SELF_TEST = "pytest --nightly tests/distributed/parity/test_parity_faults.py"
 _SPEC_LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2", "dp2 tp2 pp2")
 """Layouts for layers of the user's own."""
 _WIDEST_NAME = 60
@@ -49,16 +50,14 @@ class Comparer:
     """Words of --spec: layers of the user's own."""
     references: dict[Layout, Measured] = field(default_factory=dict)
 
-    def compare(self, layout: Layout, *, fault: str | None = None) -> Distance:
-        """Run a layout and its one-process reference; plant `fault` in the layout's ranks if given."""
+    def compare(self, layout: Layout, *, run: RunOfRank = measure) -> Distance:
+        """Run a layout and its one-process reference; the layout's ranks call `run`."""
         alone, device = layout.alone, self.pool.device
         if alone not in self.references:
             self.references[alone], *_ = self.pool.run(
                 alone.world_size, measure, Job(alone, device=device, spec=self.spec)
             )
-        answers = self.pool.run(
-            layout.world_size, measure, Job(layout, device=device, spec=self.spec, fault=fault)
-        )
+        answers = self.pool.run(layout.world_size, run, Job(layout, device=device, spec=self.spec))
         return judge(self.references[alone], answers)
 
 
@@ -66,25 +65,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand and print its table; return 0 if every row passes."""
     began = time.perf_counter()
     torch.set_num_threads(1)
-    has_runs = arguments.runs or arguments.random is not None
-    if has_runs or arguments.self_test:
+    if arguments.self_test:
+        raise ConfigError(
+            "--self-test is a test now: it plants faults in the program", fix=f"run `{_SELF_TEST}`"
+        )
+    if arguments.runs or arguments.random is not None:
         _check_flags(arguments)
-    if has_runs:
         is_good = run_rows(arguments) if arguments.runs else run_random(arguments)
         return _end(began, is_good=is_good)
     if arguments.spec:
         return _end(began, is_good=_spec_table(tuple(arguments.spec), arguments.layouts))
     max_ranks = _num_ranks(arguments.device)
-    rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
+    rows = chosen_rows(arguments, max_ranks)
     results = Results.read(
         arguments.results, implementation=arguments.transformer_impl, device=arguments.device
     )
     seconds = 120 if arguments.device == "cpu" else 600  # on GPUs the first job compiles kernels
     with WorkerPool(max_ranks, device=arguments.device, timeout_seconds=seconds) as pool:
-        implementation = arguments.transformer_impl
-        is_good = (
-            _self_test(pool) if arguments.self_test else _print_table(pool, rows, results, implementation)
-        )
+        is_good = _print_table(pool, rows, results, arguments.transformer_impl)
     return _end(began, is_good=is_good)
 
 
@@ -95,23 +93,19 @@ def _end(began: float, *, is_good: bool) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if flags are given that --self-test, --runs or --random ignores: they have their own rows, in fp64."""
+    """Raise ConfigError if flags are given that --runs or --random ignores: they have their own rows, in fp64."""
     given = {
         f"--slice {arguments.slice}": arguments.slice is not None,
         f"--results {arguments.results}": arguments.results is not None,
         f"--precision {arguments.precision}": arguments.precision not in (None, "fp64"),
         f"--transformer-impl {arguments.transformer_impl}": arguments.transformer_impl != "local",
+        f"--device {arguments.device}": arguments.device != "cpu",
     }
-    if arguments.self_test:
-        mode, what = "--self-test", "plants all its faults"
-        given[f"--layouts {' '.join(arguments.layouts)}"] = bool(arguments.layouts)
-    else:
-        mode, what = ("--runs" if arguments.runs else "--random"), "runs the whole program on a CPU"
-        given[f"--device {arguments.device}"] = arguments.device != "cpu"
+    mode = "--runs" if arguments.runs else "--random"
     without_effect = [flag for flag, is_given in given.items() if is_given]
     if without_effect:
         raise ConfigError(
-            f"{mode} {what}, in fp64 and in --transformer-impl local: {' '.join(without_effect)} has no effect",
+            f"{mode} runs the whole program on a CPU, in fp64 and in --transformer-impl local: {' '.join(without_effect)} has no effect",
             fix=f"leave {' '.join(without_effect)} out, or {mode}",
         )
 
@@ -221,29 +215,3 @@ def _lines_of(verdict: LowPrecisionVerdict) -> Iterator[str]:
         )
         words = "" if number < len(kinds) else "pass" if verdict.is_good else f"FAIL  {distance.names}"
         yield f"  {name}  {pairs}  {words}".rstrip()
-
-
-def _self_test(pool: WorkerPool) -> bool:
-    """Plant each known fault in a layout that passes without it; return whether all are found."""
-    print("planted faults: each must be found, in a layout that passes without it")
-    comparer, width = Comparer(pool), max(map(len, FAULTS))
-    passes: dict[Layout, bool] = {}
-    num_found = num_planted = 0
-    for name, fault in FAULTS.items():
-        layout = Layout.of(fault.layout)
-        if layout.world_size > pool.size:
-            outcome = f"needs {layout.world_size} ranks"
-        else:
-            if layout not in passes:
-                passes[layout] = comparer.compare(layout).is_good
-            is_found = not comparer.compare(layout, fault=name).is_good
-            num_planted, num_found = num_planted + 1, num_found + (is_found and passes[layout])
-            outcome = "FAILS WITHOUT IT" if not passes[layout] else "found" if is_found else "MISSED"
-        print(f"{name:<{width}} {fault.layout:<29} {outcome}", flush=True)
-    print(f"{num_found} of {len(FAULTS)} found, in {len(passes)} layouts")
-    if num_planted < len(FAULTS):
-        print(
-            f"{num_planted} of {len(FAULTS)} planted; the others need more than {pool.size} ranks\n"
-            "  fix: use --device cpu, or more GPUs"
-        )
-    return num_found == len(FAULTS)

@@ -30,7 +30,7 @@ from typing import Final
 
 from megatrain.model.implementations.transformer_engine import library
 from megatrain.tools.parity.compare import Distance, judge, judge_first_step, without_gradient
-from megatrain.tools.parity.measure import Implementation, Job, Measured, Precision, measure
+from megatrain.tools.parity.measure import Implementation, Job, Measured, Precision, RunOfRank, measure
 from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout, is_row
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -174,11 +174,11 @@ class LowPrecisionComparer:
         if self.implementation == "transformer_engine":
             self.pool.run(1, _load_transformer_engine)
 
-    def compare(self, layout: Layout, *, fault: str | None = None) -> LowPrecisionVerdict:
-        """Run a layout, one process and the fewest ranks; plant `fault` in the layout's ranks if given."""
+    def compare(self, layout: Layout, *, run: RunOfRank = measure) -> LowPrecisionVerdict:
+        """Run a layout, one process and the fewest ranks; the layout's ranks call `run`."""
         layout = of_any_micro_batch(layout)
         fewest = fewest_ranks(layout)
-        found = self.pool.run(layout.world_size, measure, replace(self._job(layout), fault=fault))
+        found = self.pool.run(layout.world_size, run, self._job(layout))
         truth = self._truth(layout)
         order: Distance | None = None
         order_noise: tuple[float, ...] = ()

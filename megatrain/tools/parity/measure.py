@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from unittest import mock
 
 import numpy as np
@@ -15,13 +15,12 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.derive.fp8 import gathers_codes
-from megatrain.config.parity_features.number_formats import FP8_MODULES
 from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.layout import Box
-from megatrain.tools.parity.faults import planted
+from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
@@ -96,8 +95,10 @@ class Job:
     """Words of --spec: layers of the user's own."""
     draw: int = 0
     """Seed of the initial weights; 0: the default seed."""
-    fault: str | None = None
-    """Name of a planted fault (`faults.FAULTS`)."""
+
+
+RunOfRank: TypeAlias = "Callable[[int, int, Job], Measured]"
+"""Runs a job on one rank: rank, world size, job."""
 
 
 def measure(rank: int, world_size: int, job: Job) -> Measured:
@@ -105,7 +106,6 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     plan = plan_of(job, world_size)
     layout = job.layout
     with (
-        planted(job.fault),
         _rounded_sums() if job.are_sums_rounded else nullcontext(),
         chunked_loss() if layout.has("chunkedloss") else nullcontext(),
     ):

@@ -1,16 +1,16 @@
 """The rows of `megatrain parity`: layouts of the tiny models, built from the table of parity features.
 
-    config/parity_features/table.py  ─┐
-    models.py                         ─┼─> OPTIONS: words and their flags ──> covering_array.py ──> rows that cover every pair of words
-    batch sizes                       ─┘
+    features.py  ─┐
+    models.py    ─┼─> OPTIONS: words and their flags ──> covering_array.py ──> rows that cover every pair of words
+    batch sizes  ─┘
 
 Number formats are words too, but occur in no row of this table: low_precision.py has rows with them.
 A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
-To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
+To add a word, see features.py. Words that do not form a row: more than eight ranks; a batch that does not
 divide over the replicas, or needs more than four micro-batches; expert communication without another micro-batch to overlap;
 context ranks or documents of a model with linear attention; replicated keys and values with more query groups than tensor ranks;
 replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that the rules of `resolve`
-refuse with experts; a feature without the feature it needs; a pair that the table refuses.
+refuse with experts; a feature without the feature it needs, or with one that it excludes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, TypeAlias
 
-from megatrain.config.parity_features.experts import EXPERT_OPTIONS
-from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
-from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
-from megatrain.config.parity_features.table import REFUSED_PAIRS
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
+from megatrain.tools.parity.features import NUMBER_FORMATS
+from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import MODELS, WITHOUT_CONTEXT_RANKS, WITHOUT_MTP
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
@@ -86,8 +84,6 @@ _REDUCTIONS: tuple[dict[str, str], ...] = (
 )
 """Changes of the other options, tried in order, when they do not fit a combination's sizes."""
 
-WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
-"""Words of a dense model."""
 _USUAL_FORMATS = tuple(next(iter(option.words())) for option in NUMBER_FORMATS)
 WITHOUT_FORMATS = " ".join(_USUAL_FORMATS)
 """Words of the default number formats."""
@@ -125,8 +121,12 @@ _FEATURE_OF = {
     word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
 }
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
-_TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
-_TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
+_TIED = {
+    name
+    for one in _FEATURE_OF.values()
+    if one.needs or one.excludes
+    for name in (one.name, *one.needs, *one.excludes)
+}
 _BOUND = tuple(
     dict.fromkeys(
         [*_SIZED, *_OF_EXPERTS, *_OF_MODELS, *_OF_MTP, *(_OPTION_OF[name] for name in sorted(_TIED))]
@@ -233,11 +233,7 @@ def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
 
 _FEATURES = {feature.name: feature for feature in _FEATURE_OF.values()}
 _NEEDY = frozenset(name for name, feature in _FEATURES.items() if feature.needs)
-_REFUSED_WITH = {
-    name: frozenset(other for one in REFUSED_PAIRS if name in one.pair for other in one.pair if other != name)
-    for name in {name for one in REFUSED_PAIRS for name in one.pair}
-}
-"""The features that a feature excludes."""
+_EXCLUDING = frozenset(name for name, feature in _FEATURES.items() if feature.excludes)
 _NEEDING_EXPERTS = tuple(
     _OPTION_OF[name] for name, feature in _FEATURES.items() if not {"experts", "ep"}.isdisjoint(feature.needs)
 )
@@ -266,7 +262,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     for name in _NEEDY.intersection(used):
         if all(need not in used and words[_PLACES[_OPTION_OF[need]]] for need in _FEATURES[name].needs):
             return False
-    return all(_REFUSED_WITH[name].isdisjoint(used) for name in used.intersection(_REFUSED_WITH))
+    return all(used.isdisjoint(_FEATURES[name].excludes) for name in _EXCLUDING.intersection(used))
 
 
 @_rule_of(*_SIZED, "expert communication")

@@ -1,1 +1,1 @@
-"""Debugging: non-finite values, profiles, loss spikes."""
+"""Debugging: non-finite values, profiles, replicas that differ."""

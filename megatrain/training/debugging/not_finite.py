@@ -25,7 +25,7 @@ from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import Segment, SegmentPass
 from megatrain.training.engine import Engine
-from megatrain.training.launch.failure import format_ranks
+from megatrain.training.liveness.failure import format_ranks
 from megatrain.training.planning.model_tree import layer_numbers
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]

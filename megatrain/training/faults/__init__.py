@@ -1,1 +1,1 @@
-"""Faults of a run and of its hardware: ranks that hang, values that are wrong, ranks that are slow."""
+"""Response to steps that are not finite or spike: stop, skip, rewind, compute again."""

@@ -1,1 +1,1 @@
-"""Start of a run: facts, one plan for all ranks, process groups, and the watch over failing ranks."""
+"""Start of a run: facts, one plan for all ranks, process groups."""

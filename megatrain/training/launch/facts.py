@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from megatrain.config import Facts, Request, StoredRun
+from megatrain.config import Facts, Plan, Request, StoredRun, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
@@ -220,3 +220,21 @@ def library_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def plan_on_any_device(
+    request: Request, facts: Facts, devices: Sequence[Literal["cpu", "cuda"]] = ("cuda", "cpu")
+) -> Plan:
+    """Resolve the plan for the first of these devices on which it resolves.
+
+    Raises:
+        ConfigError: it resolves on none; the problems of the device with the fewest.
+    """
+    errors = []
+    for device in devices:
+        num_devices = None if device == "cuda" else facts.devices_per_node
+        try:
+            return resolve(request, dataclasses.replace(facts, device=device, devices_per_node=num_devices))
+        except ConfigError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: len(error.problems))

@@ -23,7 +23,7 @@ from megatrain.data.files import (
     replace_file,
     write_all,
 )
-from megatrain.training.launch.failure import Failure
+from megatrain.training.liveness.failure import Failure
 
 _MAX_BYTES = 1 << 20
 

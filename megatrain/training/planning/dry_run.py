@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.config import ConfigError, Facts, Plan, Request, resolve
+from megatrain.config import Facts, Plan, Request
 from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.simulator import Simulation, simulate
 from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
-from megatrain.training.launch.facts import gather_facts
+from megatrain.training.launch.facts import gather_facts, plan_on_any_device
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
 from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
@@ -163,15 +163,8 @@ def _world_size(request: Request, environment: LaunchEnvironment) -> tuple[int, 
 def _plan(request: Request, facts: Facts) -> Plan:
     """Return the plan for GPUs if --world-size is given, else for this host's device. If one does not resolve, use the other."""
     has_world_size = request.known("parallel.world_size") is not None
-    gpu = dataclasses.replace(facts, device="cuda", devices_per_node=None)
-    cpu = dataclasses.replace(facts, device="cpu")
-    errors = []
-    for candidate in (gpu, cpu) if has_world_size or facts.device == "cuda" else (cpu, gpu):
-        try:
-            return resolve(request, candidate)
-        except ConfigError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: len(error.problems))
+    is_gpu_first = has_world_size or facts.device == "cuda"
+    return plan_on_any_device(request, facts, ("cuda", "cpu") if is_gpu_first else ("cpu", "cuda"))
 
 
 def _flops(plan: Plan) -> Flops:

@@ -11,10 +11,11 @@ from megatrain.config import Request, render_plan
 from megatrain.config.derive.batch_sizes import micro_batches
 from megatrain.config.derive.data_plans import train_end
 from megatrain.config.environment import read_environment
+from megatrain.training.launch.memory_remedies import gigabytes
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
 from megatrain.training.planning.host_memory import HostMemory
-from megatrain.training.planning.memory_limit import comparison, gigabytes
+from megatrain.training.planning.memory_limit import comparison
 from megatrain.training.planning.memory_plan import StageMemory
 from megatrain.training.planning.model_tree import StageTree
 

@@ -1,4 +1,4 @@
-"""Compares planned memory with that of a GPU or of a host, and lists the settings that reduce it.
+"""Compares planned memory with that of a GPU or of a host.
 
 largest total, memory of this host's GPU (None: there is none)  ─> a line for the memory table, or a warning
 total of the ranks of a host, memory that this host has         ─> the same, for what lies in host memory
@@ -6,11 +6,11 @@ total of the ranks of a host, memory that this host has         ─> the same, f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from megatrain.config import Plan
+from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
 """Nominal memory in GB, ascending, and a GPU that has it."""
@@ -37,11 +37,6 @@ class HostUse:
             f"the {gigabytes(self.per_host)} GB of a host of {ranks} ({self.reason}) {words} the"
             f" {gigabytes(self.available)} GB that this host has available"
         )
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Return a size in GB."""
-    return f"{num_bytes / 1e9:.2f}" if num_bytes >= 1e8 or not num_bytes else f"{num_bytes / 1e9:.4f}"
 
 
 def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
@@ -74,72 +69,3 @@ def memory_warning(
     if text is None or not is_too_much:
         return None
     return f"{text}: the run would end with an out-of-memory error\n  fix: {memory_fix(plan)}"
-
-
-def memory_fix(plan: Plan, *, of_state: bool = False) -> str:
-    """Return what reduces the memory of a run, as an imperative; with `of_state` what it keeps allocated before the first step."""
-    remedies = list(memory_remedies(plan, of_state=of_state))
-    order = "in this order, " if len(remedies) > 1 else ""
-    return f"use {order}{', '.join(remedies)}"
-
-
-def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
-    """Yield the settings that reduce memory and are not used yet, those that cost least speed first.
-
-    On CPUs, ranks of a host share its memory: splitting the model over more of them helps only on other hosts.
-    """
-    is_on_cpu = plan.config.training.device == "cpu"
-    for remedy in _unused_remedies(plan):
-        is_of_step = remedy in _OF_STEP
-        is_split = remedy.startswith("a larger") or remedy in {"more ranks", "--optimizer-cpu-offload"}
-        if not (of_state and is_of_step) and not (is_on_cpu and is_split):
-            yield remedy
-    if is_on_cpu:
-        yield "more hosts (a larger --tensor-model-parallel-size or --pipeline-model-parallel-size)"
-    if is_on_cpu or of_state:
-        yield "a smaller model (--num-layers, --hidden-size)"
-
-
-_OF_STEP: Final = (
-    "--bf16",
-    "--no-moe-alltoall-as-allgather",
-    "--sequence-parallel",
-    "a smaller --micro-batch-size",
-    "--recompute-activations",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-)
-"""Remedies that reduce what a step allocates, and not what the run keeps: bf16 adds master weights to half the weights."""
-
-
-def _unused_remedies(plan: Plan) -> Iterator[str]:
-    config, parallel, training = plan.config, plan.config.parallel, plan.config.training
-    tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
-    sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
-    is_recomputed = granularity is not None or training.recompute_activations
-    num_experts = config.experts.num_experts or 1
-    for remedy, helps in (
-        ("--bf16", config.precision.params_dtype == "float32"),
-        ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
-        ("--no-moe-alltoall-as-allgather", config.experts.moe_alltoall_as_allgather),
-        ("--sequence-parallel", tp > 1 and not parallel.sequence_parallel),
-        ("a smaller --micro-batch-size", training.micro_batch_size > 1),
-        ("--recompute-activations", not is_recomputed),
-        ("a larger --expert-model-parallel-size", parallel.expert_model_parallel_size < num_experts),
-        ("a larger --tensor-model-parallel-size", tp < config.model.num_attention_heads),
-        (
-            "a larger --pipeline-model-parallel-size",
-            parallel.pipeline_model_parallel_size < config.model.num_layers,
-        ),
-        ("more ranks", True),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            granularity != "full",
-        ),
-        (
-            "--data-parallel-sharding-strategy optim_grads_params",
-            dp > 1 and sharding != "optim_grads_params",
-        ),
-        ("--optimizer-cpu-offload", not config.optimizer.optimizer_cpu_offload),
-    ):
-        if helps:
-            yield remedy

@@ -33,6 +33,11 @@ CASES = {
          ("--num-distributed-optimizer-instances 2", "1 replicas", "4 ranks"),
          ("--num-distributed-optimizer-instances 1",)),
     ],
+    "instances_shard_optimizer_state": [
+        ("--num-distributed-optimizer-instances 2 --no-use-distributed-optimizer", "", Facts(world_size=2),
+         ("--num-distributed-optimizer-instances 2", "--no-use-distributed-optimizer"),
+         ("--num-distributed-optimizer-instances", "--no-use-distributed-optimizer")),
+    ],
     "bf16_reduction_requires_bf16_weights": [
         ("--grad-reduce-in-bf16", "", None,
          ("--grad-reduce-in-bf16", "float32"), ("--bf16", "--grad-reduce-in-bf16")),

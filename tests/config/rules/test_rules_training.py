@@ -52,6 +52,10 @@ CASES = {
         ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", "", None,
          ("--min-loss-scale 8", "--initial-loss-scale 4"), ("--min-loss-scale 4",)),
     ],
+    "muon_updates_on_the_device": [
+        ("--optimizer muon --optimizer-cpu-offload", "", None,
+         ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+    ],
     "exit_signal_is_valid": [
         ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),

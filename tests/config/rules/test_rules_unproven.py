@@ -44,6 +44,11 @@ CASES = {
         Facts(world_size=4),
         "fewer query groups than --tensor-model-parallel-size",
     ),
+    "fp8_recipes_without_rows": (
+        "--fp8-format e4m3 --fp8-recipe mxfp8",
+        None,
+        "--fp8-recipe mxfp8 has no row",
+    ),
     "fp8_blocks_across_ranks": (
         "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 4",
         Facts(world_size=4),
@@ -59,7 +64,6 @@ WITH_ENGINE = {
 }
 ELSEWHERE = {
     "custom_layers": "tests/model/test_custom_layers.py has files of layers",
-    "values_outside_the_table": "the table lists every value today; tests/config/test_parity_features.py",
 }
 
 

@@ -15,9 +15,9 @@ from run_here import MODEL
 
 import megatrain
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.training.faults.heartbeat import Heartbeat
-from megatrain.training.faults.late_ranks import LateSearch
-from megatrain.training.faults.position import _PHASES, Position, checked_position
+from megatrain.training.liveness.heartbeat import Heartbeat
+from megatrain.training.liveness.late_ranks import LateSearch
+from megatrain.training.liveness.position import _PHASES, Position, checked_position
 
 LIMIT = 2
 FLAGS = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at-start"]

@@ -10,7 +10,7 @@ import torch
 from run_helpers import command_line
 
 import pretrain
-from megatrain.training.faults.stragglers import ComputeTimes, straggler_line
+from megatrain.training.stragglers import ComputeTimes, straggler_line
 
 TIMES = [("n0", 101.2), ("n0", 104.0), ("n1", 149.8), ("n1", 102.6)]
 

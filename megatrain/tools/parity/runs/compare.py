@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 from megatrain.config import ConfigError, Problem, parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.tools.parity.compare import TOLERANCE
-from megatrain.tools.parity.faults import planted
 from megatrain.tools.parity.measure import chunked_loss
 from megatrain.tools.parity.runs.case import Case, Start
 from megatrain.tools.parity.runs.outcome import Outcome, differences, dry_run_differences
@@ -68,12 +67,12 @@ class RunComparer:
 
     Args:
         folder: folder of the runs; each case replaces the folders of the one before.
-        fault: a planted fault of the layout's run (`faults.FAULTS`).
+        patches: changes of the program in the layout's run.
         timeout_seconds: time after which a run counts as hung.
     """
 
     folder: Path
-    fault: str | None = None
+    patches: tuple[Patch, ...] = ()
     timeout_seconds: float = 120.0
     _references: dict[Start, Outcome] = field(default_factory=dict)
 
@@ -124,7 +123,7 @@ class RunComparer:
                 yield f"{_DRY_RUN}{name}: {line}"
 
     def _patches(self, case: Case) -> list[Patch]:
-        return [lambda: planted(self.fault)] + [chunked_loss] * case.has_chunks
+        return [*self.patches, *[chunked_loss] * case.has_chunks]
 
     def _run(self, start: Start, save: Path, name: str, patches: Sequence[Patch] = ()) -> Ended:
         """Run a start; raise _RunError unless it ends with the expected exit code."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
+from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SIZES
 
 FEWEST, MOST = 3, 10

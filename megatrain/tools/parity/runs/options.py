@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
+from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import MODELS
 
 BASE: Final = (

@@ -28,7 +28,7 @@ from megatrain.training.planning.dry_run_output import print_dry_run
 from megatrain.training.trainer import Trainer
 
 Patch = Callable[[], AbstractContextManager[Any]]
-"""A change of the program in all ranks, such as a planted fault."""
+"""A change of the program in all ranks."""
 _POLL_SECONDS = 0.02
 
 

@@ -21,6 +21,7 @@ from megatrain.tools.parity.runs.compare import RunComparer, Verdict, problems_o
 from megatrain.tools.parity.runs.corpus import write_corpus
 from megatrain.tools.parity.runs.draw import drawn_words
 from megatrain.tools.parity.runs.fixes import fixed_start
+from megatrain.tools.parity.runs.program import Patch
 from megatrain.tools.parity.runs.shrink import shrunk, shrunk_words
 
 RUN_ROWS: Final = (
@@ -99,13 +100,13 @@ class RunTable:
     Args:
         folder: of the datasets, and of the runs of the current case.
         minutes: time limit; None: no limit.
-        fault: a planted fault (`faults.FAULTS`).
+        patches: changes of the program in the runs of layouts.
     """
 
-    def __init__(self, folder: Path, minutes: float | None = None, fault: str | None = None) -> None:
+    def __init__(self, folder: Path, minutes: float | None = None, patches: tuple[Patch, ...] = ()) -> None:
         self.data = folder.absolute() / "data"
         write_corpus(self.data)
-        self.comparer = RunComparer(folder.absolute() / "runs", fault)
+        self.comparer = RunComparer(folder.absolute() / "runs", patches)
         self.findings = Findings()
         self.began = time.monotonic()
         self.deadline = None if minutes is None else self.began + 60 * minutes
@@ -178,8 +179,6 @@ class RunTable:
             print(f"      {line}")
         if case.has_chunks:
             print("      only with the loss in chunks of a few tokens, which no flag sets")
-        if self.comparer.fault:
-            print(f"      with the planted fault: {self.comparer.fault}")
         for command in case.commands(self.comparer.folder):
             print(f"      {command}", flush=True)
 

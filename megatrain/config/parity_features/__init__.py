@@ -1,1 +1,0 @@
-"""The features that `megatrain parity` verifies, and the combinations that are refused."""

@@ -1,0 +1,462 @@
+"""The features that `megatrain parity` compares with one another.
+
+    OPTIONS        ──> rows: every pair of words is in at least one (rows.py), and real runs (runs/)
+    NUMBER_FORMATS ──> additional rows in fp32, bf16 and fp16 (low_precision.py)
+
+The table lists features, not sizes: tensor parallelism is verified for the sizes 2, 3, 4 and 8 and allowed for any.
+
+To add a value of an option, add a `Feature` with its flags. To add an option, add an `Option` with at least two features; the first is the
+default of a row. To add a model, add a line to models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One value of an option."""
+
+    name: str
+    flags: str | Mapping[str, str] = ""
+    """Flags that select it; or several row words, with the flags of each."""
+    needs: tuple[str, ...] = ()
+    """Required features, at least one; without them this one has no effect, and no row covers it."""
+    excludes: tuple[str, ...] = ()
+    """Features that the rules of `resolve` refuse together with this one."""
+
+    def words(self) -> Mapping[str, str]:
+        """Return the row words of this feature, with the flags of each."""
+        return {self.name: self.flags} if isinstance(self.flags, str) else self.flags
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice that every run makes, with its features as values."""
+
+    name: str
+    settings: tuple[str, ...]
+    """Paths of the settings that decide it."""
+    features: tuple[Feature, ...]
+    is_layout: bool = False
+    """True: decides how the work is split, not the result; the one-process reference of parity omits it."""
+
+    def words(self) -> dict[str, str]:
+        """Return the row words of all features, with the flags of each. The first word is the default."""
+        return {word: flags for feature in self.features for word, flags in feature.words().items()}
+
+
+def _option(name: str, settings: str, *features: Feature) -> Option:
+    return Option(name, tuple(settings.split()), features)
+
+
+def _layout(name: str, settings: str, *features: Feature) -> Option:
+    return Option(name, tuple(settings.split()), features, is_layout=True)
+
+
+def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
+    """Return row words such as `tp2`, each with the flag and its number. Without a flag the size is derived."""
+    return {f"{word}{size}": f"{flag} {size}" if flag else "" for size in numbers}
+
+
+_REPLICAS: Final = ("dp", "cp")
+"""Features that create replicas: a run that uses neither has one replica only."""
+
+OPTIONS: Final[tuple[Option, ...]] = (
+    _layout(
+        "tensor parallelism",
+        "parallel.tensor_model_parallel_size",
+        Feature("tp1"),
+        Feature("tp", _sizes("--tensor-model-parallel-size", "tp", 2, 3, 4, 8)),
+    ),
+    _option(
+        "key-value replication",
+        "model.num_query_groups",
+        Feature("nocopies"),
+        Feature(
+            "copies", _sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4), needs=("tp",)
+        ),
+    ),
+    _layout(
+        "sequence parallelism",
+        "parallel.sequence_parallel",
+        Feature("nosp"),
+        Feature("sp", "--sequence-parallel", needs=("tp",)),
+    ),
+    _layout(
+        "tensor communication",
+        "parallel.tp_comm_overlap",
+        Feature("tpwaits"),
+        Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
+    ),
+    _layout(
+        "context parallelism",
+        "parallel.context_parallel_size",
+        Feature("cp1"),
+        Feature("cp", _sizes("--context-parallel-size", "cp", 2, 4)),
+    ),
+    _layout(
+        "context communication",
+        "parallel.cp_comm_type parallel.hierarchical_context_parallel_sizes",
+        Feature("ring", "--cp-comm-type p2p"),
+        Feature("allgather", "--cp-comm-type all_gather", needs=("cp",)),
+        Feature("heads", "--cp-comm-type a2a", needs=("cp",)),
+        Feature("a2aring", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", needs=("cp",)),
+        Feature(
+            "a2agather",
+            "--cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
+            needs=("cp",),
+        ),
+        Feature("mixedcomm", "--cp-comm-type p2p all_gather a2a p2p", needs=("cp",)),
+    ),
+    _layout(
+        "data parallelism",
+        "derived.data_parallel_size",
+        Feature("dp1"),
+        Feature("dp", _sizes("", "dp", 2, 3, 4, 8)),
+    ),
+    _layout(
+        "pipeline parallelism",
+        "parallel.pipeline_model_parallel_size",
+        Feature("pp1"),
+        Feature("pp", _sizes("--pipeline-model-parallel-size", "pp", 2, 4)),
+    ),
+    _layout(
+        "pipeline schedule",
+        "parallel.pipeline_schedule parallel.num_virtual_stages_per_pipeline_rank",
+        Feature("1f1b"),
+        Feature("interleaved", "--num-virtual-stages-per-pipeline-rank 2", needs=("pp",)),
+        Feature("zbh1", "--pipeline-schedule zb-h1", needs=("pp",), excludes=("moeoverlap",)),
+        Feature("zbv", "--pipeline-schedule zb-v", needs=("pp",), excludes=("moeoverlap",)),
+        Feature("dualpipev", "--pipeline-schedule dualpipe-v", needs=("pp",)),
+    ),
+    _layout(
+        "pipeline communication",
+        "parallel.overlap_p2p_communication",
+        Feature("postsreceives"),
+        Feature("noposts", "--no-overlap-p2p-communication", needs=("pp",)),
+    ),
+    _layout(
+        "pipeline split",
+        "parallel.pipeline_model_parallel_layout",
+        Feature("equalstages"),
+        Feature(
+            "unevenstages",
+            {
+                "uneven2": "--pipeline-model-parallel-layout Ettt|tL",
+                "uneven4": "--pipeline-model-parallel-layout E|tt|t|tL",
+                "mtpalone": "--pipeline-model-parallel-layout Ett|tt|mm|L",
+            },
+            needs=("pp",),
+        ),
+    ),
+    _layout(
+        "rank order",
+        "parallel.use_tp_pp_dp_mapping",
+        Feature("dpfirst"),
+        Feature("ppfirst", "--use-tp-pp-dp-mapping", needs=("pp",)),
+    ),
+    _layout(
+        "sharding over replicas",
+        "parallel.data_parallel_sharding_strategy parallel.use_distributed_optimizer parallel.use_megatron_fsdp",
+        Feature("zero0", "--no-use-distributed-optimizer", excludes=("instances",)),
+        Feature("zero1", "--use-distributed-optimizer", needs=_REPLICAS),
+        Feature("zero2", "--data-parallel-sharding-strategy optim_grads", needs=_REPLICAS),
+        Feature("zero3", "--data-parallel-sharding-strategy optim_grads_params", needs=_REPLICAS),
+    ),
+    _layout(
+        "optimizer instances",
+        "parallel.num_distributed_optimizer_instances",
+        Feature("oneinstance"),
+        Feature(
+            "instances", _sizes("--num-distributed-optimizer-instances", "instances", 2), needs=_REPLICAS
+        ),
+    ),
+    _layout(
+        "overlap",
+        "parallel.overlap_grad_reduce parallel.overlap_param_gather",
+        Feature("nooverlap", "--no-overlap-grad-reduce --no-overlap-param-gather"),
+        Feature("overlap", "--overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
+        Feature("overlapgrads", "--overlap-grad-reduce --no-overlap-param-gather", needs=_REPLICAS),
+        Feature("overlapweights", "--no-overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
+    ),
+    _layout(
+        "recomputation",
+        "training.recompute_granularity training.recompute_activations training.moe_layer_recompute"
+        " training.recompute_method training.recompute_num_layers training.recompute_modules"
+        " training.recompute_norms",
+        Feature("norecompute"),
+        Feature(
+            "uniform", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
+        ),
+        Feature("block", "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
+        Feature(
+            "selective",
+            {
+                "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
+                "recomputenorms": "--recompute-granularity selective --recompute-modules core_attn layernorm",
+                "recomputelatents": "--recompute-granularity selective --recompute-modules mla_up_proj",
+            },
+        ),
+        Feature(
+            "recomputeexperts",
+            {
+                "recomputemoe": "--recompute-granularity selective --recompute-modules moe core_attn",
+                "recomputeshared": "--recompute-granularity selective --recompute-modules shared_experts moe_act",
+            },
+            needs=("experts",),
+        ),
+    ),
+    _option(
+        "experts",
+        "experts.num_experts",
+        Feature("dense"),
+        Feature(
+            "experts",
+            {
+                "mixtral": "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 2",
+                "deepseek": (
+                    "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0]+[1]*3"
+                    " --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2"
+                    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+                    " --moe-router-bias-update-rate 0.1 --moe-router-topk-scaling-factor 2.5"
+                    " --moe-shared-expert-intermediate-size 48"
+                ),
+                "qwenmoe": (
+                    "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq 2"
+                    " --moe-router-topk 1 --moe-router-pre-softmax --moe-input-jitter-eps 0.05"
+                    " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
+                ),
+                "latentexperts": (
+                    "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1]*2"
+                    " --moe-router-topk 3 --moe-latent-size 24 --moe-shared-expert-intermediate-size 24"
+                ),
+                "biasedexperts": (
+                    "--no-disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2"
+                    " --moe-shared-expert-intermediate-size 24"
+                ),
+            },
+        ),
+    ),
+    _layout(
+        "expert parallelism",
+        "parallel.expert_model_parallel_size",
+        Feature("ep1"),
+        Feature("ep", _sizes("--expert-model-parallel-size", "ep", 2, 4), needs=("experts",)),
+    ),
+    _layout(
+        "expert tensor parallelism",
+        "parallel.expert_tensor_parallel_size",
+        Feature("etp1", "--expert-tensor-parallel-size 1"),
+        Feature("etp", _sizes("--expert-tensor-parallel-size", "etp", 2), needs=("experts",)),
+    ),
+    _layout(
+        "dispatcher",
+        "experts.moe_token_dispatcher_type experts.moe_alltoall_as_allgather",
+        Feature("alltokens"),
+        Feature(
+            "alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather", needs=("ep",)
+        ),
+    ),
+    _layout(
+        "expert communication",
+        "experts.overlap_moe_expert_parallel_comm",
+        Feature("moewaits"),
+        Feature("moeoverlap", "--overlap-moe-expert-parallel-comm", needs=("ep", "etp")),
+    ),
+    _option(
+        "balancing",
+        "experts.moe_router_load_balancing_type experts.moe_aux_loss_coeff",
+        Feature("unbalanced"),
+        Feature(
+            "auxloss",
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+            needs=("experts",),
+        ),
+        Feature(
+            "seqauxloss",
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+            needs=("experts",),
+        ),
+        Feature(
+            "globalauxloss",
+            "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+            needs=("experts",),
+        ),
+        Feature(
+            "severallosses",
+            (
+                "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
+                " --moe-aux-loss-coeff 0.1 0.2 0.05"
+            ),
+            needs=("experts",),
+        ),
+        Feature("sinkhorn", "--moe-router-load-balancing-type sinkhorn", needs=("experts",)),
+        Feature(
+            "quantilebalancing",
+            {
+                "quantiles": (
+                    "--moe-router-load-balancing-type quantile_balancing"
+                    " --moe-router-quantile-balancing-ema 0.3"
+                )
+            },
+            needs=("experts",),
+        ),
+    ),
+    _option(
+        "capacity",
+        "experts.moe_expert_capacity_factor",
+        Feature("dropless"),
+        Feature(
+            "capacity",
+            {
+                "dropping": "--moe-expert-capacity-factor 0.8",
+                "dropspadded": (
+                    "--moe-expert-capacity-factor 1.1 --moe-token-drop-policy position"
+                    " --moe-pad-expert-input-to-capacity"
+                ),
+            },
+            needs=("experts",),
+        ),
+    ),
+    _option(
+        "embeddings",
+        "model.untie_embeddings_and_output_weights",
+        Feature("untied", "--untie-embeddings-and-output-weights"),
+        Feature("tied"),
+    ),
+    _option(
+        "documents",
+        "data.reset_attention_mask data.reset_position_ids",
+        Feature("whole"),
+        Feature("documents", "--reset-attention-mask --reset-position-ids"),
+    ),
+    _option(
+        "attention dropout",
+        "model.attention_dropout",
+        Feature("noattentiondropout", "--attention-dropout 0"),
+        Feature("attentiondropout", "--attention-dropout 0.1"),
+    ),
+    _option(
+        "loss",
+        "training.calculate_per_token_loss",
+        Feature("means"),
+        Feature("tokens", "--calculate-per-token-loss"),
+    ),
+    _option("z-loss", "model.z_loss_coeff", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
+    _option(
+        "multi-token prediction",
+        "model.mtp_num_layers",
+        Feature("onetoken"),
+        Feature(
+            "mtp",
+            {
+                "mtp1": "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
+                "mtp2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+            },
+        ),
+    ),
+    _option("loss scale", "precision.loss_scale", Feature("noscale"), Feature("scale", "--loss-scale 30000")),
+    _option(
+        "optimizer",
+        "optimizer.optimizer",
+        Feature("adam", "--optimizer adam"),
+        Feature("sgd", "--optimizer sgd"),
+        Feature(
+            "muon",
+            {"muon": "--optimizer muon --muon-nesterov", "muonjoint": "--optimizer muon --muon-no-split-qkv"},
+            excludes=("offload",),
+        ),
+    ),
+    _layout(
+        "optimizer state",
+        "optimizer.optimizer_cpu_offload",
+        Feature("ondevice"),
+        Feature("offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    ),
+    _option(
+        "learning rate",
+        "optimizer.decoupled_lr",
+        Feature("onerate"),
+        Feature("tworates", "--decoupled-lr 3e-3"),
+    ),
+    _option(
+        "clipping",
+        "optimizer.clip_grad",
+        Feature("clip", "--clip-grad 0.5"),
+        Feature("noclip", "--clip-grad 0"),
+    ),
+)
+
+FP8_MODULES: Final = """
+configs:
+  bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  tensorwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: tensorwise}}
+  blockwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: blockwise}}
+matchers:
+  projections: {type: glob, enabled: true, pattern: "*.self_attention.*proj", config: bf16}
+  mlp: {type: glob, enabled: true, pattern: "decoder.layers.1.mlp.*", config: tensorwise}
+  layer: {type: glob, enabled: true, pattern: "decoder.layers.2.*", config: blockwise}
+"""
+"""The file of a row with --te-precision-config-file; other linear layers have the recipe of the flags."""
+
+NUMBER_FORMATS: Final[tuple[Option, ...]] = (
+    _option(
+        "FP8",
+        "precision.fp8_format precision.fp8_recipe precision.fp4_format precision.te_precision_config_file",
+        Feature("nofp8"),
+        Feature(
+            "fp8",
+            {
+                "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+                "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
+                "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
+                "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
+                "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+                "nvfp4": "--fp4-format e2m1",
+                "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+                "fp8delayedgather": (
+                    "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"
+                    " --fp8-param-gather"
+                ),
+                "fp8modules": "--fp8-format hybrid --fp8-block-size 4 --te-precision-config-file fp8_modules.yaml",
+            },
+        ),
+    ),
+    _option(
+        "gradient reduction dtype",
+        "precision.grad_reduce_in_bf16",
+        Feature("sumsfp32"),
+        Feature("sumsbf16", "--grad-reduce-in-bf16", needs=_REPLICAS),
+    ),
+    _option(
+        "moments",
+        "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
+        Feature("momentsfp32"),
+        Feature("momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "muon")),
+    ),
+    _option(
+        "Muon matmul precision",
+        "optimizer.muon_fp32_matmul_prec",
+        Feature("muonbf16"),
+        Feature(
+            "muonfp32",
+            {"muontf32": "--muon-fp32-matmul-prec high", "muonfp32": "--muon-fp32-matmul-prec highest"},
+            needs=("muon",),
+        ),
+    ),
+    _option(
+        "router dtype",
+        "experts.moe_router_dtype",
+        Feature("routersdefault"),
+        Feature(
+            "routershigh",
+            {"routersfp32": "--moe-router-dtype fp32", "routersfp64": "--moe-router-dtype fp64"},
+            needs=("experts",),
+        ),
+    ),
+)
+"""They change results by rounding. fp64 rows leave them out; low-precision rows are compared with a noise level that includes them."""

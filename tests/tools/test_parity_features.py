@@ -1,0 +1,141 @@
+"""The table of parity features: each choice is in it or excluded, each word changes a setting, and `resolve` refuses what it excludes."""
+
+import pytest
+
+from megatrain.config import ConfigError
+from megatrain.config.schema.tree import settings
+from megatrain.tools.parity.features import NUMBER_FORMATS, OPTIONS
+from megatrain.tools.parity.measure import tiny_plan
+from megatrain.tools.parity.rows import Layout, is_row
+
+EXCLUDED = {
+    "parallel.distributed_backend": "computes the same sums",
+    "parallel.account_for_embedding_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
+    "parallel.account_for_loss_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
+    "optimizer.apply_wd_to_qk_layernorm": "enabled in one of the models of parity",
+    "optimizer.muon_nesterov": "a row of muon has it",
+    "optimizer.muon_no_split_qkv": "a row of muon has it",
+    "optimizer.muon_scale_mode": "scales whole matrices",
+    "optimizer.muon_coefficient_type": "coefficients of whole matrices",
+    "parallel.context_parallel_chunk_means": "makes the loss depend on how samples are split, as in Megatron-LM",
+    "experts.moe_router_score_function": "rows with experts have softmax and sigmoid; other functions are elementwise too",
+    "experts.moe_router_pre_softmax": "a row of experts has it",
+    "experts.moe_router_enable_expert_bias": "a row of experts has it",
+    "experts.moe_shared_expert_gate": "a row of experts has it",
+    "experts.moe_pad_expert_input_to_capacity": "a row of capacity has it",
+    "experts.moe_token_drop_policy": "rows of capacity have both",
+    "experts.moe_shared_expert_overlap": "a stream on GPUs; a line of the plan says so",
+    "experts.moe_use_upcycling": "decides the initial weights alone; tests/distributed/test_upcycling.py",
+    "experts.moe_router_force_load_balancing": "for benchmarks; tests/distributed/model/test_routers_over_ranks.py compares it with one process",
+    "precision.bf16": "a precision of parity",
+    "precision.fp16": "a precision of parity",
+    "precision.params_dtype": "a precision of parity",
+    "precision.fp8_amax_compute_algo": "a row of delayed scaling has max, the other reads one value",
+    "precision.fp8_wgrad": "a row of FP8 has it off",
+    "precision.fp8_param_gather": "rows of FP8 have it",
+    "precision.fp4_recipe": "has one value",
+    "precision.first_last_layers_bf16": "a row of FP8 has it",
+    "training.decrease_batch_size_if_needed": "determines the batch size before it is split",
+    "training.check_for_nan_in_loss_and_grad": "checks a norm that parity compares",
+    "training.check_for_large_grads": "the same",
+    "training.check_for_spiky_loss": "checks a loss that parity compares",
+    "training.skip_train": "skips training",
+    "training.eval_only": "skips training",
+    "training.eval_at_start": "adds an evaluation",
+    "training.deterministic_mode": "selects kernels",
+    "training.compile": "selects kernels",
+    "training.cuda_graph_impl": "launches the same kernels; a line of the plan says so",
+    "training.manual_gc": "frees memory",
+    "training.manual_gc_eval": "frees memory",
+    "training.device": "selects the device",
+    "training.require_parity": "decides between a note and an error",
+    "training.dry_run": "computes nothing",
+}
+"""Choices that no option of parity varies, and the reason."""
+
+
+@pytest.mark.parametrize("section", ["parallel", "experts", "optimizer", "precision", "training"])
+def test_every_choice_is_in_the_table_or_excluded(section):
+    choices = {
+        setting.path
+        for setting in settings()
+        if setting.section == section and (setting.choices or setting.kind is bool)
+    }
+    varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
+    excluded = {path for path in EXCLUDED if path.startswith(f"{section}.")}
+    assert choices - varied == excluded, "add a Feature to tools/parity/features.py, or a reason here"
+
+
+def test_options_name_existing_settings():
+    known = {setting.path for setting in settings()} | {"derived.data_parallel_size"}
+    assert {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings} <= known
+
+
+def _usual(option):
+    return next(iter(option.words()))
+
+
+WORDS = [
+    (option, word)
+    for option in (*OPTIONS, *NUMBER_FORMATS)
+    for word in option.words()
+    if word != _usual(option)
+]
+
+
+BASES = (
+    *(
+        "",
+        "tp2",
+        "tp2 sp",
+        "tp8",
+        "cp2",
+        "cp4",
+        "dp2",
+        "dp2 zero1",
+        "dp3 batch12",
+        "dp8 batch16",
+        "pp2",
+        "pp4",
+        "pp4 mtp2",
+    ),
+    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
+)
+"""Layouts that have what a word needs."""
+
+
+@pytest.mark.parametrize(("option", "word"), WORDS, ids=[word for _, word in WORDS])
+def test_a_word_changes_a_setting_of_its_option(option, word):
+    layout = next(row for row in (Layout.of(f"{base} {word}") for base in BASES) if is_row(row.words))
+    assert _values(option, layout) != _values(option, layout.but(_usual(option)))
+
+
+def _values(option, layout):
+    plan = tiny_plan(layout, layout.world_size, "--bf16", "--params-dtype", "bfloat16")
+    return [
+        plan.derived.data_parallel_size if path.startswith("derived.") else plan.config.get(path)
+        for path in option.settings
+    ]
+
+
+REFUSED = {
+    ("zero0", "instances"): "dp2 instances2",
+    ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
+    ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
+    ("muon", "offload"): "muon offload",
+}
+"""Features that exclude each other, in a layout that has no other fault."""
+
+
+@pytest.mark.parametrize("words", REFUSED.values())
+def test_resolve_refuses_what_a_feature_excludes(words):
+    layout = Layout.of(words)
+    assert not is_row(layout.words)
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan(layout, layout.world_size)
+    assert len(caught.value.problems) == 1
+
+
+def test_every_exclusion_has_a_layout():
+    features = [feature for option in OPTIONS for feature in option.features]
+    assert {(one.name, other) for one in features for other in one.excludes} == set(REFUSED)
