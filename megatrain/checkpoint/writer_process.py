@@ -24,10 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
 from megatrain.config.errors import MegatrainError
+from megatrain.storage.disk import Disk
 
 PROGRAM: Final = "from megatrain.checkpoint.writer_process import serve; serve()"
 _START = "import sys; sys.path.insert(0, sys.argv[1]); "

@@ -29,17 +29,17 @@ from checkpoint_helpers import (
 import megatrain
 from megatrain.checkpoint import background
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.checkpoint.save import Save
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 torch.set_num_threads(1)
 
 FAULTY = """
 import errno, os, signal, sys, time
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 from megatrain.checkpoint.writer_process import serve
 
 class FaultyDisk(Disk):

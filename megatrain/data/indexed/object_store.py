@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.data.files import fsync, fsync_folder, optional_package, report_write_errors
+from megatrain.data.files import optional_package, report_write_errors
+from megatrain.storage.files import fsync, fsync_folder
 
 ATTEMPTS: Final = 5
 """Reads of the same bytes before an error is raised."""

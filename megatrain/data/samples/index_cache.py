@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.files import open_regular
+from megatrain.storage.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

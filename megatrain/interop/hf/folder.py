@@ -20,12 +20,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_regular_file, read_into, read_small_file
+from megatrain.checkpoint.checked_files import open_regular_file, read_into, read_small_file
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import OF_MEGATRON, newest_of_megatron
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.tensor_file import bytes_of
-from megatrain.checkpoint.untrusted_json import (
+from megatrain.config.errors import InputError
+from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.interop.hf.mxfp4 import decode_mxfp4
+from megatrain.storage.untrusted_json import (
     InvalidError,
     integer,
     json_object,
@@ -34,9 +37,6 @@ from megatrain.checkpoint.untrusted_json import (
     record,
     text,
 )
-from megatrain.config.errors import InputError
-from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
-from megatrain.interop.hf.mxfp4 import decode_mxfp4
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
