@@ -213,7 +213,7 @@ def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(tmp_p
         writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds)
         if rank.grid.rank == 1:
             os.kill(writer._writer.pid, signal.SIGKILL)
-            writer._writer._process.wait()
+            writer._writer._program.process.wait()
             writer._start_writer = lambda: os.open(tmp_path / "none", os.O_RDONLY)
         return writer
 
