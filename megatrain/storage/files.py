@@ -41,7 +41,7 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def create_file(path: Path, chunks: Iterable[bytes]) -> None:
+def create_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Create a file and flush its data to disk; after a failure it does not exist. Raises FileExistsError if it did before."""
     with path.open("xb") as file:
         try:
