@@ -13,7 +13,7 @@ from megatrain.config.parity_features import table
 from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
 from megatrain.config.parity_features.table import REFUSED_PAIRS, features_of
 from megatrain.config.schema.tree import settings
-from megatrain.tools.main import _parser
+from megatrain.tools.main import parser
 from megatrain.tools.parity import cli, measure, results
 from megatrain.tools.parity.choice import chosen_rows
 from megatrain.tools.parity.cli import run
@@ -237,7 +237,7 @@ def test_a_low_precision_row_is_compared_with_the_same_split_on_the_fewest_ranks
 
 
 def asked(*flags):
-    return chosen_rows(_parser().parse_args(["parity", *flags]))
+    return chosen_rows(parser("parity").parse_args(["parity", *flags]))
 
 
 @pytest.mark.nightly
@@ -311,7 +311,7 @@ def test_an_impossible_selection_is_an_error(flags, words):
 def test_a_layout_that_needs_more_ranks_is_an_error():
     flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()]
     with pytest.raises(ConfigError, match="needs 4 ranks, but only 2 are available"):
-        chosen_rows(_parser().parse_args(flags), max_ranks=2)
+        chosen_rows(parser("parity").parse_args(flags), max_ranks=2)
 
 
 ENGINE = ("--transformer-impl", "transformer_engine", "--device", "cuda")
@@ -352,7 +352,7 @@ def test_rows_that_transformer_engine_cannot_compute_are_an_error(flags, words):
 )
 def test_a_self_test_refuses_flags_that_it_ignores(flags, words):
     with pytest.raises(ConfigError, match=f"--self-test plants all its faults.*{words}"):
-        run(_parser().parse_args(["parity", "--self-test", *flags]))
+        run(parser("parity").parse_args(["parity", "--self-test", *flags]))
 
 
 class Verdict:
