@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER_LEVELS = {
     "config": 0,
     "process": 0,
+    "storage": 0,
     "kernels": 1,
     "parallel": 2,
     "data": 3,

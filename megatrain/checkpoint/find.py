@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NoFolderError
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
-from megatrain.checkpoint.untrusted_json import list_of, parse_json, text
+from megatrain.storage.untrusted_json import list_of, parse_json, text
 
 RELEASE_NAME = "release"
 """Folder of weights without an iteration, which Megatron-LM's converters write."""

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
-from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.stored_values import check_stored_values
-from megatrain.checkpoint.untrusted_json import InvalidError, json_object, parse_json, shown
 from megatrain.parallel.layout import Box, box_shape
+from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "megatrain", 3

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from megatrain.checkpoint.disk import Disk, open_regular_file
+from megatrain.checkpoint.checked_files import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError
 from megatrain.checkpoint.find import (
     Candidate,
@@ -30,6 +30,7 @@ from megatrain.checkpoint.find import (
     list_candidates,
 )
 from megatrain.checkpoint.manifest import MANIFEST_NAME
+from megatrain.storage.disk import Disk
 
 
 @dataclass(frozen=True, kw_only=True)

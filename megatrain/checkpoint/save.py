@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
-from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
@@ -38,9 +37,10 @@ from megatrain.checkpoint.manifest import (
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of, check_size
-from megatrain.data.files import describe_write_error
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
+from megatrain.storage.disk import Disk, write_file
+from megatrain.storage.files import describe_write_error
 
 SPACE_MARGIN = 1.1
 """Free bytes that a save requires, relative to the bytes of its tensors."""

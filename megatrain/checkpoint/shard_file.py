@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain.checkpoint.block_checksums import BLOCKS
-from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
+from megatrain.checkpoint.checked_files import open_regular_file, read_into
 from megatrain.checkpoint.errors import CheckpointError
+from megatrain.storage.disk import Disk, errors_name_file
 
 T = TypeVar("T")
 

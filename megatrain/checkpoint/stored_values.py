@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.checkpoint.errors import MismatchError
-from megatrain.checkpoint.untrusted_json import (
+from megatrain.config.derive.lr_schedule import ScheduleValues
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.schema.tree import section_types
+from megatrain.config.schema.values import Range, is_resolved
+from megatrain.optim.sharded import WEIGHT
+from megatrain.storage.untrusted_json import (
     InvalidError,
     flag,
     integer,
@@ -24,11 +29,6 @@ from megatrain.checkpoint.untrusted_json import (
     record_of,
     text,
 )
-from megatrain.config.derive.lr_schedule import ScheduleValues
-from megatrain.config.facts import DatasetFacts
-from megatrain.config.schema.tree import section_types
-from megatrain.config.schema.values import Range, is_resolved
-from megatrain.optim.sharded import WEIGHT
 
 _COUNT: Final = integer(0, 1 << 50)
 _PLAN: Final = list_of(optional(_COUNT), most=1000)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.block_checksums import BLOCKS, CRC32_OF_ZEROS, BlockFormat, crc32_of_bits
-from megatrain.checkpoint.disk import open_regular_file, read_into
+from megatrain.checkpoint.checked_files import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
-from megatrain.checkpoint.untrusted_json import parse_json
 from megatrain.kernels.block_checksums import partial_checksums
+from megatrain.storage.untrusted_json import parse_json
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""

@@ -9,25 +9,23 @@ the signals of the terminal and of schedulers, because its rank decides when a r
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
 import os
 import platform
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
 from megatrain.config.errors import MegatrainError
+from megatrain.process.line_program import LineProgram, ProgramEndedError
+from megatrain.storage.disk import Disk
 
 PROGRAM: Final = "from megatrain.checkpoint.writer_process import serve; serve()"
 _START = "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -83,10 +81,8 @@ class WriterProcess:
             "io_priority": io_priority,
         }
         root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(
+        self._program = LineProgram(
             [sys.executable, "-c", _START + program, str(root), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             pass_fds=[memory.handle],
             start_new_session=True,  # it gets no signals from the terminal
         )
@@ -95,11 +91,11 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._program.process.pid
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._program.process.poll() is None
 
     def begin(self, files: Sequence[Mapping[str, Any]], *, verifies: bool) -> None:
         """Begin to write files; `result` reports errors.
@@ -109,15 +105,11 @@ class WriterProcess:
         """
         assert not self.is_busy
         self.is_busy = True
-        with contextlib.suppress(BrokenPipeError):  # it died: `result` says so
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"files": files, "verifies": verifies}).encode() + b"\n")
-            self._process.stdin.flush()
+        self._program.send(json.dumps({"files": files, "verifies": verifies}))
 
     def has_result(self) -> bool:
         """Return whether `result` returns without waiting. Also true for a process that died."""
-        assert self._process.stdout is not None
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        return self._program.has_answer()
 
     def result(self) -> list[WrittenFile]:
         """Wait for the files of the last request.
@@ -125,17 +117,14 @@ class WriterProcess:
         Raises:
             CheckpointError, OSError: they could not be written.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
         self.is_busy = False
-        if not line.endswith(b"\n"):
-            code = self._process.wait()
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        try:
+            answer = self._program.receive()
+        except ProgramEndedError as error:
             raise CheckpointError(
-                f"the process that writes the checkpoint ended ({how})",
+                f"the process that writes the checkpoint ended ({error})",
                 fix="look for its error above and for lack of memory on the host; the next save starts a new process",
-            )
-        answer = json.loads(line)
+            ) from None
         if "errno" in answer:
             raise OSError(answer["errno"], answer["problem"], answer["file"])
         if "problem" in answer:
@@ -145,12 +134,8 @@ class WriterProcess:
     def close(self) -> None:
         """End the process; a request without a result is abandoned."""
         if self.is_busy:
-            self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-        self._process.wait()
+            self._program.process.kill()
+        self._program.end()
 
 
 def serve(disk: Disk | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Durable writes, file locks and optional packages.
-
-Durable: written files and renames survive a power failure. Errors name the file and the remedy.
-"""
+"""Output files: errors that name the file and the remedy, and locks; and optional packages."""
 
 from __future__ import annotations
 
@@ -11,17 +8,13 @@ import fcntl
 import importlib
 import json
 import os
-import shutil
-import stat
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from megatrain.config.errors import ConfigError, InputError, MegatrainError
-
-_READ_BYTES = 1 << 20
+from megatrain.storage.files import fsync, open_regular
 
 
 def log_to_stderr(text: str) -> None:
@@ -39,93 +32,6 @@ def report_write_errors(path: Path) -> Iterator[None]:
             f"{path}: cannot be written: {error.strerror or error}",
             fix="free disk space or repair the disk, then run again",
         ) from error
-
-
-def fsync(file: IO[bytes]) -> None:
-    """Flush a file to disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def fsync_folder(folder: Path) -> None:
-    """Flush renames in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of a folder, for reading by default; return its descriptor.
-
-    Raises:
-        OSError: it is a pipe, a device or a folder, whose reading or writing may never end, or it cannot be opened.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced since then
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
-
-
-def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if it is larger than `max_bytes`, too."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise OSError(errno.EFBIG, f"{size} bytes, more than the limit of {max_bytes}", str(path))
-        return file.read(size)
-
-
-def is_start_intact(path: Path, *, num_bytes: int, crc32: int) -> bool:
-    """Return whether the first `num_bytes` bytes of a file exist and have this crc32."""
-    found, rest = 0, num_bytes
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            while rest and (data := file.read(min(rest, _READ_BYTES))):
-                found, rest = zlib.crc32(data, found), rest - len(data)
-    except FileNotFoundError:
-        return False
-    return not rest and found == crc32
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file durably and as a whole: after a failure its former content is there. Links are replaced, not followed."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
-
-
-def describe_write_error(error: OSError, path: Path, *, needed_bytes: int | None = None) -> str:
-    """Return path, reason and errno of a failed write, with the bytes that it needed and that are free."""
-    text = f"{error.filename or path}: {error.strerror or error} (errno {error.errno})"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return text
-    with contextlib.suppress(OSError):
-        needed = "" if needed_bytes is None else f"{needed_bytes} bytes needed, "
-        text += f"; {needed}{shutil.disk_usage(path.parent).free} bytes free"
-    return text
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -245,6 +245,23 @@ class ShardedOptimizer:
         yield slice(start, stop)
 
 
+def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
+    """Return the L2 norm of all master weights, each counted on the first rank that holds it: [] on the device. All ranks call it."""
+    squares = sum_of_squares(optimizer.counted(optimizer.state(WEIGHT)), optimizer.device)
+    return optimizer.parallel.sum_over_ranks(squares).sqrt()
+
+
+def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
+    """Return the number of zeros in the reduced gradient, each counted on one rank: int64 [] on the device.
+
+    All ranks call it, before gradients are cleared.
+    """
+    count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
+    for part in optimizer.counted(optimizer.buffers.gradients.shards):
+        count += part.numel() - part.count_nonzero()
+    return optimizer.parallel.sum_over_ranks(count)
+
+
 def _fill(boxes: Iterable[tuple[BucketParam, BoxRange, Tensor]], source: TensorSource) -> None:
     for param, box, values in boxes:
         source.fill(values.view(box.shape), param.entry.layout, box)

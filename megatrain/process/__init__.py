@@ -1,1 +1,1 @@
-"""This process: the signals that stop it, and its standard streams. Importing these modules takes a millisecond."""
+"""This process: the signals that stop it, its standard streams, and programs that it starts."""

@@ -18,7 +18,9 @@ from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
-from megatrain.inference.whole_sequences import all_logits
+from megatrain.model.gpt import Model
+from megatrain.model.head import Head
+from megatrain.parallel.batch import Batch, PassInfo
 
 _NUM_TOKENS: Final = 64
 _LIMIT: Final = 1e-4
@@ -81,3 +83,19 @@ def _logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             logits: Tensor = model.eval()(tokens, use_cache=False).logits
     return logits
+
+
+@torch.no_grad()
+def all_logits(model: Model, tokens: Tensor) -> Tensor:
+    """Return the logits of the next token at each position of `tokens` [b, s]: [s, b, v]."""
+    info = PassInfo(is_training=False)
+    unused = torch.zeros_like(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=positions)
+    hidden = None
+    for segment in model.segments[:-1]:
+        hidden = segment(hidden, batch, info)
+    assert hidden is not None
+    head = model.segments[-1]
+    assert isinstance(head, Head)
+    return head.logits(hidden, info)

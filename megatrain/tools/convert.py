@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, newest_of_megatron
 from megatrain.config.errors import ConfigError, NoCheckpointError
-from megatrain.data.files import replace_file
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.interop.megatron.export import MegatronExport
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import whole_box
+from megatrain.storage.disk import Disk
+from megatrain.storage.files import replace_file
 from megatrain.tools.checkpoint.rewrite import (
     DTYPE_NAMES,
     temporary_folder,
@@ -27,12 +27,65 @@ from megatrain.tools.checkpoint.rewrite import (
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.compare_tokenizers import compare_tokenizers
-from megatrain.tools.subcommands import run_action
+from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_file_options
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
-    return run_action(_DIRECTIONS, arguments)
+def add_flags(commands: Any) -> None:
+    """Add `megatrain convert ...`."""
+    convert = add_command(
+        commands,
+        "convert",
+        description="Convert checkpoints from and to those of other programs, without a GPU. No code that they name is run.",
+    )
+    directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
+    texts: dict[Callable[[argparse.Namespace], int], tuple[str, str]] = {
+        megatron_to_megatrain: (
+            "write a checkpoint of Megatron-LM as one of megatrain",
+            "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders",
+        ),
+        megatrain_to_megatron: (
+            "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue",
+            RUN_FOLDER,
+        ),
+        hf_to_megatrain: (
+            "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from",
+            "folder that save_pretrained wrote, or of a download",
+        ),
+        megatrain_to_hf: (
+            "write the weights of a checkpoint as a folder that from_pretrained of transformers reads",
+            RUN_FOLDER,
+        ),
+    }
+    parsers = {}
+    for run, (text, source) in texts.items():
+        name = run.__name__.replace("_", "-")
+        parsers[name] = add_command(
+            directions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
+        )
+        parsers[name].add_argument("source", metavar="PATH", help=source)
+        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
+    megatron, _, theirs, ours = parsers.values()
+    megatron.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
+    )
+    rows = {
+        megatron: "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
+        theirs: "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
+    }
+    for parser, text in rows.items():
+        parser.add_argument("--vocab-size", type=int, metavar="N", help=text)
+        parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+    ours.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help="class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
+    )
+    ours.add_argument(
+        "--no-compare", action="store_true", help="do not load both models to compare their logits"
+    )
+    add_file_options(ours)
 
 
 def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
@@ -77,7 +130,7 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
             export.write(temporary, progress.add)
             disk.sync_folder(temporary)
             disk.rename(temporary, final)
-        replace_file(target / TRACKER_NAME, str(reader.manifest.iteration).encode())
+        replace_file(target / TRACKER_NAME, [str(reader.manifest.iteration).encode()])
         num_plans = len(reader.manifest.state.get("data_plans", {}).get("train", ()))
     if num_plans > 1:
         print(
@@ -148,14 +201,6 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
         compared = compare_logits(reader, target, vocab_size=export.vocab_size, dtype=dtype)
     print(compared)
     return 0
-
-
-_DIRECTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
-    "megatron-to-megatrain": megatron_to_megatrain,
-    "megatrain-to-megatron": megatrain_to_megatron,
-    "hf-to-megatrain": hf_to_megatrain,
-    "megatrain-to-hf": megatrain_to_hf,
-}
 
 
 def _newest(path: Path) -> Path:

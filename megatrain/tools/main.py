@@ -1,7 +1,6 @@
 """The `megatrain` command: finds the subcommand of a command line and runs it.
 
-The flags of a subcommand are declared in its folder, in modules that do not import torch; torch is imported by the subcommand
-that runs and needs it.
+Only the module of that subcommand is imported, so that `megatrain --help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,22 +9,29 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from megatrain import __version__
-from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem, is_unicode
 from megatrain.config.schema.tree import closest_name
 from megatrain.process.exit_deadline import run_program
 from megatrain.process.streams import StandardStreams
-from megatrain.tools import convert_flags, report, trace, watch
-from megatrain.tools.checkpoint import flags as checkpoint_flags
-from megatrain.tools.data import flags as data_flags
-from megatrain.tools.doctor import flags as doctor_flags
-from megatrain.tools.generation import flags as generation_flags
-from megatrain.tools.parity import flags as parity_flags
-from megatrain.tools.plan import flags as plan_flags
-from megatrain.tools.port import cli as port
+
+COMMANDS: Final = {
+    "checkpoint": ("checkpoint.cli", "list, verify, inspect, compare, remove and rewrite checkpoints"),
+    "convert": ("convert", "convert checkpoints of other programs, and to those of transformers"),
+    "parity": ("parity.cli", "check that every parallel layout computes the same as one process"),
+    "port": ("port.cli", "print the command for a launch script or a YAML file of Megatron-LM"),
+    "plan": ("plan.cli", "find the best layout of a run, or the best pipeline schedule for given times"),
+    "doctor": ("doctor.cli", "check hosts, GPUs, disks and network before a run"),
+    "report": ("report", "write the curves of runs as one HTML page"),
+    "watch": ("watch", "show the state of runs in a terminal"),
+    "generate": ("generation.generate", "generate text from a checkpoint"),
+    "serve": ("generation.serve", "serve completions of a checkpoint over HTTP"),
+    "trace": ("trace", "print the table of a profiler trace"),
+    "data": ("data.cli", "inspect datasets, show samples, build index caches, merge datasets"),
+}
+"""The module of each subcommand below megatrain.tools, with `add_flags`, and its line of help."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,20 +47,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNKNOWN = "unrecognized arguments"
-_MODULES = {
-    "checkpoint": "megatrain.tools.checkpoint.cli",
-    "convert": "megatrain.tools.convert",
-    "data": "megatrain.tools.data.cli",
-    "doctor": "megatrain.tools.doctor.cli",
-    "generate": "megatrain.tools.generation.generate",
-    "parity": "megatrain.tools.parity.cli",
-    "port": "megatrain.tools.port.cli",
-    "plan": "megatrain.tools.plan.cli",
-    "report": "megatrain.tools.report",
-    "serve": "megatrain.tools.generation.serve",
-    "trace": "megatrain.tools.trace",
-    "watch": "megatrain.tools.watch",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,18 +60,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    words = plan_flags.with_action(argv)
-    for word in words:
+    for word in argv:
         if not is_unicode(word):
             _Parser(prog="megatrain").error(f"{word!r} is not UTF-8")
-    arguments, others = _parser(with_help=bool({"-h", "--help"} & set(words))).parse_known_args(words)
+    words = _with_action(argv)
+    arguments, others = parser(
+        next((word for word in words if not word.startswith("-")), "")
+    ).parse_known_args(words)
     if others and not arguments.takes_run_flags:
         arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")
     arguments.run_flags = others
-    module = import_module(_MODULES[arguments.command])
     from megatrain.training.launch.ranks import report_errors  # noqa: PLC0415 (imports torch)
 
-    return report_errors(lambda: module.run(arguments))
+    return report_errors(lambda: arguments.run(arguments))
+
+
+def _with_action(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a command line with the action `layouts` if it is `megatrain plan` without an action.
+
+    argparse has no default for subcommands, and would read the value of a run's flag as the action.
+    """
+    if list(words[:1]) == ["plan"] and len(words) > 1 and words[1].startswith("--") and words[1] != "--help":
+        return ["plan", "layouts", *words[1:]]
+    return words
 
 
 def program() -> NoReturn:
@@ -87,26 +90,21 @@ def program() -> NoReturn:
     run_program(main)
 
 
-def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all subcommands.
+def parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a subcommand; of any other word, the one that lists all subcommands.
 
-    Each subcommand sets `parser`, its own parser, and `takes_run_flags`, whether it accepts the flags of pretrain.py.
+    A subcommand sets `parser`, its own parser, `run`, the function that runs it, and `takes_run_flags`, whether it accepts the
+    flags of pretrain.py.
     """
-    parser = _Parser(prog="megatrain", description="Tools around pretrain.py.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    checkpoint_flags.add_flags(commands)
-    convert_flags.add_flags(commands)
-    parity_flags.add_flags(commands)
-    port.add_flags(commands)
-    plan_flags.add_flags(commands)
-    doctor_flags.add_flags(commands)
-    report.add_flags(commands)
-    watch.add_flags(commands)
-    generation_flags.add_flags(commands)
-    trace.add_flags(commands)
-    data_flags.add_flags(commands, field_help() if with_help else {})
-    return parser
+    found = _Parser(prog="megatrain", description="Tools around pretrain.py.", allow_abbrev=False)
+    found.add_argument("--version", action="version", version=f"megatrain {__version__}")
+    commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    if command in COMMANDS:
+        import_module(f"megatrain.tools.{COMMANDS[command][0]}").add_flags(commands)
+    else:
+        for name, (_, text) in COMMANDS.items():
+            commands.add_parser(name, help=text)
+    return found
 
 
 if __name__ == "__main__":

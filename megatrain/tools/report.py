@@ -23,7 +23,7 @@ def add_flags(commands: Any) -> None:
     report = add_command(
         commands,
         "report",
-        help="write the curves of runs as one HTML page",
+        run=run,
         description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")

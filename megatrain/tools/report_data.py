@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import list_candidates
 from megatrain.checkpoint.manifest import MANIFEST_NAME

@@ -1,12 +1,9 @@
-"""Parts that several subcommands share: how they are declared, texts of their flags, and actions such as `megatrain data inspect`.
-
-This module does not import torch.
-"""
+"""Parts that several subcommands share: how they are declared, and texts of their flags."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 RUN_FOLDER: Final = "--save folder of a run, or one of its iter_NNNNNNN folders"
@@ -17,17 +14,23 @@ RUN_FLAGS: Final = (
 
 
 def add_command(
-    commands: Any, name: str, *, takes_run_flags: bool = False, **texts: str
+    commands: Any,
+    name: str,
+    *,
+    run: Callable[[argparse.Namespace], int] | None = None,
+    takes_run_flags: bool = False,
+    **texts: str,
 ) -> argparse.ArgumentParser:
     """Add a subcommand; return its parser.
 
     Args:
         commands: the subparsers of the command above it.
+        run: runs it and returns the exit code; None: it has subcommands.
         takes_run_flags: it accepts the flags of pretrain.py too.
         texts: `help`, `description` and `usage`.
     """
     command: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **texts)
-    command.set_defaults(parser=command, takes_run_flags=takes_run_flags)
+    command.set_defaults(parser=command, run=run, takes_run_flags=takes_run_flags)
     return command
 
 
@@ -42,10 +45,3 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
     )
-
-
-def run_action(
-    actions: Mapping[str, Callable[[argparse.Namespace], int]], arguments: argparse.Namespace
-) -> int:
-    """Run the action of `arguments`; return the exit code."""
-    return actions[arguments.action](arguments)

@@ -15,7 +15,7 @@ def add_flags(commands: Any) -> None:
     trace = add_command(
         commands,
         "trace",
-        help="print the table of a profiler trace",
+        run=run,
         description="Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0.",
     )
     trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")

@@ -31,7 +31,7 @@ def add_flags(commands: Any) -> None:
     watch = add_command(
         commands,
         "watch",
-        help="show the state of runs in a terminal",
+        run=run,
         description="Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C.",
     )
     watch.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatrain.checkpoint.adaptation import Adaptation
 from megatrain.checkpoint.chunks import plan_chunks
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import RELEASE_NAME, find_checkpoints, is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
@@ -28,6 +27,7 @@ from megatrain.config.rules.resume import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
+from megatrain.storage.disk import Disk
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener

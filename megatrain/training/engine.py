@@ -19,7 +19,7 @@ from torch import Tensor
 from megatrain.config import Plan
 from megatrain.kernels.fused.launching import enable_fused_kernels
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
+from megatrain.optim.sharded import num_zero_gradients, parameter_norm
 from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
 from megatrain.checkpoint.local.nodes import Node, copy_groups, find_node
 from megatrain.checkpoint.local.save import LocalSave
@@ -26,6 +25,7 @@ from megatrain.checkpoint.save import DirectWriter, Save
 from megatrain.config import Plan
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
+from megatrain.storage.disk import Disk
 from megatrain.training.checkpoints import local_folder, saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks

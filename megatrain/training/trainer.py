@@ -22,9 +22,9 @@ from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
-from megatrain.data.files import describe_write_error, replace_file
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.process.streams import output_failure
+from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.checkpoints import require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
@@ -355,7 +355,7 @@ class Trainer:
             ):  # an evaluation does not replace the training run's settings
                 path, text = self.save_folder / "config.yaml", to_yaml(self.plan.config, self.plan.origins)
                 try:
-                    replace_file(path, text.encode())
+                    replace_file(path, [text.encode()])
                 except OSError as error:
                     raise ConfigError(
                         f"--save cannot be written: {describe_write_error(error, path, needed_bytes=len(text))}",

@@ -20,7 +20,6 @@ import torch
 from torch.distributed import HashStore
 
 from megatrain.checkpoint.chunks import plan_chunks
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import (
     Loaded,
     check_names,
@@ -54,6 +53,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 CPU = torch.device("cpu")
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")

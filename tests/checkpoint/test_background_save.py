@@ -29,17 +29,17 @@ from checkpoint_helpers import (
 import megatrain
 from megatrain.checkpoint import background
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.checkpoint.save import Save
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 torch.set_num_threads(1)
 
 FAULTY = """
 import errno, os, signal, sys, time
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 from megatrain.checkpoint.writer_process import serve
 
 class FaultyDisk(Disk):
@@ -213,7 +213,7 @@ def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(tmp_p
         writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds)
         if rank.grid.rank == 1:
             os.kill(writer._writer.pid, signal.SIGKILL)
-            writer._writer._process.wait()
+            writer._writer._program.process.wait()
             writer._start_writer = lambda: os.open(tmp_path / "none", os.O_RDONLY)
         return writer
 

@@ -27,8 +27,8 @@ from megatrain.checkpoint.block_checksums import (
     checksum_of_sums,
     crc32_of_bits,
 )
+from megatrain.checkpoint.checked_files import read_into
 from megatrain.checkpoint.chunks import CHUNK_BYTES
-from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
 from megatrain.checkpoint.reader import CheckpointReader, checks_on_gpu, verify

@@ -27,13 +27,13 @@ from checkpoint_helpers import (
 )
 
 from megatrain.checkpoint.chunks import PlannedChunk
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.save import copied_ahead, host_buffers
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 torch.set_num_threads(1)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from checkpoint_helpers import RecordingDisk, load, one_rank, save
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import base_folder, find_checkpoints, list_candidates, newest_valid
 from megatrain.checkpoint.load import NoCheckpointError
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.retention import Retention, remove_older
+from megatrain.storage.disk import Disk
 
 torch.set_num_threads(1)
 

@@ -29,7 +29,7 @@ SHORT = ["--num-layers", "1", "--global-batch-size", "4"]
 """Flags of runs whose numbers are not looked at."""
 FAULTY_WRITER = """
 import errno, os, pathlib, signal, time
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 from megatrain.checkpoint.writer_process import serve
 
 class FaultyDisk(Disk):

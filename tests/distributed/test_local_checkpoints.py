@@ -17,7 +17,6 @@ from everyday import one_in
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import NODE_FILES_NAME, TRACKER_NAME, find_checkpoints
 from megatrain.checkpoint.local.nodes import copy_groups
 from megatrain.checkpoint.local.transfer import Transfer, send
@@ -25,6 +24,7 @@ from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.config.errors import MegatrainError, describe
 from megatrain.parallel.grid import RankGroup
+from megatrain.storage.disk import Disk
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch import local_checkpoints
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
+from megatrain.optim.sharded import num_zero_gradients, parameter_norm
 from megatrain.tools.parity.measure import Job, engine_of, measure, own_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool

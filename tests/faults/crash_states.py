@@ -30,11 +30,11 @@ from faults.case import (
 )
 from faults.power import CONTENT_MODES, Operation, Record, Recorder, read_log
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import Save
 from megatrain.config.errors import NoCheckpointError
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 _ROOT = Path(__file__).parents[2]
 SAVE = Path("runs/save")

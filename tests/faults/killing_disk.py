@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.writer_process import serve
+from megatrain.storage.disk import Disk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,9 @@ from faults.corruptions import run_command
 from faults.crash_states import a_save
 from faults.failed_saves import Kind, after_failure, background, words
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config.errors import MegatrainError
+from megatrain.storage.disk import Disk
 
 _VOLUME_BYTES = 120_000
 _MS_RDONLY, _MS_REMOUNT = 1, 32
@@ -247,7 +247,8 @@ def _unreadable(name: str, at: int) -> Iterator[None]:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return super().read(size)
 
-    with mock.patch.object(os, "preadv", read_at), mock.patch("megatrain.checkpoint.disk.FileIO", BadFile):
+    opener = mock.patch("megatrain.checkpoint.checked_files.FileIO", BadFile)
+    with mock.patch.object(os, "preadv", read_at), opener:
         yield
 
 

@@ -134,7 +134,7 @@ def _one(name: str, kind: str, file: str, old: str, new: str = "") -> Mutant:
 
 _SAVE, _DISK, _LOAD, _FIND = (
     "checkpoint/save.py",
-    "checkpoint/disk.py",
+    "storage/disk.py",
     "checkpoint/load.py",
     "checkpoint/find.py",
 )
@@ -286,14 +286,14 @@ MUTANTS = [
     _one(
         "links are followed",
         "C",
-        _DISK,
+        "checkpoint/checked_files.py",
         "open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)",
         "open_regular(path, os.O_RDONLY)",
     ),
     _one(
         "pipes are opened",
         "X",
-        _DISK,
+        "checkpoint/checked_files.py",
         'FileIO(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "r")',
         'FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "r")',
     ),
@@ -307,7 +307,7 @@ MUTANTS = [
     _one(
         "dense JSON is parsed",
         "X",
-        "checkpoint/untrusted_json.py",
+        "storage/untrusted_json.py",
         "if is_dense and num_values > _FREE_VALUES:",
         "if is_dense and num_values < 0:",
     ),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 
 CONTENT_MODES = ("kept", "lost", "zeros", "torn", "holes")
 _ROOT = -1

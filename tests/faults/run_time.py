@@ -26,11 +26,11 @@ from run_here import MODEL, metrics
 
 from faults.case import Cases, judge, require
 from faults.kills import content_of
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import folder_name
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.model.embedding import Embedding
 from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.storage.disk import Disk
 from megatrain.training import evaluation, losses
 from megatrain.training.engine import Engine
 from megatrain.training.faults import spikes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pretrain
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 from megatrain.training.engine import Engine
 
 

@@ -34,10 +34,10 @@ from faults.killing_disk import KillPlan
 from faults.kills import Chain
 from faults.limited_storage import failing_reads, forbidden_folders, full_of_files, full_volumes, limits
 from megatrain.checkpoint.background import BackgroundWriter
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.storage.disk import Disk
 
 _SECONDS = 240.0
 """Limit of a case; this process only waits for a run."""
@@ -282,7 +282,7 @@ def refused_saves(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
 def slow_disks(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
     """A slow disk delays a background save, and not the training."""
     program = (
-        "import time\nfrom megatrain.checkpoint.disk import Disk\nfrom megatrain.checkpoint.writer_process import serve\n"
+        "import time\nfrom megatrain.storage.disk import Disk\nfrom megatrain.checkpoint.writer_process import serve\n"
         "class Slow(Disk):\n    def write(self, file, data):\n        time.sleep({seconds})\n        super().write(file, data)\n"
         "serve(Slow())\n"
     )

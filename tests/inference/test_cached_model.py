@@ -11,9 +11,9 @@ from megatrain.inference import cached_attention
 from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.decoding import Decoder, num_slots
-from megatrain.inference.whole_sequences import all_logits
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.tools.compare_logits import all_logits
 
 LENGTHS = (SEQ, 11, 23)
 

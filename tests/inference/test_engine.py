@@ -14,7 +14,7 @@ from megatrain.inference.cache import FreeRanges
 from megatrain.inference.engine import Completion, Engine
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.texts import plan_cache
-from megatrain.inference.whole_sequences import all_logits
+from megatrain.tools.compare_logits import all_logits
 
 PROMPTS = [
     [(7 * one + place) % VOCAB for place in range(length)] for one, length in enumerate((1, 9, 3, 17, 5, 12))

@@ -15,12 +15,12 @@ from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logg
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, parse
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
-from megatrain.inference.whole_sequences import all_logits
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
 from megatrain.interop.hf.settings import read_settings
 from megatrain.tools.checkpoint import rewrite
+from megatrain.tools.compare_logits import all_logits
 from megatrain.tools.main import main
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases

@@ -15,10 +15,10 @@ from torch import Tensor
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import ConfigError
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
-from megatrain.inference.whole_sequences import all_logits
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.family import Fused
 from megatrain.interop.hf.tensors import their_tensors
+from megatrain.tools.compare_logits import all_logits
 from megatrain.tools.main import main
 
 

@@ -32,7 +32,6 @@ from transformers_weights import (
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.derive.model_spec import describe_model
-from megatrain.inference.whole_sequences import all_logits
 from megatrain.model.gpt import build_model
 from megatrain.model.router import ROUTER_METRICS
 from megatrain.optim.sharded import fill_weights
@@ -43,6 +42,7 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.tools.compare_logits import all_logits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

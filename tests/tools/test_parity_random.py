@@ -18,13 +18,12 @@ from megatrain.tools.main import main
 from megatrain.tools.parity.runs import table as table_module
 from megatrain.tools.parity.runs.case import STOPPED, Case, Start, flags_of, merged
 from megatrain.tools.parity.runs.compare import RunComparer, Verdict
-from megatrain.tools.parity.runs.corpus import write_corpus
 from megatrain.tools.parity.runs.draw import drawn_words
 from megatrain.tools.parity.runs.fixes import fixed_start
 from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS
 from megatrain.tools.parity.runs.outcome import Outcome, differences, dry_run_differences
 from megatrain.tools.parity.runs.shrink import shrunk, shrunk_words, smallest
-from megatrain.tools.parity.runs.table import RUN_ROWS, RunTable
+from megatrain.tools.parity.runs.table import RUN_ROWS, RunTable, write_corpus
 from megatrain.training.trainer import Trainer
 
 FAULT = FAULTS["vocabulary shifted on later tensor ranks"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.config import ConfigError
 from megatrain.config.schema.tree import settings
-from megatrain.tools.main import _parser
+from megatrain.tools.main import parser
 from megatrain.tools.parity import measure, results
 from megatrain.tools.parity.choice import chosen_rows
 from megatrain.tools.parity.cli import run
@@ -229,7 +229,7 @@ def test_a_low_precision_row_is_compared_with_the_same_split_on_the_fewest_ranks
 
 
 def asked(*flags):
-    return chosen_rows(_parser().parse_args(["parity", *flags]))
+    return chosen_rows(parser("parity").parse_args(["parity", *flags]))
 
 
 @pytest.mark.nightly
@@ -303,7 +303,7 @@ def test_an_impossible_selection_is_an_error(flags, words):
 def test_a_layout_that_needs_more_ranks_is_an_error():
     flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()]
     with pytest.raises(ConfigError, match="needs 4 ranks, but only 2 are available"):
-        chosen_rows(_parser().parse_args(flags), max_ranks=2)
+        chosen_rows(parser("parity").parse_args(flags), max_ranks=2)
 
 
 ENGINE = ("--transformer-impl", "transformer_engine", "--device", "cuda")
@@ -335,7 +335,7 @@ def test_rows_that_transformer_engine_cannot_compute_are_an_error(flags, words):
 
 def test_the_self_test_is_a_test():
     with pytest.raises(ConfigError) as caught:
-        run(_parser().parse_args(["parity", "--self-test"]))
+        run(parser("parity").parse_args(["parity", "--self-test"]))
     assert str(caught.value).endswith(
         "fix: run `pytest --nightly tests/distributed/parity/test_parity_faults.py`"
     )

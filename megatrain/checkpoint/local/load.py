@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import DamagedError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME, node_files
 from megatrain.checkpoint.local.nodes import Node
@@ -22,6 +21,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import intersect
 from megatrain.parallel.messages import Messages
+from megatrain.storage.disk import Disk, write_file
 
 OfNode = tuple[int, str]
 """Leader of a node, and the name of a file there."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint.chunks import PlannedChunk
-from megatrain.checkpoint.disk import write_file
 from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME
 from megatrain.checkpoint.local.nodes import Node
@@ -25,6 +24,7 @@ from megatrain.checkpoint.save import (
     rename_whole,
 )
 from megatrain.parallel.grid import RankGroup
+from megatrain.storage.disk import write_file
 
 
 class LocalSave(Save):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from megatrain.checkpoint.disk import Disk, open_regular_file, read_into
+from megatrain.checkpoint.checked_files import open_regular_file, read_into
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
+from megatrain.storage.disk import Disk
 
 _PIECE_BYTES = 64 << 20
 """Bytes of a file that are sent at once."""

@@ -23,8 +23,7 @@ from megatrain.config.derive.attention_features import (
     why_not_on_gpu,
     why_not_triton,
 )
-from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, why_local_attention
-from megatrain.config.derive.versions import version_key
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, version_key, why_local_attention
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 

@@ -4,6 +4,8 @@
 implementations have the same parameters, so that leaves of both work together. The plan names the leaves and the reasons.
 """
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,7 +17,6 @@ from megatrain.config.derive.attention_features import (
 )
 from megatrain.config.derive.context_parallel import head_exchanges
 from megatrain.config.derive.model import activation_of
-from megatrain.config.derive.versions import version_key
 from megatrain.config.plan import DerivedValue, Draft
 
 TRANSFORMER_ENGINE: Final = "transformer_engine"
@@ -129,3 +130,11 @@ def _missing_in_head_norms(draft: Draft) -> str:
 
 def _has_experts(draft: Draft) -> bool:
     return any(layer.experts is not None for layer in draft.derived.model_spec.layers)
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Return a sort key for versions such as 4.0.0b36: a beta precedes its release."""
+    release, _, beta = version.partition("b")
+    numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]
+    found = re.match(r"\d+", beta)
+    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if found else sys.maxsize)

@@ -1,4 +1,4 @@
-"""Rules about devices: GPUs, ranks, compilation, FP8, --deterministic-mode (`training/launch/determinism.py`)."""
+"""Rules about devices: GPUs, ranks, compilation, FP8, --deterministic-mode (`training/launch/ranks.py`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Final

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.data.files import fsync, fsync_folder, optional_package, report_write_errors
+from megatrain.data.files import optional_package, report_write_errors
+from megatrain.storage.files import create_file, fsync_folder
 
 ATTEMPTS: Final = 5
 """Reads of the same bytes before an error is raised."""
@@ -137,10 +138,9 @@ def local_copy(url: str, folder: str | None) -> Path:
     with report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("xb") as file:
-                for start in range(0, remote.size, _COPIED_BYTES):
-                    file.write(remote.read(start, min(_COPIED_BYTES, remote.size - start)).data)
-                fsync(file)
+            starts = range(0, remote.size, _COPIED_BYTES)
+            chunks = (remote.read(start, min(_COPIED_BYTES, remote.size - start)) for start in starts)
+            create_file(temporary, (chunk.data for chunk in chunks))
             temporary.replace(path)
             fsync_folder(path.parent)
         finally:

@@ -26,15 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.files import (
-    FileLock,
-    fsync,
-    fsync_folder,
-    is_start_intact,
-    report_write_errors,
-    write_json,
-)
+from megatrain.data.files import FileLock, report_write_errors, write_json
 from megatrain.data.indexed.reader import CHECK_ROWS, ELEMENT_TYPES, HEADER, MAGIC, VERSION, Elements
+from megatrain.storage.files import fsync, fsync_folder, is_start_intact
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal
 
 from megatrain.config.errors import InputError
-from megatrain.data.files import fsync, is_start_intact, open_regular, report_write_errors
+from megatrain.data.files import report_write_errors
 from megatrain.data.preprocess.documents import BadLine
+from megatrain.storage.files import fsync, is_start_intact, open_regular
 
 Policy = Literal["stop", "skip", "quarantine"]
 

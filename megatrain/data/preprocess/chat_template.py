@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Mapping
@@ -23,6 +21,7 @@ from megatrain.data.files import optional_package
 from megatrain.data.preprocess.documents import InvalidDocumentError
 from megatrain.data.tokenizers.files import read_json
 from megatrain.data.tokenizers.special_tokens import named_tokens
+from megatrain.process.line_program import LineProgram, ProgramEndedError
 
 RENDER_SECONDS: Final = 10.0
 """CPU time in which a template must render a conversation once."""
@@ -122,12 +121,12 @@ class ChatTemplate:
 
     def __init__(self, settings: TemplateSettings) -> None:
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: LineProgram | None = None
 
     def compile(self) -> None:
         """Start the process. Raises InputError if the template is not valid."""
         try:
-            self._process = self._start()
+            self._program = self._start()
         except _FailedError as error:
             raise InputError(
                 f"{self._settings.file}: the chat template is not valid: {error}",
@@ -153,11 +152,9 @@ class ChatTemplate:
             ) from None
         return [(str(text), bool(has_loss)) for text, has_loss in found]
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        weakref.finalize(self, _end, process)
+    def _start(self) -> LineProgram:
+        program = LineProgram([sys.executable, str(_PROGRAM)])
+        weakref.finalize(self, program.end)
         settings = self._settings
         request = {
             "sources": dict(settings.sources),
@@ -166,56 +163,28 @@ class ChatTemplate:
             "seconds": RENDER_SECONDS,
             "memory_bytes": MEMORY_BYTES,
         }
-        _exchange(process, json.dumps(request))
-        return process
+        self._exchange(program, json.dumps(request))
+        return program
 
     def _answer(self, line: str) -> dict[str, Any]:
         """Send a line of JSON and return the answer. Raises _FailedError."""
-        self._process = self._process or self._start()
+        self._program = self._program or self._start()
+        return self._exchange(self._program, line)
+
+    def _exchange(self, program: LineProgram, line: str) -> dict[str, Any]:
+        program.send(line)
         try:
-            return _exchange(self._process, line)
-        except _DiedError:
-            self._process = None  # the next conversation gets a new one
-            raise
+            answer: dict[str, Any] = program.receive()
+        except ProgramEndedError as error:
+            program.end()
+            self._program = None  # the next conversation gets a new one
+            took_too_long = error.code == -signal.SIGPROF
+            reason = f"it takes more than {RENDER_SECONDS:g} seconds of CPU time"
+            raise _FailedError(reason if took_too_long else f"its process ended: {error}") from None
+        if "error" in answer:
+            raise _FailedError(answer["error"])
+        return answer
 
 
 class _FailedError(Exception):
     """The template cannot render; the message is the reason."""
-
-
-class _DiedError(_FailedError):
-    """The process of the template has ended."""
-
-
-def _exchange(process: subprocess.Popen[bytes], line: str) -> dict[str, Any]:
-    """Send a line of JSON and return the answer. Raises _FailedError."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except BrokenPipeError:
-        answer = b""
-    if not answer.endswith(b"\n"):
-        raise _DiedError(_death(_end(process)))
-    content: dict[str, Any] = json.loads(answer)
-    if "error" in content:
-        raise _FailedError(content["error"])
-    return content
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a process by closing its pipes; return its exit code, or minus the signal that ended it."""
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # it died before it read its last input
-            pipe.close()
-    return process.wait()
-
-
-def _death(code: int) -> str:
-    """Return why the process died."""
-    if code == -signal.SIGPROF:
-        return f"it takes more than {RENDER_SECONDS:g} seconds of CPU time"
-    return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"

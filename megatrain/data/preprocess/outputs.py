@@ -22,11 +22,12 @@ from typing import Any, Final, Self
 
 import numpy.typing as npt
 
-from megatrain.data.files import FileLock, fsync_folder, read_regular, report_write_errors, write_json
+from megatrain.data.files import FileLock, report_write_errors, write_json
 from megatrain.data.indexed.writer import IndexedWriter, WriterState, dataset_files
 from megatrain.data.preprocess.bad_lines import BadLines, bad_lines_files
 from megatrain.data.preprocess.documents import Position
 from megatrain.data.preprocess.encoder import EncodedChunk
+from megatrain.storage.files import fsync_folder, read_regular
 
 _MAX_JOURNAL_BYTES: Final = 1 << 28
 

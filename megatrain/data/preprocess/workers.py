@@ -23,6 +23,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.process.line_program import exit_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -139,14 +140,11 @@ class Workers(Generic[Item, Result]):
             return _error_of(failure)
         process = self._processes[worker]
         process.join(END_SECONDS)
-        code = process.exitcode
-        if code is None or code >= 0:
-            return MegatrainError(
-                f"worker {worker} ended with exit code {code}", fix="see its output above, then run again"
-            )
-        name = signal.Signals(-code).name
-        fix = "use fewer --workers: the host may have run out of memory" if name == "SIGKILL" else "run again"
-        return MegatrainError(f"worker {worker} was killed by {name}", fix=fix)
+        if process.exitcode == -signal.SIGKILL:
+            fix = "use fewer --workers: the host may have run out of memory"
+        else:
+            fix = "see its output above, then run again"
+        return MegatrainError(f"worker {worker} ended: {exit_text(process.exitcode)}", fix=fix)
 
     def _reported_failure(self, worker: int) -> _Failure | None:
         """Return the failure that a worker reported before its pipe closed, if any."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.files import open_regular
+from megatrain.storage.files import fsync, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,8 +166,7 @@ def _write(path: Path, key: str, arrays: Arrays) -> None:
                 file.seek(array["start"])
                 file.write(np.ascontiguousarray(values).data)
             file.truncate(position)
-            file.flush()
-            os.fsync(file.fileno())
+            fsync(file)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

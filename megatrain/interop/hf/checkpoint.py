@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
 from megatrain.checkpoint.reader import TensorReader, stored_kind
-from megatrain.checkpoint.untrusted_json import integer
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -27,6 +26,7 @@ from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_s
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
+from megatrain.storage.untrusted_json import integer
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import Check, InvalidError, shown
 from megatrain.config.errors import InputError
+from megatrain.storage.untrusted_json import Check, InvalidError, shown
 
 CONFIG_NAME: Final = "config.json"
 INERT: Final = frozenset(

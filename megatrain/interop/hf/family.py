@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
-from megatrain.checkpoint.untrusted_json import Check, integer, number
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import Range
 from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.storage.untrusted_json import Check, integer, number
 
 COUNT: Final = integer(1, 1 << 31)
 POSITIVE: Final = number(Range(above=0))

@@ -20,12 +20,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_regular_file, read_into, read_small_file
+from megatrain.checkpoint.checked_files import open_regular_file, read_into, read_small_file
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import OF_MEGATRON, newest_of_megatron
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.tensor_file import bytes_of
-from megatrain.checkpoint.untrusted_json import (
+from megatrain.config.errors import InputError
+from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.storage.untrusted_json import (
     InvalidError,
     integer,
     json_object,
@@ -34,9 +36,6 @@ from megatrain.checkpoint.untrusted_json import (
     record,
     text,
 )
-from megatrain.config.errors import InputError
-from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
-from megatrain.interop.hf.mxfp4 import decode_mxfp4
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -56,6 +55,9 @@ _ENTRY: Final = record(
 _BYTE: Final = "U8"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES_PER_BLOCK: Final = 16
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes 0 to 7 (E2M1); the fourth bit is the sign."""
+_EXPONENT_BIAS: Final = 127
 _GET_AGAIN: Final = "download or copy the folder again"
 
 
@@ -268,3 +270,21 @@ def _tensors(
     if data_start + at != file_bytes:
         raise InvalidError(f"{file_bytes} bytes, and its header describes {data_start + at}")
     return found
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return weights in MXFP4, as gpt-oss stores its experts, in bf16, which represents them exactly.
+
+    Args:
+        blocks: [..., columns / 32, 16], two values of 4 bits per byte, the first one in the low bits.
+        scales: [..., columns / 32], exponent of the power of two of each block, plus 127.
+
+    Returns:
+        [..., columns].
+
+    Source: OCP Microscaling Formats (MX) Specification, version 1.0.
+    """
+    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+    codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
+    return torch.ldexp(values[codes.to(torch.int32)], exponents).bfloat16().flatten(-2)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import flag
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.family import COUNT, POSITIVE
+from megatrain.storage.untrusted_json import flag
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.files import read_json

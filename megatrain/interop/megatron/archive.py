@@ -17,7 +17,7 @@ from typing import IO, Any, Final, Self
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_regular_file
+from megatrain.checkpoint.checked_files import open_regular_file
 from megatrain.checkpoint.errors import DamagedError, DamagedImportError
 from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_regular_file, read_small_file
+from megatrain.checkpoint.checked_files import open_regular_file, read_small_file
 from megatrain.checkpoint.errors import DamagedError, DamagedImportError
 from megatrain.checkpoint.manifest import tiling_problem
 from megatrain.interop.megatron.archive import MAX_DIMENSIONS, NOT_AS_EXPECTED, Archive, Place, are_counts

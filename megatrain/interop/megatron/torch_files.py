@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_regular_file
+from megatrain.checkpoint.checked_files import open_regular_file
 from megatrain.checkpoint.errors import DamagedError, DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import tiling_problem
 from megatrain.interop.megatron.archive import (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.attention import AttentionSpec
@@ -16,7 +17,6 @@ from megatrain.kernels import activations
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
-from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
@@ -35,12 +35,14 @@ from megatrain.model.implementations.local import (
 )
 from megatrain.model.implementations.split_norm import LocalSplitRmsNorm
 from megatrain.model.layouts import Weights
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.experts import Fp8GroupedProducts
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.latent_context import attend_to_samples
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
 
@@ -163,3 +165,11 @@ def activation_of(spec: MlpSpec) -> Activation:
     """Return the activation of an MLP."""
     activation_fn = spec.activation_fn or ACTIVATION_FUNCTIONS[spec.activation]
     return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
+
+
+class LocalAttentionToSamples(LocalContextAttention):
+    """Attention of this rank's rows and heads to keys and values of whole samples; values are `padded`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        out = attend_to_samples(q, k, v, self.kernel, self.masks(q, info), self.context.ring)
+        return out[..., : self.value_channels].flatten(2)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import (
     OF_MEGATRON,
     Candidate,
@@ -21,9 +20,10 @@ from megatrain.checkpoint.find import (
     node_files,
 )
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatrain.checkpoint.reader import verify
+from megatrain.checkpoint.reader import verify as verify_files
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
 from megatrain.config.errors import ConfigError, NoCheckpointError
+from megatrain.storage.disk import Disk
 from megatrain.tools.checkpoint.source import Progress, no_checkpoint, size_text
 
 DAMAGED = 3
@@ -101,7 +101,7 @@ def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
     return "damaged" if found.problem else "committed"
 
 
-def verify_all(arguments: argparse.Namespace) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
     found = [one for one in find_checkpoints(Path(arguments.path)) if one.problem != OF_MEGATRON]
     if not found:
@@ -125,7 +125,7 @@ def _problems(candidate: Candidate) -> list[str]:
     if candidate.problem:
         return [candidate.problem]
     with Progress(f"verifying {candidate.path.name}", _size(candidate.path)) as progress:
-        return verify(candidate.path, progress.add)
+        return verify_files(candidate.path, progress.add)
 
 
 def prune(arguments: argparse.Namespace) -> int:

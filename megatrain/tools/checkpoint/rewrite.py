@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.chunks import CHUNK_BYTES, chunk_key, split_box
-from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
@@ -33,6 +32,7 @@ from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_f
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.layout import box_shape, whole_box
+from megatrain.storage.disk import Disk, write_file
 from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, opened, size_text
 
 _FILE_BYTES = 5 << 30

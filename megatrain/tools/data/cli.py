@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,30 +18,125 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config import Facts, Plan, Request, parse
+from megatrain.config.cli.help_text import field_help
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
+from megatrain.config.schema.tree import settings
 from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
-from megatrain.tools.subcommands import run_action
+from megatrain.tools.subcommands import RUN_FLAGS, add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
-    return run_action(_ACTIONS, arguments)
+def add_flags(commands: Any) -> None:
+    """Add `megatrain data ...`."""
+    texts = field_help()
+    data = add_command(
+        commands,
+        "data",
+        description="A dataset is named by its prefix: the path without .bin and .idx.",
+    )
+    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    dataset = add_command(
+        actions,
+        "inspect",
+        run=inspect,
+        help="count documents and tokens of a dataset, and check its description",
+        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
+    )
+    dataset.add_argument("prefix", metavar="PREFIX", help="path or URL without .bin and .idx")
+    dataset.add_argument("--document", type=int, metavar="K", help="show document K, counted from 0")
+    dataset.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_index_cache(dataset, texts)
+    _add_tokenizer(dataset, texts)
+
+    sample = add_command(
+        actions,
+        "sample",
+        run=run_sample,
+        takes_run_flags=True,
+        help="show one sample exactly as training reads it",
+        usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--world-size N] [--json]",
+        description=f"Show one sample of a run. {RUN_FLAGS}",
+    )
+    sample.add_argument("--of", required=True, choices=("train", "valid", "test"), help="the split")
+    sample.add_argument(
+        "--index", required=True, type=int, metavar="K", help="number of the sample, counted from 0"
+    )
+    sample.add_argument("--set", metavar="NAME", help="name of one of --multiple-validation-sets")
+    sample.add_argument("--json", action="store_true", help="print one JSON object")
+
+    index = add_command(
+        actions,
+        "index",
+        run=run_index,
+        takes_run_flags=True,
+        help="build the index caches of a run in advance",
+        usage="%(prog)s FLAGS [--world-size N]",
+        description=f"Build the sample indices of a run in its cache folder. {RUN_FLAGS}",
+    )
+    for parser in (sample, index):
+        parser.add_argument(
+            "--world-size",
+            type=int,
+            metavar="N",
+            help="ranks of the run (default: the smallest number for its layout); it changes the order of samples only"
+            " without --global-batch-size",
+        )
+
+    merge = add_command(
+        actions,
+        "merge",
+        run=run_merge,
+        help="merge datasets into one",
+        description="Write one dataset with the documents of several, in the order of the arguments.",
+    )
+    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths or URLs without .bin and .idx")
+    merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
+    _add_index_cache(merge, texts)
 
 
-def _merge(arguments: argparse.Namespace) -> int:
+def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    text = texts.get("data.object_storage_cache_path", "")
+    parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    """Add the tokenizer's flags; values are stored as text, by the path of the setting."""
+    group = parser.add_argument_group("tokenizer", "to decode documents and to know their end token")
+    for setting in settings():
+        if setting.section != "tokenizer":
+            continue
+        text = texts.get(setting.path, "").replace("%", "%%")
+        if setting.kind is bool:
+            group.add_argument(setting.flag, dest=setting.path, action="store_const", const="true", help=text)
+            group.add_argument(
+                setting.opposite_flag,
+                dest=setting.path,
+                action="store_const",
+                const="false",
+                help=argparse.SUPPRESS if not setting.default else f"turn {setting.flag} off",
+            )
+        else:
+            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.upper()
+            nargs = "+" if setting.is_list else None
+            group.add_argument(setting.flag, dest=setting.path, metavar=metavar, nargs=nargs, help=text)
+
+
+def run_merge(arguments: argparse.Namespace) -> int:
+    """Write one dataset with the documents of several."""
     merge(arguments.prefixes, arguments.output_prefix, index_cache=arguments.object_storage_cache_path)
     return 0
 
 
-def _sample(arguments: argparse.Namespace) -> int:
+def run_sample(arguments: argparse.Namespace) -> int:
+    """Print a sample of a run."""
     plan, facts = _planned(arguments)
     samples = _chosen(
         build_samples(_only(plan, arguments.of), facts, log_to_stderr), arguments.of, arguments.set
@@ -63,7 +158,8 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _index(arguments: argparse.Namespace) -> int:
+def run_index(arguments: argparse.Namespace) -> int:
+    """Build the index caches of a run."""
     plan, facts = _planned(arguments)
     folder = plan.config.data.data_cache_path
     if folder is None:
@@ -88,12 +184,6 @@ def _index(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
-    "inspect": inspect,
-    "sample": _sample,
-    "index": _index,
-    "merge": _merge,
-}
 _ROW: Final = "{:<5} {:>6} {:>13} {:>17} {:>6} {:>15} {:>8}  {:<5}  {}"
 _OUTCOMES: Final = {
     "built": "built",

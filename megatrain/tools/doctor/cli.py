@@ -12,6 +12,7 @@ import json
 import shlex
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -31,7 +32,26 @@ from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights
+from megatrain.tools.subcommands import add_command
 from megatrain.training.launch.ranks import local_gpu
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain doctor`."""
+    doctor = add_command(
+        commands,
+        "doctor",
+        run=run,
+        takes_run_flags=True,
+        usage="%(prog)s [FLAGS] [--nodes N] [--json]",
+        description="Check what a run needs, in less than a minute: versions, driver, GPUs, limits, shared memory, the disk of"
+        " --save, the rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are"
+        " the flags of pretrain.py, which may be left out. Exit code: 0 without errors, else 1.",
+    )
+    doctor.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes of the launch line (default: 1)"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import (
+from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.inference.sampling import Sampling
+from megatrain.inference.texts import encode_prompt
+from megatrain.storage.untrusted_json import (
     Check,
     InvalidError,
     flag,
@@ -22,9 +25,6 @@ from megatrain.checkpoint.untrusted_json import (
     optional,
     text,
 )
-from megatrain.data.tokenizers.build import Tokenizer
-from megatrain.inference.sampling import Sampling
-from megatrain.inference.texts import encode_prompt
 
 _MAX_PROMPTS: Final = 64
 _MAX_CHOICES: Final = 64

@@ -21,14 +21,76 @@ from megatrain.inference.stored_model import LoadedModel
 from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
 from megatrain.tools.generation.load import (
     Process,
+    add_model_flags,
     cache_limit,
     check_max_sequences,
     end_tokens,
     joined_process,
     load,
 )
+from megatrain.tools.subcommands import add_command
 
 _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain generate`."""
+    parser = add_command(
+        commands,
+        "generate",
+        run=run,
+        description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
+    )
+    add_model_flags(parser)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
+    prompts.add_argument(
+        "--prompt-file", metavar="FILE", help='file with one prompt a line, as JSON: {"prompt": "..."}'
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0: greedy decoding (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=40,
+        metavar="K",
+        help="sample from the K most likely tokens; 0: all (default: 40)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest tokens whose probabilities sum to P (default: 1, all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divide positive logits of earlier tokens by X, multiply negative ones (default: 1, none)",
+    )
+    parser.add_argument(
+        "--stop-words", nargs="+", default=(), metavar="TEXT", help="texts that end the generated text"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed; prompt number k uses the seed + k (default: 0)"
+    )
+    parser.add_argument(
+        "--log-probs",
+        type=int,
+        metavar="N",
+        help="report the log-probability of each token, and those of the N most likely ones",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
 
 def run(arguments: argparse.Namespace) -> int:

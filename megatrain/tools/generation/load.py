@@ -56,6 +56,57 @@ class Process:
         return Messages(rank, size, handle)
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model and its memory."""
+    parser.add_argument(
+        "--load",
+        required=True,
+        metavar="FOLDER",
+        help="--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
+        " config.json), or a checkpoint of Megatron-LM (torch_dist)",
+    )
+    parser.add_argument(
+        "--spec",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+    )
+    parser.add_argument(
+        "--spec-digest",
+        metavar="DIGEST",
+        help="digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device (default: cuda where there is a GPU, else cpu)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
+    )
+    parser.add_argument(
+        "--cache-gb",
+        type=float,
+        metavar="GB",
+        help="limit of the cache of keys and values (default: 80%% of the free memory of a GPU, half of that of a host)",
+    )
+    parser.add_argument(
+        "--max-sequences",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of sequences that are computed together (default: 64)",
+    )
+    parser.add_argument(
+        "--termination-id",
+        type=int,
+        metavar="ID",
+        help="token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
+        " config.json and generation_config.json)",
+    )
+
+
 @contextmanager
 def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = False) -> Iterator[Process]:
     """Join the tensor ranks that a launcher has started, or run alone.

@@ -22,16 +22,88 @@ from megatrain.inference.service import Service
 from megatrain.inference.texts import TextEngine, plan_cache
 from megatrain.parallel.messages import Messages
 from megatrain.tools.generation.load import (
+    add_model_flags,
     cache_limit,
     check_max_sequences,
     end_tokens,
     joined_process,
     load,
 )
+from megatrain.tools.subcommands import add_command
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SECONDS_TO_END = 30.0
 """Time for the pass that runs when the server stops, and for clients to receive their answers."""
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain serve`."""
+    parser = add_command(
+        commands,
+        "serve",
+        run=run,
+        description="Answer requests of OpenAI's completions API (POST /v1/completions) with the model of a checkpoint.",
+    )
+    add_model_flags(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port; 0: a free one, which is printed (default: 8000)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the folder)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="most tokens of a prompt and its text together (default: the model's context)",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most sequences that wait for memory; further requests are refused (default: 256)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most connections; a further one ends the one that has been without a request for longest (default: 1024)",
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=int,
+        default=30,
+        metavar="S",
+        help="time in which a connection must send the head of a request, or read a part of the answer (default: 30)",
+    )
+    parser.add_argument(
+        "--max-body-mb", type=float, default=4.0, metavar="MB", help="size limit of a request (default: 4)"
+    )
+    parser.add_argument(
+        "--request-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time limit of a request, with its wait for memory (default: 600)",
+    )
+    parser.add_argument(
+        "--stop-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time that running requests have to finish when the server is stopped (default: 10)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ def add_flags(commands: Any) -> None:
     port = add_command(
         commands,
         "port",
-        help="print the command for a launch script or a YAML file of Megatron-LM",
+        run=run,
         description="Read a launch script that runs pretrain_gpt.py, or a YAML file of its arguments, and print the command for"
         " megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
         " start, 1 if not.",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.files import describe_write_error, open_regular
+from megatrain.storage.files import describe_write_error, open_regular
 from megatrain.training.batches import Batches
 
 FILE_NAME: Final = "bad_steps.jsonl"

@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import torch
 
-from megatrain.checkpoint.untrusted_json import integer, list_of, parse_json, record, text
 from megatrain.config.schema.training import ResilienceConfig
-from megatrain.data.files import read_regular, replace_file
 from megatrain.parallel.batch import Batch
+from megatrain.storage.files import read_regular, replace_file
+from megatrain.storage.untrusted_json import integer, list_of, parse_json, record, text
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
@@ -226,7 +226,7 @@ class Reruns:
         if suspects is None:
             self._file.unlink(missing_ok=True)
         else:
-            replace_file(self._file, json.dumps(asdict(suspects)).encode())
+            replace_file(self._file, [json.dumps(asdict(suspects)).encode()])
 
     def _devices(self, ranks: Sequence[int]) -> list[str]:
         """Return the devices of these ranks, or of all; all ranks call it."""

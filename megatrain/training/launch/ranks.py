@@ -38,7 +38,6 @@ from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS,
 from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
 from megatrain.training.launch.agreement import agreed_plan, exit_after_others, print_error, write_failure
-from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.out_of_memory import allocation_errors, is_out_of_memory, without_plan
 from megatrain.training.launch.save_lock import SaveLocks
@@ -356,3 +355,23 @@ def _connect_groups(grid: RankGrid, device: torch.device) -> None:
     for group in groups_of(grid):
         count = all_reduce(torch.ones(1, device=device), group).item()
         assert count == group.size, f"{group.name} counts {count} of {group.size} ranks"
+
+
+def use_deterministic_operations() -> None:
+    """Make runs of a command on the same GPUs and versions bit-identical; call it before the first matrix product.
+
+        the embedding's gradient (`index_add_`, atomics)     torch's deterministic kernel, which sorts rows first
+        attention's backward pass                            deterministic mode of flash-attn-4 and of torch's flash kernels;
+                                                             cuDNN's kernel is not used (`config/derive/attention_backend.py`)
+        matrix products (cuBLAS, shared work space)          CUBLAS_WORKSPACE_CONFIG
+        kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
+        layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; attention is that of `local`
+        any other operation                                  torch raises an error
+
+    Sources: torch.use_deterministic_algorithms; cuBLAS, "Results Reproducibility".
+    """
+    set_unless_given("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # buffers as large as on Hopper by default
+    set_unless_given("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(mode=True)
+    # No kernel reads uninitialised memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

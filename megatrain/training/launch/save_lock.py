@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain.config.errors import ConfigError, describe
-from megatrain.data.files import describe_write_error, fsync_folder, open_regular, write_all
+from megatrain.storage.files import create_file, describe_write_error, fsync_folder, open_regular
 
 LOCK_NAME = "run.lock"
 SECONDS_BETWEEN_TOUCHES = 10.0
@@ -292,17 +292,9 @@ def _exit_at_once(problem: str) -> None:
 def _create(path: Path, content: bytes) -> bool:
     """Create the lock; return False if it exists."""
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        create_file(path, [content])
     except FileExistsError:
         return False
-    try:
-        write_all(handle, content)
-        os.fsync(handle)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
     return True
 
 

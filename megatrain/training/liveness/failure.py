@@ -16,9 +16,9 @@ from typing import Any, Final, Literal, get_args
 
 import torch.distributed as dist
 
-from megatrain.checkpoint.untrusted_json import Check, integer, list_of, record, text
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.storage.untrusted_json import Check, integer, list_of, record, text
 
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
 Kind = Literal["died", "error", "late", "collective", "reported elsewhere"]

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 import megatrain
-from megatrain.checkpoint.untrusted_json import Check, flag, integer, list_of, map_of, record, text
+from megatrain.storage.untrusted_json import Check, flag, integer, list_of, map_of, record, text
 
 _ROOT: Final = str(Path(megatrain.__file__).parent.parent) + "/"
 _PHASES: Final = (

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
-from megatrain.checkpoint.untrusted_json import json_object, parse_json
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.storage.untrusted_json import json_object, parse_json
 from megatrain.training.liveness.failure import (
     Failure,
     checked_failure,

@@ -23,8 +23,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import integer, json_object, list_of, number, parse_json, record
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.storage.untrusted_json import integer, json_object, list_of, number, parse_json, record
 from megatrain.training.liveness.failure import (
     LOCATION,
     Failure,

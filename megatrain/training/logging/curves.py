@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.config import LoggingConfig
-from megatrain.data.files import open_regular, read_regular, replace_file
+from megatrain.storage.files import open_regular, read_regular, replace_file
 from megatrain.training.logging.metrics_file import report_log_errors
 
 VS_SAMPLES = " vs samples"
@@ -272,7 +272,7 @@ class WandbCurves:
             resume="allow",
         )
         if id_file is not None:
-            replace_file(id_file, f"{run.id}\n".encode())
+            replace_file(id_file, [f"{run.id}\n".encode()])
         return run
 
     def _disable_after_a_problem(self) -> None:

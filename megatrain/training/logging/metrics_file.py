@@ -14,14 +14,14 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.files import describe_write_error, fsync, fsync_folder, open_regular, write_all
+from megatrain.storage.files import create_file, describe_write_error, open_regular, replace_file, write_all
 
 _MAX_NAMED = 3
 """Damaged lines that the log names."""
@@ -140,9 +140,7 @@ def _remove_later_lines(path: Path, iteration: int) -> str | None:
     aside = _unused_name(path)
     if damaged:
         with os.fdopen(open_regular(path), "rb") as file:
-            _write_lines(aside, (line for at, line in enumerate(file) if at in damaged))
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
+            create_file(aside, (line for at, line in enumerate(file) if at in damaged))
     with os.fdopen(open_regular(path), "rb") as file:
         lines = enumerate(zip(parsed, file, strict=True))
         kept = (
@@ -150,9 +148,7 @@ def _remove_later_lines(path: Path, iteration: int) -> str | None:
             for at, (found, line) in lines
             if at not in damaged and found is not None and found.iteration <= iteration and iteration
         )
-        _write_lines(temporary, kept)
-    temporary.replace(path)
-    fsync_folder(path.parent)
+        replace_file(path, kept)
     if not damaged:
         return None
     named = ", ".join(
@@ -200,17 +196,6 @@ def _longest_in_order(lines: Mapping[int, _Line]) -> set[int]:
 def _unused_name(path: Path) -> Path:
     names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Create a file and flush it to disk."""
-    try:
-        with path.open("xb") as file:
-            file.writelines(lines)
-            fsync(file)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def _finite(value: Any) -> Any:

@@ -16,13 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.files import (
-    describe_write_error,
-    open_regular,
-    read_regular,
-    replace_file,
-    write_all,
-)
+from megatrain.storage.files import describe_write_error, open_regular, read_regular, replace_file, write_all
 from megatrain.training.liveness.failure import Failure
 
 _MAX_BYTES = 1 << 20
@@ -129,7 +123,7 @@ def _entry(*, exit_code: int | None, reason: str) -> dict[str, Any]:
 def _write(folder: Path, status: dict[str, Any]) -> None:
     path, content = folder / "status.json", json.dumps(status).encode() + b"\n"
     try:
-        replace_file(path, content)
+        replace_file(path, [content])
     except OSError as error:
         print(
             f"WARNING: {describe_write_error(error, path, needed_bytes=len(content))}",

@@ -22,12 +22,12 @@ from everyday import one_in
 from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 
 from megatrain.config.errors import InputError
-from megatrain.data.files import open_regular
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.preprocess import encoder
 from megatrain.data.preprocess import run as preprocess_module
 from megatrain.data.preprocess.outputs import Journal
+from megatrain.storage.files import open_regular
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 

@@ -33,7 +33,7 @@ sys.exit(pretrain.main(sys.argv[1:]))
 KILLED_AT_RANDOM = """
 import os, random, signal, sys, threading
 import pretrain
-from megatrain.checkpoint.disk import Disk
+from megatrain.storage.disk import Disk
 
 chance = random.Random(int(sys.argv[1]))
 left = [chance.randrange(1, 25)]

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, num_zero_gradients, parameter_norm
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.tools.main import _parser
+from megatrain.tools.main import parser
 from megatrain.tools.parity.choice import chosen_rows
 from megatrain.tools.parity.cli import Comparer
 from megatrain.tools.parity.compare import judge
@@ -49,7 +49,7 @@ def test_the_quick_rows_compute_what_one_process_computes(comparer: Comparer) ->
 @pytest.mark.nightly
 def test_a_layout_outside_the_table_passes(comparer: Comparer) -> None:
     words = "tp2 sp dp2 zero3 muon neox".split()
-    (row,) = chosen_rows(_parser().parse_args(["parity", "--precision", "fp64", "--layouts", *words]))
+    (row,) = chosen_rows(parser("parity").parse_args(["parity", "--precision", "fp64", "--layouts", *words]))
     verdict = comparer.compare(row[1])
     assert verdict.is_good, verdict
 

@@ -101,7 +101,7 @@ def test_head_sizes(backend: str, d: int, name: str) -> None:
 
 @pytest.fixture
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set torch's deterministic mode as `training/launch/determinism.py` does."""
+    """Set torch's deterministic mode as `training/launch/ranks.py` does."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(mode=True)
     yield

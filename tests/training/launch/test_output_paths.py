@@ -23,7 +23,7 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr("megatrain.checkpoint.disk.Disk.free_bytes", lambda *_: free)
+    monkeypatch.setattr("megatrain.storage.disk.Disk.free_bytes", lambda *_: free)
 
 
 def size_of_checkpoint(folder: Path) -> int:
@@ -111,14 +111,15 @@ def test_a_folder_that_cannot_be_written(
     operation: str,
     number: int,
 ) -> None:
-    original = getattr(os, operation)
+    place: Any = os if operation == "fsync" else Path
+    original = getattr(place, operation)
 
     def fail(target: Any, *args: Any, **more: Any) -> Any:
         if operation == "fsync" or str(target).endswith(save_lock.LOCK_NAME):
             raise OSError(number, os.strerror(number))
         return original(target, *args, **more)
 
-    monkeypatch.setattr(save_lock.os, operation, fail)
+    monkeypatch.setattr(place, operation, fail)
     monkeypatch.setattr("megatrain.training.launch.agreement.write_refused_start", lambda *_, **__: None)
     error = refused(capsys, tmp_path)
     assert f"errno {number}" in error

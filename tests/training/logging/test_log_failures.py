@@ -13,7 +13,7 @@ from run_helpers import command_line
 
 import pretrain
 from megatrain.checkpoint.find import newest_valid
-from megatrain.data import files
+from megatrain.storage import files
 from megatrain.training.logging import metrics_file, status_file
 from megatrain.training.logging.status_file import write_status
 

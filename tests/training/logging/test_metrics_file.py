@@ -129,7 +129,7 @@ def test_a_failed_start_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics_file, "fsync", fail)
+    monkeypatch.setattr("megatrain.storage.files.fsync", fail)
     with pytest.raises(LogError):
         MetricsFile(path, resumed_iteration=1)
     assert path.read_bytes() == line_of(1) + line_of(2)

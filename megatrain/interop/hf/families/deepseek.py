@@ -5,7 +5,6 @@ V3 selects experts by sigmoid scores with a bias per expert; its layers of multi
 
 from typing import Any, Final
 
-from megatrain.checkpoint.untrusted_json import Check, InvalidError, integer, shown
 from megatrain.config.derive.patterns import parse_expert_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
@@ -26,6 +25,7 @@ from megatrain.interop.hf.family import (
     in_layers,
 )
 from megatrain.interop.hf.rope import LatentRope
+from megatrain.storage.untrusted_json import Check, InvalidError, integer, shown
 
 _MAX_LAYERS: Final = 1 << 16
 

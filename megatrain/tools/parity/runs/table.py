@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from megatrain.config import ConfigError
+from megatrain.data.indexed.writer import IndexedWriter, token_dtype
 from megatrain.tools.parity.runs.case import Case
 from megatrain.tools.parity.runs.compare import RunComparer, Verdict, problems_of
-from megatrain.tools.parity.runs.corpus import write_corpus
 from megatrain.tools.parity.runs.draw import drawn_words
 from megatrain.tools.parity.runs.fixes import fixed_start
 from megatrain.tools.parity.runs.program import Patch
@@ -38,6 +40,12 @@ RUN_ROWS: Final = (
     "dp4 zero1 overlap muon heldout storeddocuments fullvalidation",
 )
 """Rows of `--runs`."""
+_VOCAB_SIZE: Final = 101
+_END: Final = _VOCAB_SIZE - 1
+"""End of a document, by NullTokenizer's rule."""
+_START: Final = (5, 17, 5)
+_SHAPES: Final = {"alike": (150, 2, 30), "varied": (40, 20, 60), "held": (23, 5, 40)}
+"""Number of documents, least and most tokens of one."""
 _MOST_DRAWS: Final = 20
 """Draws per configuration that runs; more are refused only if something is wrong."""
 _SECONDS_TO_SHRINK: Final = 900.0
@@ -202,3 +210,24 @@ class RunTable:
 
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d[\d,.]*", "N", text)[:160]
+
+
+def write_corpus(folder: Path) -> None:
+    """Write the datasets that `folder` lacks, which are as awkward as real ones, and the same in each call.
+
+        alike    short documents that start with the same tokens, so that routers score their first tokens equally
+        varied   longer documents, for blends and separate validation sets
+
+    No number of samples divides a batch, so that a validation of the whole set ends with a part of one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, (num_documents, least, most)) in enumerate(_SHAPES.items()):
+        if (folder / f"{name}.idx").exists():
+            continue
+        rng = np.random.default_rng(number)
+        with IndexedWriter(folder / name, token_dtype(_VOCAB_SIZE)) as writer:
+            for _ in range(num_documents):
+                tokens = rng.integers(0, _END, rng.integers(least, most))
+                if name == "alike":
+                    tokens[: len(_START)] = _START[: len(tokens)]
+                writer.add_document([[*tokens, _END]])

@@ -14,9 +14,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
-
-from megatrain.config.schema.values import Range
+from typing import Any, Final, Protocol
 
 Check = Callable[[Any, str], None]
 """Raises InvalidError if the value, which has this name in the message, is not as described."""
@@ -34,6 +32,12 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 class InvalidError(ValueError):
     """A value is not as described."""
+
+
+class Bounds(Protocol):
+    """The numbers that a value may be. Its text completes the sentence "the value is not ..."."""
+
+    def holds(self, number: float, /) -> bool: ...
 
 
 def parse_json(text: bytes, *, max_bytes: int) -> Any:
@@ -67,7 +71,7 @@ def integer(least: int = 0, most: int = MAX_INTEGER) -> Check:
     return check
 
 
-def number(within: Range | None = None) -> Check:
+def number(within: Bounds | None = None) -> Check:
     """Describe a finite number."""
 
     def check(value: Any, name: str) -> None:
@@ -148,7 +152,7 @@ def record(required: Mapping[str, Check], optional_fields: Mapping[str, Check] |
 
 
 def record_of(
-    kind: type, *, within: Range | None = None, is_complete: bool = True, may_lack: Sequence[str] = ()
+    kind: type, *, within: Bounds | None = None, is_complete: bool = True, may_lack: Sequence[str] = ()
 ) -> Check:
     """Describe an object by the fields of a dataclass; numbers are in the range of the field, or else in `within`.
 
@@ -186,7 +190,7 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _of_type(hint: Any, within: Range | None) -> Check:
+def _of_type(hint: Any, within: Bounds | None) -> Check:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (argument for argument in arguments if argument is not type(None))

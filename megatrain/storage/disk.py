@@ -1,7 +1,4 @@
-"""File operations of a save, as one object, so that a test can make each of them fail; and reading of checked files.
-
-Reads do not go through `Disk`: all data is compared with checksums.
-"""
+"""File operations of a save, as one object, so that a test can make each of them fail."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from megatrain.checkpoint.errors import DamagedError
-from megatrain.data.files import open_regular
+from megatrain.storage.files import fsync_folder
 
 _PIECE: Final = 64 << 20
 """Bytes after which the disk begins to write."""
@@ -52,11 +48,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Fsync the names in a folder."""
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        fsync_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
         source.replace(target)
@@ -93,39 +85,3 @@ def errors_name_file(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
-
-
-def open_regular_file(path: Path) -> FileIO:
-    """Open a regular file for reading.
-
-    Raises:
-        DamagedError: it is a link, a pipe or a device, or cannot be opened.
-    """
-    try:
-        return FileIO(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "r")
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}") from error
-
-
-def read_small_file(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a file of at most `max_bytes`."""
-    try:
-        with open_regular_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                raise DamagedError(f"{path}: {size} bytes, more than the limit of {max_bytes}")
-            return file.read(size) or b""
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}") from error
-
-
-def read_into(file: FileIO, target: memoryview, offset: int, path: Path) -> None:
-    """Fill `target` from an offset of a file; `path` is its name in error messages."""
-    while target:
-        try:
-            count = os.preadv(file.fileno(), [target], offset)
-        except OSError as error:
-            raise DamagedError(f"{path}: {error.strerror}") from error
-        if count == 0:
-            raise DamagedError(f"{path}: ends {len(target)} bytes early")
-        target, offset = target[count:], offset + count
