@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from megatrain.config.schema.values import Range
+from megatrain.config.user_function import UserFunction
 
 Check = Callable[[Any, str], None]
 """Raises InvalidError if the value, which has this name in the message, is not as described."""
@@ -158,7 +159,7 @@ def record_of(
     """
     hints = typing.get_type_hints(kind)
     fields = {
-        field.name: _of_type(hints[field.name], field.metadata.get("range", within))
+        field.name: _choice(field.metadata) or _of_type(hints[field.name], field.metadata.get("range", within))
         for field in dataclasses.fields(kind)
     }
     required = {name: check for name, check in fields.items() if is_complete and name not in may_lack}
@@ -184,6 +185,19 @@ def json_object(value: Any, name: str) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """Return a short form of a value for a message."""
     return reprlib.repr(value)
+
+
+def _choice(metadata: Mapping[str, Any]) -> Check | None:
+    """Return the check of a field with choices, None for another field. A function of the user's own has its own name."""
+    if "choices" not in metadata:
+        return None
+    one = text(tuple(metadata["choices"]))
+
+    def check(value: Any, name: str) -> None:
+        is_function = metadata["or_function"] and isinstance(value, str) and UserFunction.parse(value, name)
+        (text() if is_function else one)(value, name)
+
+    return check
 
 
 def _of_type(hint: Any, within: Range | None) -> Check:

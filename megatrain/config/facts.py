@@ -176,6 +176,8 @@ class Facts:
     """That file."""
     custom_layers: CustomLayers | None = None
     """The custom layers of --spec."""
+    lr_decay_digest: str | None = None
+    """Digest of the file that --lr-decay-style names."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
     module_precision: str | None = None

@@ -14,7 +14,6 @@ from megatrain.config import Plan
 from megatrain.config.derive.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.ranks import experts_are_split
-from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model.build_experts import ExpertCommunication
@@ -23,7 +22,7 @@ from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
-from megatrain.optim.lr_schedule import HyperparamSchedules
+from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
@@ -268,12 +267,12 @@ def build_loss_scaler(plan: Plan) -> LossScaler:
 def build_schedules(plan: Plan) -> HyperparamSchedules:
     """Build the schedules of learning rates and weight decay."""
     values = plan.derived.schedule
-    rate = values.rate
+    rate = LrSchedule.of(values)
     of_kind = {kind: group for group in plan.derived.lr_groups.groups for kind in group.kinds}
     return HyperparamSchedules(
         lr=rate,
         lr_by_kind={
-            kind: dataclasses.replace(rate, peak=group.lr, floor=group.min_lr)
+            kind: dataclasses.replace(rate, lr=group.lr, min_lr=group.min_lr)
             for kind, group in of_kind.items()
         },
         eps_scales={kind: group.eps_scale for kind, group in of_kind.items()},

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from megatrain.config.schema.lr_decay import STYLE_SETTINGS
 from megatrain.config.schema.tree import Config
 
 
@@ -76,8 +77,8 @@ SCHEDULE: Final = ResumeClass(
     reason="learning rate and weight decay depend on it",
     consent="--override-opt-param-scheduler",
     settings="optimizer: lr weight_decay decoupled_lr decoupled_min_lr; schedule: min_lr lr_decay_style"
-    " lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples lr_decay_iters lr_decay_samples lr_warmup_iters"
-    " lr_warmup_samples lr_warmup_fraction lr_warmup_init weight_decay_incr_style start_weight_decay end_weight_decay",
+    " lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init"
+    f" weight_decay_incr_style start_weight_decay end_weight_decay {' '.join(STYLE_SETTINGS)}",
 )
 SAFE: Final = ResumeClass(
     kind="safe",

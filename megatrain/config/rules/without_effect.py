@@ -11,6 +11,7 @@ from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
 from megatrain.config.plan import Draft
 from megatrain.config.rules.model import EXPERT_MODULES
 from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import flag_of
 
 
@@ -284,6 +285,15 @@ CONDITIONS: Final = (
         "without --first-last-layers-bf16",
         lambda d: d.config.precision.first_last_layers_bf16,
         _settings("precision", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
+    ),
+    *(
+        Condition(
+            f"unless --lr-decay-style is {name}",
+            lambda d, name=name: d.config.schedule.lr_decay_style == name,  # type: ignore[misc]
+            _settings("schedule", " ".join(style.settings)),
+        )
+        for name, style in LR_STYLES.items()
+        if style.settings
     ),
     Condition(
         "with --weight-decay-incr-style constant",

@@ -3,12 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
 
-LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-"""Learning-rate schedules after the warm-up; `optim/lr_schedule.py` has their formulas."""
-WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-"""Shapes of the final decay of WSD."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 """Schedules of weight decay."""
 
@@ -66,19 +63,13 @@ class OptimizerConfig(CheckedSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(CheckedSection):
+class ScheduleConfig(LrDecay):
     """Schedules: linear warm-up from --lr-warmup-init to --lr, then decay to --min-lr; constant or increasing weight decay."""
 
     min_lr: float = field(default=0.0, metadata=in_range(at_least=0))
     """Learning rate at the end of the decay."""
-    lr_decay_style: LrDecayStyle = "linear"
-    """Shape of the decay. WSD: constant, then a final decay of shape --lr-wsd-decay-style."""
-    lr_wsd_decay_style: WsdDecayStyle = "exponential"
-    """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
     """Length of the final decay of WSD, in iterations."""
-    lr_wsd_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Length of the final decay of WSD, in samples."""
     lr_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iteration at which the decay ends. none: end of training."""
     lr_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))

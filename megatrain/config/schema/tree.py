@@ -116,6 +116,10 @@ class Setting:
     range: Range | None
     alone: str | None = None
     """Value of the flag given alone; None: the flag needs a value."""
+    accepts_function: bool = False
+    """True if the value may also name a function of the user's own: `my_file.py:my_function`."""
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    """Meanings of choices, for the help text."""
     joins_words: bool = False
     """True if the value may be several words on the command line, which are joined by spaces."""
 
@@ -203,7 +207,8 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     (inner,) = (member for member in members if member is not type(None))
-    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    meanings = entry.metadata.get("choices", {})
+    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else tuple(meanings)
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
     return Setting(
@@ -216,5 +221,7 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
         default=entry.default,
         range=entry.metadata.get("range"),
         alone=entry.metadata.get("alone"),
+        accepts_function=entry.metadata.get("or_function", False),
+        meanings=meanings,
         joins_words=entry.metadata.get("joins_words", False),
     )

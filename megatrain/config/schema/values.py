@@ -115,3 +115,11 @@ def alone_means(value: str) -> Mapping[str, str]:
 def several_words() -> Mapping[str, bool]:
     """Return the metadata of a text that a command line may give as several words: `0:384 200B:768`."""
     return {"joins_words": True}
+
+
+def one_of(choices: Mapping[str, str], *, or_function: bool = False) -> Mapping[str, Any]:
+    """Return the metadata of a text that is one of these choices, each with its meaning for the help text.
+
+    `or_function`: it may also name a function of the user's own (`UserFunction`).
+    """
+    return {"choices": choices, "or_function": or_function}

@@ -4,6 +4,8 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.rules.without_effect import CONDITIONS
+from megatrain.config.schema.lr_decay import LR_STYLES
+from megatrain.config.schema.tree import settings
 
 CASES = [
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type cyclic")),
@@ -87,6 +89,12 @@ CASES = [
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
+]  # fmt: skip
+OTHER_VALUES = {int: "7", float: "0.7"}
+CASES += [
+    (f"{setting.flag} {setting.choices[-1] if setting.choices else OTHER_VALUES[setting.kind]}", "",
+     (setting.flag, f"--lr-decay-style is {name}"))
+    for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 WITH_TRANSFORMER_ENGINE = (
