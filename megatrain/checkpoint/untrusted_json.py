@@ -159,7 +159,8 @@ def record_of(
     """
     hints = typing.get_type_hints(kind)
     fields = {
-        field.name: _choice(field.metadata) or _of_type(hints[field.name], field.metadata.get("range", within))
+        field.name: _choice(field.metadata)
+        or _of_type(hints[field.name], field.metadata.get("range", within))
         for field in dataclasses.fields(kind)
     }
     required = {name: check for name, check in fields.items() if is_complete and name not in may_lack}

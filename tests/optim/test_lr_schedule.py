@@ -173,7 +173,9 @@ def test_every_style_has_a_formula_and_a_meaning() -> None:
     assert all(style.shape for style in LR_STYLES.values())
 
 
-def test_settings_of_single_styles_are_those_that_a_checkpoint_stores_or_their_lengths_in_iterations() -> None:
+def test_settings_of_single_styles_are_those_that_a_checkpoint_stores_or_their_lengths_in_iterations() -> (
+    None
+):
     stored = {entry.name for entry in dataclasses.fields(LrDecay)} - {"lr_decay_style"}
     settings = {entry.name for entry in dataclasses.fields(ScheduleConfig)}
     assert stored <= set(STYLE_SETTINGS) <= settings
@@ -184,9 +186,18 @@ def test_settings_of_single_styles_are_those_that_a_checkpoint_stores_or_their_l
 @pytest.mark.parametrize("name", LR_STYLES)
 def test_what_a_style_says_of_itself_is_true_of_its_formula(name: str) -> None:
     def rates(**changed: Any) -> list[float]:
-        arguments = {"lr": 1e-3, "lr_warmup_init": 0.0, "lr_warmup_samples": 10, "lr_decay_samples": 100}
+        arguments: dict[str, Any] = {
+            "lr": 1e-3,
+            "lr_warmup_init": 0.0,
+            "lr_warmup_samples": 10,
+            "lr_decay_samples": 100,
+        }
         given = {**arguments, "min_lr": 1e-4, "lr_decay_style": name, "lr_wsd_decay_samples": 20, **changed}
-        decay = {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": "constant"}
+        decay: dict[str, Any] = {
+            "start_weight_decay": 0.1,
+            "end_weight_decay": 0.1,
+            "weight_decay_incr_style": "constant",
+        }
         schedule = LrSchedule.of(ScheduleValues(**given, **decay, weight_decay_incr_samples=100))
         return [schedule.at(samples) for samples in (0, 10, 11, 50, 80, 81, 90, 100, 101, 500)]
 

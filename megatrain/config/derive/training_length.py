@@ -144,10 +144,7 @@ def lr_decay_samples(draft: Draft) -> DerivedValue:
     if schedule.lr_decay_iters is not None:
         return _samples_of(draft, schedule.lr_decay_iters)
     samples, end = _samples_of_training(draft), draft.derived.train_samples
-    if (
-        not schedule.style.decays
-        or abs(samples.value - end) < draft.config.training.global_batch_size
-    ):
+    if not schedule.style.decays or abs(samples.value - end) < draft.config.training.global_batch_size:
         return DerivedValue(samples.value, "to the end of training")
     return DerivedValue(samples.value, f"{samples.reason}; training ends at sample {end}")
 

@@ -149,8 +149,8 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
             )
     found["module_precision"], of_modules = _module_precision(request)
     problems += of_modules
-    style = request.known("schedule.lr_decay_style")
-    function = None if style in LR_STYLES else UserFunction.parse(style, "--lr-decay-style")
+    style: Any = request.known("schedule.lr_decay_style")
+    function = None if style in (None, *LR_STYLES) else UserFunction.parse(style, "--lr-decay-style")
     try:
         found["lr_decay_digest"] = function and function.digest()
     except ConfigError as error:

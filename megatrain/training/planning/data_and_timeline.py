@@ -196,7 +196,9 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
         return
     ends: list[tuple[str, float]] = [("warm-up ends", schedule.lr_warmup_samples)]
     if schedule.style.final_decay is not None:
-        ends.append(("decay starts", schedule.lr_decay_samples - getattr(schedule, schedule.style.final_decay)))
+        ends.append(
+            ("decay starts", schedule.lr_decay_samples - getattr(schedule, schedule.style.final_decay))
+        )
     if schedule.style.decays:
         ends.append(("decay ends", schedule.lr_decay_samples))
     marks = [("start", 0)]
