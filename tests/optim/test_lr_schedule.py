@@ -12,6 +12,7 @@ from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.plan import Plan
 from megatrain.config.schema.lr_decay import LR_STYLES, STYLE_SETTINGS, LrDecay
 from megatrain.config.schema.optimizer import ScheduleConfig
+from megatrain.config.schema.tree import settings
 from megatrain.optim.lr_schedule import LR_FORMULAS, LrSchedule, WeightDecaySchedule
 from megatrain.training.build import build_schedules
 
@@ -177,8 +178,8 @@ def test_settings_of_single_styles_are_those_that_a_checkpoint_stores_or_their_l
     None
 ):
     stored = {entry.name for entry in dataclasses.fields(LrDecay)} - {"lr_decay_style"}
-    settings = {entry.name for entry in dataclasses.fields(ScheduleConfig)}
-    assert stored <= set(STYLE_SETTINGS) <= settings
+    given = {entry.name for entry in dataclasses.fields(ScheduleConfig)}
+    assert stored <= set(STYLE_SETTINGS) <= given
     assert all(name.replace("_iters", "_samples") in stored for name in STYLE_SETTINGS)
     assert all(style.final_decay in (None, *style.settings) for style in LR_STYLES.values())
 
@@ -208,3 +209,7 @@ def test_what_a_style_says_of_itself_is_true_of_its_formula(name: str) -> None:
     assert (rates()[4] == 1e-3) == (style.final_decay is not None or not style.decays)
     if style.final_decay is not None:
         assert rates(**{style.final_decay: 50})[4] < 1e-3
+    for setting in settings():
+        if setting.name in style.settings and not setting.name.endswith("_iters"):
+            other = setting.choices[-1] if setting.choices else {int: 50, float: 0.7}[setting.kind]
+            assert rates(**{setting.name: other}) != rates(), f"the formula does not read {setting.name}"

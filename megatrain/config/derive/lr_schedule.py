@@ -60,8 +60,9 @@ class ScheduleValues(LrDecay):
     @property
     def function(self) -> UserFunction | None:
         """The user's own schedule; None: the style is one of `LR_STYLES`."""
-        named = None if self.lr_decay_style in LR_STYLES else self.lr_decay_style
-        return named and UserFunction.parse(named, "--lr-decay-style")
+        if self.lr_decay_style in LR_STYLES:
+            return None
+        return UserFunction.parse(self.lr_decay_style, "--lr-decay-style")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores."""
