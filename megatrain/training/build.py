@@ -33,12 +33,11 @@ from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
-from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 
 
@@ -141,12 +140,9 @@ def build_pipeline(plan: Plan) -> PipelineSchedule:
     """Return the schedules of the pipeline."""
     parallel = plan.config.parallel
     kind = parallel.pipeline_schedule
-    placement = Placement(
-        parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks, is_v=kind in V_SHAPED
-    )
     return PipelineSchedule(
         kind,
-        placement,
+        placement_of(kind, parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks),
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
         posts_receives=parallel.overlap_p2p_communication,
         combines=_overlaps_passes(plan),

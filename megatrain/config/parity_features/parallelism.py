@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from megatrain.config.parity_features.feature import REPLICAS, Feature, Option, PlanOrDraft, option_sizes
+from megatrain.config.schema.pipeline_schedules import (
+    ONE_CHUNK,
+    PIPELINE_SCHEDULES,
+    flags_of_schedule,
+    word_of_schedule,
+)
 
 _SHARDING, _INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_SCHEDULE, _LAYOUT = "--pipeline-schedule", "--pipeline-model-parallel-layout"
-_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+_LAYOUT = "--pipeline-model-parallel-layout"
 _CP, _COMM = "--context-parallel-size", "--cp-comm-type"
 
 
@@ -41,10 +46,6 @@ def _strategy(plan: PlanOrDraft) -> str:
 
 def _instances(plan: PlanOrDraft) -> int:
     return plan.config.parallel.num_distributed_optimizer_instances
-
-
-def _schedule(plan: PlanOrDraft) -> str:
-    return plan.config.parallel.pipeline_schedule
 
 
 def _cp(plan: PlanOrDraft) -> int:
@@ -184,12 +185,14 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
             "parallel.num_virtual_stages_per_pipeline_rank",
         ),
         (
-            Feature("1f1b", "", lambda p: _schedule(p) == "1f1b"),
-            Feature("interleaved", _CHUNKS, lambda p: _schedule(p) == "interleaved", needs=("pp",)),
-            Feature("zbh1", f"{_SCHEDULE} zb-h1", lambda p: _schedule(p) == "zb-h1", needs=("pp",)),
-            Feature("zbv", f"{_SCHEDULE} zb-v", lambda p: _schedule(p) == "zb-v", needs=("pp",)),
-            Feature(
-                "dualpipev", f"{_SCHEDULE} dualpipe-v", lambda p: _schedule(p) == "dualpipe-v", needs=("pp",)
+            *(
+                Feature(
+                    word_of_schedule(name),
+                    "" if name == ONE_CHUNK else flags_of_schedule(name),
+                    lambda p, name=name: p.config.parallel.pipeline_schedule == name,  # type: ignore[misc]
+                    needs=() if name == ONE_CHUNK else ("pp",),
+                )
+                for name in PIPELINE_SCHEDULES
             ),
         ),
         is_layout=True,

@@ -25,6 +25,7 @@ from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
 from megatrain.config.parity_features.parallelism import PARALLEL_OPTIONS
 from megatrain.config.parity_features.training import TRAINING_OPTIONS
 from megatrain.config.plan import Draft
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.config.schema.tree import flag_of
 
 OPTIONS: Final = (*PARALLEL_OPTIONS, *EXPERT_OPTIONS, *TRAINING_OPTIONS)
@@ -38,11 +39,12 @@ REFUSED_PAIRS: Final[tuple[RefusedPair, ...]] = (
     ),
     *(
         RefusedPair(
-            (schedule, "moeoverlap"),
+            (word_of_schedule(name), "moeoverlap"),
             "it combines no forward and backward passes",
             "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
-        for schedule in ("zbh1", "zbv")
+        for name, traits in PIPELINE_SCHEDULES.items()
+        if name != ONE_CHUNK and not traits.overlaps_passes
     ),
     RefusedPair(
         ("muon", "offload"),

@@ -8,6 +8,7 @@ from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, divisors, multiples, use
 from megatrain.config.plan import Draft
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, names_of
 
 Problems = Iterator[Problem]
 
@@ -269,13 +270,13 @@ def experts_overlap_one_way(draft: Draft) -> Problems:
 
 
 def overlapped_passes_are_combined(draft: Draft) -> Problems:
-    """Zero-bubble schedules, which combine none either, are pairs that the table of features refuses."""
+    """Other schedules that combine none are pairs that the table of features refuses."""
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and parallel.pipeline_schedule == "1f1b":
+    if overlaps and pp > 1 and parallel.pipeline_schedule == ONE_CHUNK:
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
-            " interleaved or dualpipe-v: 1f1b combines no passes",
+            f" {names_of(lambda one: one.overlaps_passes)}: {ONE_CHUNK} combines no passes",
             "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
 

@@ -69,7 +69,7 @@ class ExpertsConfig(CheckedSection):
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"  # noqa: S105
     """Communication of tokens to experts on other ranks: all-gather all tokens, or send each to its experts by all-to-all."""
     overlap_moe_expert_parallel_comm: bool = False
-    """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. With several pipeline ranks it requires --pipeline-schedule interleaved or dualpipe-v."""
+    """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. With several pipeline ranks it requires a --pipeline-schedule that runs passes together: see docs/parallelism.md."""
     moe_alltoall_as_allgather: bool = AUTO
     """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts, and memory holds every possible assignment. auto: where nearly all tokens go to each rank anyway, and the activations of experts take at most twice the memory of an even load. Not in Megatron-LM."""
 

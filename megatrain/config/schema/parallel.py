@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, CheckedSection, in_range
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
+from megatrain.config.schema.values import AUTO, CheckedSection, in_range, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,11 @@ class ParallelConfig(CheckedSection):
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Pipeline-parallel size (pp): number of stages."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = AUTO
-    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
+    pipeline_schedule: str = field(
+        default=AUTO,
+        metadata=one_of({name: traits.shape for name, traits in PIPELINE_SCHEDULES.items()}),
+    )
+    """Pipeline schedule. auto: interleaved with several model chunks per rank, else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = field(default=None, metadata=in_range(at_least=1))
     """Model chunks per pipeline rank (virtual stages)."""
     num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=in_range(at_least=1))
