@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, Final
 
 from megatrain.config.errors import ConfigError
+from megatrain.config.schema.tree import Config, flag_of
+
+USER_FUNCTIONS: Final = ("data.dataset", "training.loss", "logging.callbacks")
+"""Settings that name a function or a class. The digest of its file is in the setting of the same name with `_digest`."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class UserFunction:
         return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
+def user_function(config: Config, setting: str) -> UserFunction | None:
+    """Return the function that one of `USER_FUNCTIONS` names; None: it names none."""
+    text = config.get(setting)
+    return None if text is None else UserFunction.parse(text, flag_of(setting))
+
+
 def _file_of(module: str) -> Path:
     """Return the file of a module. Neither it nor a package that it is in is imported."""
     if module.endswith(".py"):
@@ -119,19 +131,33 @@ def _file_of(module: str) -> Path:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Run the bytes of a file as a module, so that what is run has the digest that was compared."""
+    """Run the bytes of a file as a module, so that the code that runs has the digest that was compared."""
     text = path.read_bytes()
     name = f"{path.stem}_{_digest(str(path.resolve()).encode() + text)}"
     if name not in sys.modules:
-        module = ModuleType(name)
-        module.__file__ = str(path)
+        spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path), text))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look their module up
         try:
-            exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102 (the user's own file)
+            spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs these bytes, never a compiled copy, which may be of an older file."""
+
+    def __init__(self, name: str, path: str, text: bytes) -> None:
+        super().__init__(name, path)
+        self.text = text
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        """Compile the bytes."""
+        return self.source_to_code(self.text, self.path)
 
 
 def _digest(text: bytes) -> str:
