@@ -14,6 +14,7 @@ from typing import Any, Final
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.tree import section_types
 from megatrain.config.schema.values import Range, is_resolved
 from megatrain.optim.sharded import WEIGHT
@@ -61,7 +62,11 @@ _STATE: Final = record(
     {
         "consumed_valid_samples": _COUNT,
         "scheduled_samples": _COUNT,
-        "schedule": record_of(ScheduleValues, within=Range(at_least=0.0)),
+        "schedule": record_of(
+            ScheduleValues,
+            within=Range(at_least=0.0),
+            may_lack=("lr_decay_digest", *(entry.name for entry in dataclasses.fields(LrDecay))),
+        ),
         "loss_scale": _loss_scale,
         "expert_biases": map_of(list_of(number())),
         "has_optimizer": flag,

@@ -177,6 +177,8 @@ class Facts:
     """The custom layers of --spec."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files of the user's functions, by the setting that names the function."""
+    lr_decay_digest: str | None = None
+    """Digest of the file that --lr-decay-style names."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
     module_precision: str | None = None

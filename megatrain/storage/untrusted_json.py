@@ -162,7 +162,8 @@ def record_of(
     """
     hints = typing.get_type_hints(kind)
     fields = {
-        field.name: _of_type(hints[field.name], field.metadata.get("range", within))
+        field.name: _choice(field.metadata)
+        or _of_type(hints[field.name], field.metadata.get("range", within))
         for field in dataclasses.fields(kind)
     }
     required = {name: check for name, check in fields.items() if is_complete and name not in may_lack}
@@ -188,6 +189,19 @@ def json_object(value: Any, name: str) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """Return a short form of a value for a message."""
     return reprlib.repr(value)
+
+
+def _choice(metadata: Mapping[str, Any]) -> Check | None:
+    """Return the check of a field with choices, None for another field. A function of the user's own is `file.py:name`."""
+    if "meanings" not in metadata:
+        return None
+    one = text(tuple(metadata["meanings"]))
+
+    def check(value: Any, name: str) -> None:
+        is_function = metadata.get("accepts_function") and isinstance(value, str) and ":" in value
+        (text() if is_function else one)(value, name)
+
+    return check
 
 
 def _of_type(hint: Any, within: Bounds | None) -> Check:

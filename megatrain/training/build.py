@@ -14,7 +14,6 @@ from megatrain.config import Plan
 from megatrain.config.derive.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.derive.ranks import experts_are_split
-from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.config.module_precision import Recipe
 from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
@@ -23,7 +22,7 @@ from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
-from megatrain.optim.lr_schedule import HyperparamSchedules
+from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
@@ -34,12 +33,11 @@ from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
-from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 
 
@@ -143,12 +141,9 @@ def build_pipeline(plan: Plan) -> PipelineSchedule:
     """Return the schedules of the pipeline."""
     parallel = plan.config.parallel
     kind = parallel.pipeline_schedule
-    placement = Placement(
-        parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks, is_v=kind in V_SHAPED
-    )
     return PipelineSchedule(
         kind,
-        placement,
+        placement_of(kind, parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks),
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
         posts_receives=parallel.overlap_p2p_communication,
         combines=_overlaps_passes(plan),
@@ -269,12 +264,12 @@ def build_loss_scaler(plan: Plan) -> LossScaler:
 def build_schedules(plan: Plan) -> HyperparamSchedules:
     """Build the schedules of learning rates and weight decay."""
     values = plan.derived.schedule
-    rate = values.rate
+    rate = LrSchedule.of(values)
     of_kind = {kind: group for group in plan.derived.lr_groups.groups for kind in group.kinds}
     return HyperparamSchedules(
         lr=rate,
         lr_by_kind={
-            kind: dataclasses.replace(rate, peak=group.lr, floor=group.min_lr)
+            kind: dataclasses.replace(rate, lr=group.lr, min_lr=group.min_lr)
             for kind, group in of_kind.items()
         },
         eps_scales={kind: group.eps_scale for kind, group in of_kind.items()},

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatrain.config import parse
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, flags_of_schedule
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.collectives import all_reduce, begin_receive, begin_send, gather_json
 from megatrain.parallel.grid import RankGrid
@@ -50,13 +51,7 @@ MODELS = {
         " --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-4 --eval-iters 0"
     ),
 }
-SCHEDULES = {
-    "1f1b": "--pipeline-schedule 1f1b",
-    "interleaved": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-    "zb-h1": "--pipeline-schedule zb-h1",
-    "zb-v": "--pipeline-schedule zb-v",
-    "dualpipe-v": "--pipeline-schedule dualpipe-v",
-}
+SCHEDULES = {name: flags_of_schedule(name) for name in PIPELINE_SCHEDULES}
 
 
 def main() -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, flags_of_schedule
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -21,11 +23,7 @@ FLAGS = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 4"
 STAGES = "--pipeline-model-parallel-size"
 LAYOUTS = {
-    "1f1b": f"{STAGES} 4",
-    "interleaved": f"{STAGES} 4 --num-virtual-stages-per-pipeline-rank 2",
-    "zb-h1": f"{STAGES} 4 --pipeline-schedule zb-h1",
-    "zb-v": f"{STAGES} 4 --pipeline-schedule zb-v",
-    "dualpipe-v": f"{STAGES} 4 --pipeline-schedule dualpipe-v",
+    **{name: f"{STAGES} 4 {flags_of_schedule(name)}" for name in PIPELINE_SCHEDULES},
     "pp2 tp2": f"{STAGES} 2 --tensor-model-parallel-size 2 --sequence-parallel",
     "pp2 dp2": f"{STAGES} 2",
     "ep4": EXPERTS,

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from megatrain.config import Facts, StoredRun, parse, resolve
-from megatrain.config.derive.schedule_formulas import LrSchedule, WeightDecaySchedule
+from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.plan import Plan
+from megatrain.config.schema.lr_decay import LR_STYLES, STYLE_SETTINGS, LrDecay
+from megatrain.config.schema.optimizer import ScheduleConfig
+from megatrain.config.schema.tree import settings
+from megatrain.optim.lr_schedule import LR_FORMULAS, LrSchedule, WeightDecaySchedule
 from megatrain.training.build import build_schedules
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
@@ -21,15 +25,21 @@ WORKING = (
 
 
 def lr_schedule(arguments: dict[str, Any]) -> LrSchedule:
-    return LrSchedule(
-        style=arguments["lr_decay_style"],
-        peak=arguments["max_lr"],
-        floor=arguments["min_lr"],
-        init=arguments["init_lr"],
-        warmup_samples=arguments["lr_warmup_steps"],
-        decay_samples=arguments["lr_decay_steps"],
-        wsd_style=arguments.get("lr_wsd_decay_style", "exponential"),
-        wsd_samples=arguments.get("wsd_decay_steps"),
+    return LrSchedule.of(
+        ScheduleValues(
+            lr=arguments["max_lr"],
+            min_lr=arguments["min_lr"],
+            lr_warmup_init=arguments["init_lr"],
+            lr_warmup_samples=arguments["lr_warmup_steps"],
+            lr_decay_samples=arguments["lr_decay_steps"],
+            lr_decay_style=arguments["lr_decay_style"],
+            lr_wsd_decay_style=arguments.get("lr_wsd_decay_style", "exponential"),
+            lr_wsd_decay_samples=arguments.get("wsd_decay_steps"),
+            start_weight_decay=arguments["start_wd"],
+            end_weight_decay=arguments["end_wd"],
+            weight_decay_incr_style=arguments["wd_incr_style"],
+            weight_decay_incr_samples=arguments["wd_incr_steps"],
+        )
     )
 
 
@@ -54,7 +64,7 @@ def test_schedules_are_megatrons(case: dict[str, Any]) -> None:
         pairs = rows if "param_group_overrides" in case else [rows]
         for group, (lr, wd) in zip(overrides, pairs, strict=True):
             own = dataclasses.replace(
-                rate, peak=group.get("max_lr", rate.peak), floor=group.get("min_lr", rate.floor)
+                rate, lr=group.get("max_lr", rate.lr), min_lr=group.get("min_lr", rate.min_lr)
             )
             own_decay = dataclasses.replace(
                 decay, start=group.get("start_wd", decay.start), end=group.get("end_wd", decay.end)
@@ -132,8 +142,8 @@ def test_a_restored_schedule_is_megatrons(row: dict[str, Any]) -> None:
             restored(row)
         return
     schedules = build_schedules(restored(row))
-    assert schedules.lr.peak == row["max_lr"]
-    assert schedules.lr.decay_samples == row["lr_decay_steps"]
+    assert schedules.lr.lr == row["max_lr"]
+    assert schedules.lr.lr_decay_samples == row["lr_decay_steps"]
     now, later = schedules.at(row["num_steps"]), schedules.at(row["num_steps"] + 100)
     assert [now.lr, now.weight_decay] == [exactly(row["lr"]), exactly(row["wd"])]
     assert [later.lr, later.weight_decay] == [
@@ -157,3 +167,49 @@ def test_embedding_and_output_layer_may_have_their_own_learning_rate() -> None:
     assert [schedules.at(n).lr_of("embedding") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
     assert [schedules.at(n).lr_of("output") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
     assert [schedules.at(n).lr_of("positions") for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
+
+
+def test_every_style_has_a_formula_and_a_meaning() -> None:
+    assert LR_STYLES.keys() == LR_FORMULAS.keys()
+    assert all(style.shape for style in LR_STYLES.values())
+
+
+def test_settings_of_single_styles_are_those_that_a_checkpoint_stores_or_their_lengths_in_iterations() -> (
+    None
+):
+    stored = {entry.name for entry in dataclasses.fields(LrDecay)} - {"lr_decay_style"}
+    given = {entry.name for entry in dataclasses.fields(ScheduleConfig)}
+    assert stored <= set(STYLE_SETTINGS) <= given
+    assert all(name.replace("_iters", "_samples") in stored for name in STYLE_SETTINGS)
+    assert all(style.final_decay in (None, *style.settings) for style in LR_STYLES.values())
+
+
+@pytest.mark.parametrize("name", LR_STYLES)
+def test_what_a_style_says_of_itself_is_true_of_its_formula(name: str) -> None:
+    def rates(**changed: Any) -> list[float]:
+        arguments: dict[str, Any] = {
+            "lr": 1e-3,
+            "lr_warmup_init": 0.0,
+            "lr_warmup_samples": 10,
+            "lr_decay_samples": 100,
+        }
+        given = {**arguments, "min_lr": 1e-4, "lr_decay_style": name, "lr_wsd_decay_samples": 20, **changed}
+        decay: dict[str, Any] = {
+            "start_weight_decay": 0.1,
+            "end_weight_decay": 0.1,
+            "weight_decay_incr_style": "constant",
+        }
+        schedule = LrSchedule.of(ScheduleValues(**given, **decay, weight_decay_incr_samples=100))
+        return [schedule.at(samples) for samples in (0, 10, 11, 50, 80, 81, 90, 100, 101, 500)]
+
+    style = LR_STYLES[name]
+    assert (rates() != rates(min_lr=2e-4)) == (rates() != rates(lr_decay_samples=90)) == style.decays
+    assert (rates()[7] == 1e-4) == style.reaches_min_lr
+    assert (rates()[-1] == 1e-4) == style.decays
+    assert (rates()[4] == 1e-3) == (style.final_decay is not None or not style.decays)
+    if style.final_decay is not None:
+        assert rates(**{style.final_decay: 50})[4] < 1e-3
+    for setting in settings():
+        if setting.name in style.settings and not setting.name.endswith("_iters"):
+            other = setting.choices[-1] if setting.choices else {int: 50, float: 0.7}[setting.kind]
+            assert rates(**{setting.name: other}) != rates(), f"the formula does not read {setting.name}"

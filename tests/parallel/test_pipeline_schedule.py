@@ -5,17 +5,23 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
 from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 from megatrain.parallel.pipeline.schedule import (
+    ACTIONS,
     PipelineSchedule,
-    ScheduleKind,
     forward_only,
     interleaved,
     one_forward_one_backward,
+    placement_of,
     with_split_backward,
 )
 from megatrain.parallel.pipeline.simulator import ScheduleError, Simulation, StageCosts, simulate
+
+
+def of_kind(name: str, ranks: int, chunks: int = 2) -> PipelineSchedule:
+    return PipelineSchedule(name, placement_of(name, ranks, PIPELINE_SCHEDULES[name].num_chunks or chunks))
 
 
 def simulated(schedule: PipelineSchedule, num_microbatches: int) -> Simulation:
@@ -145,8 +151,10 @@ def peak_bounds(schedule: PipelineSchedule, count: int) -> list[int]:
             bounds = [2 * ranks] * ranks
         case "dualpipe-v":
             bounds = [2 * ranks + 1] * ranks
-        case _:
+        case "1f1b" | "zb-h1":
             bounds = [ranks - rank for rank in range(ranks)]
+        case _:
+            bounds = [chunks * count] * ranks
     return [min(bound, chunks * count) for bound in bounds]
 
 
@@ -157,14 +165,11 @@ def test_random_numbers_of_ranks_chunks_and_microbatches(number: int) -> None:
     """No deadlock, the duration of the formula, the peak within its bound; the simulator also finds passes that run
     twice, lack their input, or are missing."""
     for ranks, chunks, count, more in SAMPLES[number::200]:
-        in_v = Placement(ranks, 2, is_v=True)
+        kinds = [of_kind(name, ranks, chunks) for name in PIPELINE_SCHEDULES]
         schedules = [
-            PipelineSchedule("1f1b", Placement(ranks)),
+            *(replace(one, posts_receives=number % 2 == 0) for one in kinds),
             PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more * (number % 2)),
             PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more, combines=True),
-            PipelineSchedule("zb-h1", Placement(ranks), posts_receives=number % 2 == 0),
-            PipelineSchedule("zb-v", in_v),
-            PipelineSchedule("dualpipe-v", in_v),
         ]
         for schedule in schedules:
             placement = schedule.placement
@@ -180,13 +185,36 @@ def test_random_numbers_of_ranks_chunks_and_microbatches(number: int) -> None:
                     assert sum(one.kind is kind for one in passes) == count * placement.num_chunks
 
 
-ALL_KINDS = [
-    PipelineSchedule("1f1b", Placement(4)),
-    PipelineSchedule("interleaved", Placement(4, 2)),
-    PipelineSchedule("zb-h1", Placement(4)),
-    PipelineSchedule("zb-v", Placement(4, 2, is_v=True)),
-    PipelineSchedule("dualpipe-v", Placement(4, 2, is_v=True)),
-]
+ALL_KINDS = [of_kind(name, 4) for name in PIPELINE_SCHEDULES]
+
+
+def test_every_schedule_has_actions() -> None:
+    assert PIPELINE_SCHEDULES.keys() == ACTIONS.keys()
+    assert PIPELINE_SCHEDULES[ONE_CHUNK].num_chunks == 1
+    assert PIPELINE_SCHEDULES[SEVERAL_CHUNKS].num_chunks is None
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_schedule_says_of_itself_is_true_of_its_actions(name: str, ranks: int) -> None:
+    traits, schedule, count = PIPELINE_SCHEDULES[name], of_kind(name, ranks), 4 * ranks
+    chunks = schedule.placement.num_chunks
+    result = simulated(schedule, count)
+    waiting = result.duration - 3 * chunks * count
+    assert waiting == pytest.approx((traits.bubble or 1 / chunks) * 3 * chunks * (ranks - 1))
+    if traits.in_flight is not None:
+        planned = [traits.in_flight(ranks, rank, chunks, count) * chunks for rank in range(ranks)]
+        assert planned[0] == result.peak_activations[0]
+        assert all(a >= b for a, b in zip(planned, result.peak_activations, strict=True))
+
+    def actions(one: PipelineSchedule) -> list[Action]:
+        return [action for rank in range(ranks) for action in one.training(rank, count)]
+
+    kinds = {one.kind for action in actions(schedule) for one in action.passes}
+    assert (ActionKind.WEIGHT in kinds) == traits.splits_backward
+    combining = actions(replace(schedule, combines=True))
+    assert any(len(action.passes) > 1 for action in combining) == traits.overlaps_passes
+    assert (actions(replace(schedule, group_size=2 * ranks)) != actions(schedule)) == traits.has_groups
 
 
 @pytest.mark.parametrize("schedule", ALL_KINDS, ids=lambda one: one.kind)
@@ -289,11 +317,9 @@ def test_evaluation_runs_forward_only(placement: Placement) -> None:
     simulate(schedules, placement=placement)
 
 
-@pytest.mark.parametrize("kind", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("kind", [name for name, traits in PIPELINE_SCHEDULES.items() if traits.is_v])
 @pytest.mark.parametrize("count", [1, 3, 9])
-def test_the_first_segments_weight_gradient_is_the_last_of_its_microbatch(
-    kind: ScheduleKind, count: int
-) -> None:
+def test_the_first_segments_weight_gradient_is_the_last_of_its_microbatch(kind: str, count: int) -> None:
     """Rank 0 of a V has the embedding and the head, which may share a weight."""
     actions = PipelineSchedule(kind, Placement(4, 2, is_v=True)).training(0, count)
     passes = [one for action in actions for one in action.passes if one.kind is not ActionKind.FORWARD]

@@ -57,7 +57,7 @@ def _add_flag(group: Any, setting: Setting, text: str) -> None:
 
 def _metavar(setting: Setting) -> str:
     if setting.choices:
-        words = "{" + ",".join(setting.choices) + "}"
+        words = "{" + ",".join([*setting.choices, *(["FILE.py:FUNCTION"] * setting.accepts_function)]) + "}"
         return f"[{words}]" if setting.alone else words
     word = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}[setting.kind]
     return f"{word} ..." if setting.is_list else word

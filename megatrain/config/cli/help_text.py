@@ -1,6 +1,7 @@
 """Help texts: the docstrings under the fields of config/schema/, read from the source when help is printed."""
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 
@@ -15,10 +16,17 @@ def section_help(section: str) -> str:
 
 def field_help() -> dict[str, str]:
     """Return the help text of each setting, by path."""
+    meanings = {
+        setting.path: "; ".join(f"{choice}: {meaning}" for choice, meaning in setting.meanings.items())
+        for setting in settings()
+    }
     return {
-        f"{section}.{name}": text
+        path: f"{text} {meanings[path]}." if meanings[path] else text
         for section, cls in section_types().items()
-        for name, text in _field_docs(cls).items()
+        for base in reversed(cls.__mro__)
+        if dataclasses.is_dataclass(base)
+        for name, text in _field_docs(base).items()
+        for path in (f"{section}.{name}",)
     }
 
 

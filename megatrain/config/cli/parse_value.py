@@ -12,6 +12,7 @@ from megatrain.config.errors import is_unicode
 from megatrain.config.megatron.flag_table import REPLACED_CHOICES, UNSUPPORTED_CHOICES
 from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import AUTO
+from megatrain.config.user_function import UserFunction
 
 # More than any count needs, and few enough that products of several counts are finite floats.
 _MAX_DIGITS: Final = 24
@@ -75,6 +76,7 @@ def accepted_values(setting: Setting) -> str:
     """Describe the values that a setting accepts: `a whole number at least 1, or auto`."""
     if setting.choices:
         words = " or ".join(setting.choices)
+        words += " or a function such as my_file.py:my_function" * setting.accepts_function
     elif setting.is_list:
         words = "one or more " + {int: "whole numbers", float: "numbers", str: "texts"}[setting.kind]
     else:
@@ -87,7 +89,8 @@ def accepted_values(setting: Setting) -> str:
 
 
 def _choice(setting: Setting, text: str) -> str:
-    if text in setting.choices:
+    is_function = setting.accepts_function and UserFunction.parse(text, setting.flag) is not None
+    if text in setting.choices or is_function:
         return text
     by_lower = {choice.lower(): choice for choice in setting.choices}
     elsewhere = REPLACED_CHOICES.get(setting.flag, {})

@@ -15,35 +15,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
-from megatrain.config.derive.schedule_formulas import LrSchedule
+from megatrain.config.schema.lr_decay import LR_STYLES, LrDecay
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.optimizer import (
-    LrDecayStyle,
-    OptimizerConfig,
-    WeightDecayStyle,
-    WsdDecayStyle,
-)
+from megatrain.config.schema.optimizer import OptimizerConfig, WeightDecayStyle
+from megatrain.config.schema.tree import flag_of
+from megatrain.config.user_function import UserFunction
 
 _NAMES: Final = {
-    "lr": "--lr",
-    "min_lr": "--min-lr",
-    "decoupled_lr": "--decoupled-lr",
-    "decoupled_min_lr": "--decoupled-min-lr",
-    "lr_warmup_init": "--lr-warmup-init",
-    "lr_decay_style": "--lr-decay-style",
+    "lr_decay_digest": "digest of the file of --lr-decay-style",
     "lr_warmup_samples": "samples of warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction)",
     "lr_decay_samples": "samples until the decay ends (--lr-decay-iters, --lr-decay-samples, the end of training)",
-    "lr_wsd_decay_style": "--lr-wsd-decay-style",
     "lr_wsd_decay_samples": "samples of the WSD decay (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
-    "start_weight_decay": "--start-weight-decay",
-    "end_weight_decay": "--end-weight-decay",
-    "weight_decay_incr_style": "--weight-decay-incr-style",
     "weight_decay_incr_samples": "samples until weight decay stops increasing (the end of training)",
 }
+"""Names of values that are not those of a flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleValues:
+class ScheduleValues(LrDecay):
     """Settings of the schedules. Lengths are numbers of samples."""
 
     lr: float
@@ -51,11 +40,10 @@ class ScheduleValues:
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
     lr_warmup_init: float = 0.0
-    lr_decay_style: LrDecayStyle
     lr_warmup_samples: float
     lr_decay_samples: int
-    lr_wsd_decay_style: WsdDecayStyle
-    lr_wsd_decay_samples: int | None
+    lr_decay_digest: str | None = None
+    """Digest of the file with the user's own schedule."""
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: WeightDecayStyle
@@ -64,51 +52,41 @@ class ScheduleValues:
     def __str__(self) -> str:
         decay = self.start_weight_decay
         increase = "" if decay == self.end_weight_decay else f" to {self.end_weight_decay:g}"
-        end = "" if self.lr_decay_style == "constant" else f" at sample {self.lr_decay_samples}"
+        end = f" at sample {self.lr_decay_samples}" if self.style.decays else ""
         return (
             f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}{end}, weight decay {decay:g}{increase}"
         )
 
     @property
-    def rate(self) -> LrSchedule:
-        """The schedule of the learning rate."""
-        return LrSchedule(
-            style=self.lr_decay_style,
-            peak=self.lr,
-            floor=self.min_lr,
-            init=self.lr_warmup_init,
-            warmup_samples=self.lr_warmup_samples,
-            decay_samples=self.lr_decay_samples,
-            wsd_style=self.lr_wsd_decay_style,
-            wsd_samples=self.lr_wsd_decay_samples,
-        )
+    def function(self) -> UserFunction | None:
+        """The user's own schedule; None: the style is one of `LR_STYLES`."""
+        if self.lr_decay_style in LR_STYLES:
+            return None
+        return UserFunction.parse(self.lr_decay_style, "--lr-decay-style")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores."""
-        return dataclasses.asdict(self)
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(ScheduleValues)}
 
     def changes(self, stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return flag, stored value and current value of each difference that has an effect. A value that the checkpoint lacks counts as equal."""
-        current = self.to_dict()
         return [
-            (flag, stored[name], current[name])
-            for name, flag in _NAMES.items()
-            if name in stored and stored[name] != current[name] and self._has_effect(name)
+            (_NAMES.get(name, flag_of(name)), stored[name], now)
+            for name, now in self.to_dict().items()
+            if name in stored and stored[name] != now and self._has_effect(name)
         ]
 
     def _has_effect(self, name: str) -> bool:
         match name:
-            case "lr_wsd_decay_style" | "lr_wsd_decay_samples":
-                return self.lr_decay_style == "WSD"
             case "lr_warmup_init":
                 return self.lr_warmup_samples > 0
             case "lr_decay_samples" | "min_lr" | "decoupled_min_lr":
-                return self.lr_decay_style != "constant"
+                return self.style.decays
             case "weight_decay_incr_samples":
                 return self.weight_decay_incr_style != "constant"
             case "start_weight_decay":  # equals the end value, which is reported
                 return self.weight_decay_incr_style != "constant"
-        return True
+        return self.reads(name)
 
 
 ParamKind = Literal["matrix", "vector", "embedding", "positions", "output"]

@@ -22,6 +22,7 @@ from math import inf
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
 from megatrain.config.schema.values import UnresolvedError
 
 
@@ -62,11 +63,11 @@ def mtp_stage(draft: Draft) -> DerivedValue:
 def pipeline_schedule(draft: Draft) -> DerivedValue:
     """Derive the schedule for an open --pipeline-schedule."""
     if draft.config.parallel.pipeline_model_parallel_size == 1:
-        return DerivedValue("1f1b", "one stage")
+        return DerivedValue(ONE_CHUNK, "one stage")
     chunks = draft.derived.pipeline_chunks
     if chunks == 1:
-        return DerivedValue("1f1b", "1 model chunk per rank")
-    return DerivedValue("interleaved", f"{chunks} model chunks per rank")
+        return DerivedValue(ONE_CHUNK, "1 model chunk per rank")
+    return DerivedValue(SEVERAL_CHUNKS, f"{chunks} model chunks per rank")
 
 
 def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
@@ -94,16 +95,16 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
 def _schedule_problems(draft: Draft, chunks: int) -> Iterator[Problem]:
     """Yield the problem of a schedule that has another number of model chunks."""
     schedule, pp = draft.config.parallel.pipeline_schedule, draft.config.parallel.pipeline_model_parallel_size
-    needed = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}.get(schedule, chunks)
-    if pp > 1 and chunks != needed:
+    needed = PIPELINE_SCHEDULES[schedule].num_chunks
+    if pp > 1 and needed is not None and chunks != needed:
         yield Problem(
             f"--pipeline-schedule {schedule} has {needed} model chunk{'s' * (needed > 1)} per rank, not {chunks}",
             f"use --num-virtual-stages-per-pipeline-rank {needed}, or remove --pipeline-schedule",
         )
-    if pp > 1 and schedule == "interleaved" and chunks == 1:
+    if pp > 1 and needed is None and chunks == 1:
         yield Problem(
-            "--pipeline-schedule interleaved requires several model chunks per rank",
-            "add --num-virtual-stages-per-pipeline-rank 2, or use --pipeline-schedule 1f1b",
+            f"--pipeline-schedule {schedule} requires several model chunks per rank",
+            f"add --num-virtual-stages-per-pipeline-rank 2, or use --pipeline-schedule {ONE_CHUNK}",
         )
 
 
@@ -144,10 +145,9 @@ def _chunks(draft: Draft) -> tuple[int, str]:
                 "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
             )
         return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
-    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else None
-    if schedule in ("zb-v", "dualpipe-v"):
-        return 2, f"--pipeline-schedule {schedule}"
-    return 1, "default"
+    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else ONE_CHUNK
+    needed = PIPELINE_SCHEDULES[schedule].num_chunks or 1
+    return needed, "default" if needed == 1 else f"--pipeline-schedule {schedule}"
 
 
 def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], str]:

@@ -10,6 +10,7 @@ from megatrain.config.derive.datasets import split_problems
 from megatrain.config.derive.lr_schedule import ScheduleValues, group_learning_rates
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.values import UnresolvedError, whole
 
 
@@ -144,10 +145,7 @@ def lr_decay_samples(draft: Draft) -> DerivedValue:
     if schedule.lr_decay_iters is not None:
         return _samples_of(draft, schedule.lr_decay_iters)
     samples, end = _samples_of_training(draft), draft.derived.train_samples
-    if (
-        schedule.lr_decay_style == "constant"
-        or abs(samples.value - end) < draft.config.training.global_batch_size
-    ):
+    if not schedule.style.decays or abs(samples.value - end) < draft.config.training.global_batch_size:
         return DerivedValue(samples.value, "to the end of training")
     return DerivedValue(samples.value, f"{samples.reason}; training ends at sample {end}")
 
@@ -190,11 +188,13 @@ def schedule(draft: Draft) -> DerivedValue:
         decoupled_lr=optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.decoupled_min_lr,
         lr_warmup_init=config.lr_warmup_init,
-        lr_decay_style=config.lr_decay_style,
+        **{
+            entry.name: getattr(derived if hasattr(derived, entry.name) else config, entry.name)
+            for entry in dataclasses.fields(LrDecay)
+        },
+        lr_decay_digest=draft.facts.lr_decay_digest,
         lr_warmup_samples=derived.lr_warmup_samples,
         lr_decay_samples=derived.lr_decay_samples,
-        lr_wsd_decay_style=config.lr_wsd_decay_style,
-        lr_wsd_decay_samples=derived.lr_wsd_decay_samples,
         start_weight_decay=start,
         end_weight_decay=end,
         weight_decay_incr_style=config.weight_decay_incr_style,
@@ -202,7 +202,8 @@ def schedule(draft: Draft) -> DerivedValue:
     )
     stored = _schedule_of_checkpoint(draft)
     if stored:
-        return DerivedValue(dataclasses.replace(given, **stored), "the checkpoint's")
+        values = dataclasses.replace(given, **{"lr_decay_digest": None, **stored})
+        return DerivedValue(values, "the checkpoint's")
     return DerivedValue(given, "of this run")
 
 

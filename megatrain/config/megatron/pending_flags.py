@@ -6,11 +6,13 @@
 from typing import Final
 
 from megatrain.config.megatron.answer import pending
+from megatrain.config.schema.pipeline_schedules import names_of
 
 PENDING_FLAGS: Final = (
     pending(
         "delayed weight gradients in other schedules than zero bubble",
-        "--pipeline-schedule zb-h1, zb-v and dualpipe-v compute weight gradients, the head's too, while a stage would wait",
+        f"--pipeline-schedule {names_of(lambda one: one.splits_backward, 'and')} compute weight gradients, the head's too,"
+        " while a stage would wait",
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*",
     ),
     pending(

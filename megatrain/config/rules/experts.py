@@ -8,6 +8,7 @@ from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, divisors, multiples, use
 from megatrain.config.plan import Draft
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, names_of
 
 Problems = Iterator[Problem]
 
@@ -247,10 +248,10 @@ def overlapped_passes_are_combined(draft: Draft) -> Problems:
     parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
     schedule = parallel.pipeline_schedule
     overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and schedule in ("1f1b", "zb-h1", "zb-v"):
+    if overlaps and pp > 1 and not PIPELINE_SCHEDULES[schedule].overlaps_passes:
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
-            f" interleaved or dualpipe-v: {schedule} combines no passes",
+            f" {names_of(lambda one: one.overlaps_passes)}: {schedule} combines no passes",
             "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
         )
 

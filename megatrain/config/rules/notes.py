@@ -120,11 +120,10 @@ def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
     batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    last_rate = schedule.rate.at(max(end - batch, 0))
-    if is_trained and schedule.lr_decay_style != "constant" and schedule.lr_decay_samples - end >= batch:
+    if is_trained and schedule.style.decays and schedule.lr_decay_samples - end >= batch:
         yield (
-            f"the run ends at sample {end}, before the decay of the learning rate ends at sample {schedule.lr_decay_samples}:"
-            f" the last iteration has {last_rate:.4g}, and --min-lr is {schedule.min_lr:g}"
+            f"the run ends at sample {end}, before the decay of the learning rate to --min-lr {schedule.min_lr:g} ends at"
+            f" sample {schedule.lr_decay_samples}"
         )
 
 
@@ -133,13 +132,8 @@ def last_iterations_have_no_learning_rate(draft: Draft) -> Iterator[str]:
     batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    past = (end - schedule.lr_decay_samples) // batch
-    if (
-        is_trained
-        and schedule.lr_decay_style != "constant"
-        and past > 0
-        and schedule.rate.at(end - batch) == 0
-    ):
+    past = (end - schedule.lr_decay_samples - (not schedule.style.reaches_min_lr)) // batch
+    if is_trained and schedule.style.decays and past > 0 and schedule.min_lr == 0:
         which = f"the last {past} iterations have" if past > 1 else "the last iteration has"
         yield (
             f"{which} a learning rate of 0, since the decay ends at sample {schedule.lr_decay_samples} of {end}"

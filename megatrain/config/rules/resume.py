@@ -236,14 +236,28 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
         own = draft.derived.schedule
         former = dataclasses.replace(own, **stored.schedule)
-        next_iteration, samples = stored.iteration + 1, stored.scheduled_samples
-        samples = stored.consumed_train_samples if samples is None else samples
         yield Problem(
             f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
             _batch_of_checkpoint(draft)
-            + "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
-            f" {own.rate.at(samples):.4g} at iteration {next_iteration}), or --use-checkpoint-opt-param-scheduler to use those of"
-            f" the checkpoint (learning rate {former.rate.at(samples):.4g})",
+            + "add --override-opt-param-scheduler to use the schedules of this run, or"
+            " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
+        )
+
+
+def schedule_of_checkpoint_is_available(draft: Draft) -> Iterator[Problem]:
+    """No code is run that only a checkpoint names, or that has changed."""
+    schedule, given = draft.derived.schedule, draft.config.schedule.lr_decay_style
+    name, found = schedule.lr_decay_style, draft.facts.lr_decay_digest
+    if schedule.function is not None and given != name:
+        yield Problem(
+            f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
+            f"add --lr-decay-style {name} if you trust that code",
+        )
+    elif schedule.lr_decay_digest not in (None, found):
+        yield Problem(
+            f"--lr-decay-style {name}: the file has changed, its digest is {found}, and that of the checkpoint is"
+            f" {schedule.lr_decay_digest}",
+            "use the file of that run, or replace --use-checkpoint-opt-param-scheduler by --override-opt-param-scheduler",
         )
 
 
@@ -409,6 +423,7 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     tokenizer_matches_checkpoint,
     vocabulary_is_in_the_folder,
     schedules_match_checkpoint,
+    schedule_of_checkpoint_is_available,
     checkpoint_has_optimizer_state,
     missing_checkpoint_has_one_answer,
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatrain.config.schema.lr_decay import LrDecay, read_by
 from megatrain.config.schema.needs import none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
@@ -13,10 +14,6 @@ _MUON = one_of("optimizer.optimizer", "muon")
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _DELAYED = one_of("precision.fp8_recipe", "delayed")
 
-LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-"""Learning-rate schedules after the warm-up; `optim/lr_schedule.py` has their formulas."""
-WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-"""Shapes of the final decay of WSD."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 """Schedules of weight decay."""
 
@@ -80,19 +77,13 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Section, on_resume=SCHEDULE, taken_by=EVALUATION):
+class ScheduleConfig(LrDecay):
     """Schedules: linear warm-up from --lr-warmup-init to --lr, then decay to --min-lr; constant or increasing weight decay."""
 
     min_lr: float = setting(0.0, at_least=0)
     """Learning rate at the end of the decay."""
-    lr_decay_style: LrDecayStyle = "linear"
-    """Shape of the decay. WSD: constant, then a final decay of shape --lr-wsd-decay-style."""
-    lr_wsd_decay_style: WsdDecayStyle = "exponential"
-    """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = setting(None, at_least=1)
+    lr_wsd_decay_iters: int | None = setting(None, at_least=1, needs=read_by("lr_wsd_decay_iters"))
     """Length of the final decay of WSD, in iterations."""
-    lr_wsd_decay_samples: int | None = setting(None, at_least=1)
-    """Length of the final decay of WSD, in samples."""
     lr_decay_iters: int | None = setting(None, at_least=1)
     """Iteration at which the decay ends. none: end of training."""
     lr_decay_samples: int | None = setting(None, at_least=1)

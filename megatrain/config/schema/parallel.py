@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.needs import above, off, on, one_of
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.schema.resume_class import SAFE, SILENT
 from megatrain.config.schema.setting import LAYOUT, Section, setting
 from megatrain.config.schema.values import AUTO
@@ -21,10 +22,10 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Pipeline-parallel size (pp): number of stages."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = setting(
-        AUTO, needs=_PIPELINE
+    pipeline_schedule: str = setting(
+        AUTO, choices={name: traits.shape for name, traits in PIPELINE_SCHEDULES.items()}, needs=_PIPELINE
     )
-    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
+    """Pipeline schedule. auto: interleaved with several model chunks per rank, else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(
         None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
     )

@@ -26,8 +26,12 @@ class Section(CheckedSection):
 
     _shared: ClassVar[Mapping[str, Any]]
 
-    def __init_subclass__(cls, *, on_resume: ResumeClass, taken_by: str = "", needs: Needs = ()) -> None:
-        cls._shared = {"on_resume": on_resume, "taken_by": taken_by, "needs": _all(needs)}
+    def __init_subclass__(
+        cls, *, on_resume: ResumeClass | None = None, taken_by: str = "", needs: Needs = ()
+    ) -> None:
+        if on_resume is not None:
+            cls._shared = {"on_resume": on_resume, "taken_by": taken_by, "needs": _all(needs)}
+        assert hasattr(cls, "_shared"), "a section states the effect of changes on resume, or its base does"
 
     @classmethod
     def stated(cls, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +49,8 @@ def setting(
     below: float | None = None,
     unit: str | None = None,
     example: str | None = None,
+    choices: Mapping[str, str] | None = None,
+    accepts_function: bool | None = None,
     alone: str | None = None,
     joins_words: bool | None = None,
     on_resume: ResumeClass | None = None,
@@ -58,6 +64,8 @@ def setting(
         "range": bounds if bounds != Range() else None,
         "unit": unit,
         "example": example,
+        "meanings": choices,
+        "accepts_function": accepts_function,
         "alone": alone,
         "joins_words": joins_words,
         "on_resume": on_resume,

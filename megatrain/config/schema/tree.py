@@ -122,6 +122,10 @@ class Setting:
     """Value to start from, for a setting without default."""
     alone: str | None = None
     """Value of the flag given alone; None: the flag needs a value."""
+    accepts_function: bool = False
+    """True if the value may also name a function of the user's own: `my_file.py:my_function`."""
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    """Meanings of choices, for the help text."""
     joins_words: bool = False
     """True if the value may be several words on the command line, which are joined by spaces: `0:384 200B:768`."""
     on_resume: ResumeClass = SAFE
@@ -215,7 +219,8 @@ def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", 
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     (inner,) = (member for member in members if member is not type(None))
-    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    meanings = entry.metadata.get("meanings", {})
+    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else tuple(meanings)
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
     last_word = entry.name.rpartition("_")[2]

@@ -32,6 +32,7 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.interop.megatron.arguments import arguments_of
 from megatrain.interop.megatron.names import BIASES, FusedRows, Part
 from megatrain.interop.megatron.their_tensors import TheirTensor, their_tensors
+from megatrain.optim.lr_schedule import LrSchedule
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, box_shape, whole_box
 
@@ -129,6 +130,8 @@ class MegatronExport:
         }
         if manifest.state["has_optimizer"]:
             schedule = ScheduleValues(**manifest.state["schedule"])
+            if schedule.function is not None:
+                raise _unknown(self._reader.path, f"its schedule {schedule.lr_decay_style}")
             state["optimizer"] = {"param_groups": _param_groups(manifest, schedule)}
             state["opt_param_scheduler"] = _scheduler(manifest, schedule)
         state["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -249,7 +252,7 @@ def _param_groups(manifest: Manifest, schedule: ScheduleValues) -> list[dict[str
         "is_decoupled_lr": False,
         "max_lr": schedule.lr,
         "min_lr": schedule.min_lr,
-        "lr": schedule.rate.at(manifest.state["scheduled_samples"]),
+        "lr": LrSchedule.of(schedule).at(manifest.state["scheduled_samples"]),
         "bias_correction": True,
         "betas": (optimizer["adam_beta1"], optimizer["adam_beta2"]),
         "eps": optimizer["adam_eps"],

@@ -23,17 +23,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
 from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 
-ScheduleKind = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
-"""Values of --pipeline-schedule."""
-V_SHAPED: Final[tuple[ScheduleKind, ...]] = ("zb-v", "dualpipe-v")
-"""Schedules of two chunks per rank in a V."""
 _POSTS: Final = {
     ActionKind.RECV_FORWARD: ActionKind.POST_FORWARD,
     ActionKind.RECV_BACKWARD: ActionKind.POST_BACKWARD,
@@ -44,7 +41,8 @@ _POSTS: Final = {
 class PipelineSchedule:
     """The schedules of a run: training steps and evaluation, for any number of micro-batches."""
 
-    kind: ScheduleKind
+    kind: str
+    """One of `PIPELINE_SCHEDULES`."""
     placement: Placement
     group_size: int | None = None
     """Micro-batches that one chunk computes before the next (interleaved)."""
@@ -56,33 +54,12 @@ class PipelineSchedule:
     @functools.lru_cache(maxsize=64)  # noqa: B019 (there is one schedule per run)
     def training(self, rank: int, num_microbatches: int) -> list[Action]:
         """Return the actions of a rank in a training step. The list is built once per number of micro-batches."""
-        return self._posted(self._training(rank, num_microbatches))
+        return self._posted(ACTIONS[self.kind](self, rank, num_microbatches))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def evaluation(self, rank: int, num_microbatches: int) -> list[Action]:
         """Return the actions of a rank in an evaluation."""
         return self._posted(forward_only(rank, self.placement, num_microbatches))
-
-    def _training(self, rank: int, num_microbatches: int) -> list[Action]:
-        match self.kind:
-            case "1f1b":
-                combines = self.combines and self.placement.num_ranks == 1
-                return one_forward_one_backward(
-                    rank, self.placement.num_ranks, num_microbatches, combines=combines
-                )
-            case "interleaved":
-                return interleaved(
-                    rank,
-                    self.placement,
-                    num_microbatches,
-                    group_size=self.group_size,
-                    combines=self.combines,
-                )
-            case "zb-h1" | "zb-v":
-                return zero_bubble(rank, self.placement, num_microbatches)
-            case "dualpipe-v":
-                passes = dualpipe_v_passes(rank, self.placement.num_ranks, num_microbatches)
-                return with_messages(passes, rank, self.placement)
 
     def _posted(self, actions: Sequence[Action]) -> list[Action]:
         return with_posts(actions) if self.posts_receives else list(actions)
@@ -294,3 +271,42 @@ def _alternating(
     for one_forward, one_backward in zip(forward[ahead:], backward, strict=False):
         passes += [combined(one_forward, one_backward)] if combines else [one_forward, one_backward]
     return [*passes, *backward[len(forward) - ahead :]]
+
+
+def placement_of(kind: str, num_ranks: int, num_chunks: int) -> Placement:
+    """Return where a schedule places the model chunks."""
+    return Placement(num_ranks, num_chunks, is_v=PIPELINE_SCHEDULES[kind].is_v)
+
+
+ActionsOf = Callable[[PipelineSchedule, int, int], list[Action]]
+"""The actions of a training step, of a schedule, a rank and a number of micro-batches."""
+
+
+def _of_1f1b(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
+    ranks = schedule.placement.num_ranks
+    return one_forward_one_backward(rank, ranks, count, combines=schedule.combines and ranks == 1)
+
+
+def _of_interleaved(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
+    return interleaved(
+        rank, schedule.placement, count, group_size=schedule.group_size, combines=schedule.combines
+    )
+
+
+def _of_zero_bubble(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
+    return zero_bubble(rank, schedule.placement, count)
+
+
+def _of_dualpipe_v(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
+    passes = dualpipe_v_passes(rank, schedule.placement.num_ranks, count)
+    return with_messages(passes, rank, schedule.placement)
+
+
+ACTIONS: Final[Mapping[str, ActionsOf]] = {
+    "1f1b": _of_1f1b,
+    "interleaved": _of_interleaved,
+    "zb-h1": _of_zero_bubble,
+    "zb-v": _of_zero_bubble,
+    "dualpipe-v": _of_dualpipe_v,
+}
+"""Actions of `PIPELINE_SCHEDULES`."""

@@ -15,6 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from megatrain.config.schema.pipeline_schedules import (
+    ONE_CHUNK,
+    PIPELINE_SCHEDULES,
+    flags_of_schedule,
+    word_of_schedule,
+)
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -127,11 +134,17 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "pipeline schedule",
         "parallel.pipeline_schedule parallel.num_virtual_stages_per_pipeline_rank",
-        Feature("1f1b"),
-        Feature("interleaved", "--num-virtual-stages-per-pipeline-rank 2", needs=("pp",)),
-        Feature("zbh1", "--pipeline-schedule zb-h1", needs=("pp",), excludes=("moeoverlap",)),
-        Feature("zbv", "--pipeline-schedule zb-v", needs=("pp",), excludes=("moeoverlap",)),
-        Feature("dualpipev", "--pipeline-schedule dualpipe-v", needs=("pp",)),
+        Feature(ONE_CHUNK),
+        *(
+            Feature(
+                word_of_schedule(name),
+                flags_of_schedule(name),
+                needs=("pp",),
+                excludes=() if traits.overlaps_passes else ("moeoverlap",),
+            )
+            for name, traits in PIPELINE_SCHEDULES.items()
+            if name != ONE_CHUNK
+        ),
     ),
     _layout(
         "pipeline communication",

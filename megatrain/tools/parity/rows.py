@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, TypeAlias
 
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity.features import NUMBER_FORMATS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
@@ -290,7 +291,8 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words split the four layers of a model into virtual stages, whose passes overlap if they are to."""
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
-    chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
+    by_word = {word_of_schedule(name): traits.num_chunks or 2 for name, traits in PIPELINE_SCHEDULES.items()}
+    chunks = (1, 2) if schedule is None else (by_word[schedule],)
     overlaps = known["expert communication"] == "moeoverlap"
     stages = [a * b for a, b in product(ranks, chunks) if (a > 1 and not overlaps) or (a > 1) == (b > 1)]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))

@@ -86,7 +86,7 @@ def _add_pipeline(actions: Any) -> None:
         "--transfer": (0.0, "time of a message between ranks"),
         "--combined": (
             1.0,
-            "time of a combined pass of dualpipe-v, as a fraction of its forward and backward pass",
+            "time of a forward and a backward pass that run together, as a fraction of both",
         ),
     }
     for flag, (default, text) in times.items():

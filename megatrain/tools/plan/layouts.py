@@ -15,9 +15,10 @@ from megatrain.config import Plan, Request
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.derive.ranks import all_gather_of_tokens
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
 from megatrain.config.schema.tree import Setting, settings
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 
 Recomputation = Literal["none", "selective", "full"]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -104,7 +105,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     micro_batch: int = 1
-    schedule: ScheduleKind = "1f1b"
+    schedule: str = ONE_CHUNK
     chunks: int = 1
     """Model chunks of a pipeline rank."""
     sharding: Sharding = "optim"
@@ -139,7 +140,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.pp, self.chunks, is_v=self.schedule in V_SHAPED)
+        return placement_of(self.schedule, self.pp, self.chunks)
 
     @property
     def pipeline(self) -> PipelineSchedule:
@@ -199,7 +200,7 @@ def _words(setting: Setting, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [setting.flag if value else setting.opposite_flag]
     if setting.name == "pipeline_schedule" and value is None:
-        value = "1f1b"
+        value = ONE_CHUNK
     values = value if isinstance(value, tuple) else (value,)
     return [setting.flag, *("none" if one is None else str(one) for one in values)]
 
@@ -294,8 +295,12 @@ def _with_pipeline(layout: Layout, workload: Workload) -> Iterator[Layout]:
     if layout.pp == 1:
         yield replace(layout, split=(len(workload.layers),))
         return
-    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
-    kinds += [("interleaved", chunks) for chunks in _CHUNKS]
+    kinds = [
+        (name, chunks)
+        for name, traits in PIPELINE_SCHEDULES.items()
+        if traits.is_searched
+        for chunks in (_CHUNKS if traits.num_chunks is None else (traits.num_chunks,))
+    ]
     if layout.num_microbatches(workload.global_batch) < layout.pp:
         return
     for schedule, chunks in kinds:

@@ -19,13 +19,14 @@ from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.step_time import RankWeights, rank_weights
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.planning.memory_plan import device_ledger, interleaved_microbatches, record_step
+from megatrain.training.planning.memory_plan import device_ledger, grouped_microbatches, record_step
 from megatrain.training.planning.meta_step import meta_device_as
 
 _OTHER_BYTES = 0.7e9
@@ -42,7 +43,7 @@ def estimated_bytes(workload: Workload, layout: Layout) -> float:
 def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: float = math.inf) -> int:
     """Return the memory that --dry-run plans: of the rank that needs most by the estimate, and of the first and the last one.
 
-    A step runs two rounds of micro-batches through the ranks, after which every schedule without interleaving has its peak.
+    A step runs two rounds of micro-batches through the ranks, after which every schedule without groups of them has its peak.
 
     Args:
         plan: resolved with the layout's settings.
@@ -52,9 +53,7 @@ def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: f
     ranks = sorted({0, layout.pp - 1, estimates.index(max(estimates))}, key=lambda rank: -estimates[rank])
     shape, device = grid_shape(plan), torch.device("meta")
     stages = shape.rank_lists("pp")[0]
-    count = min(plan.derived.num_microbatches, 2 * layout.pp + 2)
-    if layout.schedule == "interleaved":
-        count = interleaved_microbatches(plan)
+    count = grouped_microbatches(plan) or min(plan.derived.num_microbatches, 2 * layout.pp + 2)
     most = 0
     with meta_device_as(as_cuda=True) as operations:
         for rank in ranks:
@@ -140,14 +139,10 @@ def _in_flight(workload: Workload, layout: Layout, rank: int) -> list[tuple[floa
         Passes whose activations it holds, and passes whose weight gradients wait.
     """
     count, pp, chunks = layout.num_microbatches(workload.global_batch), layout.pp, layout.chunks
-    match layout.schedule:
-        case "1f1b":
-            return [(min(count, pp - rank), 0.0)]
-        case "interleaved":
-            first_group = pp + count % pp
-            return [(min(count, (2 * (pp - rank - 1) + (chunks - 1) * first_group + 1) / chunks), 0.0)]
-        case _:
-            return _deferring(layout.pipeline, rank, min(count, 2 * pp + 2))
+    in_flight = PIPELINE_SCHEDULES[layout.schedule].in_flight
+    if in_flight is not None:
+        return [(in_flight(pp, rank, chunks, count), 0.0)]
+    return _deferring(layout.pipeline, rank, min(count, 2 * pp + 2))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,19 +13,17 @@ from typing import Final
 
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.errors import ConfigError
-from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, flags_of_schedule
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
 from megatrain.tools.plan.timeline import timeline_svg
 
 _UNITS = 10**6
 """Cost of a layer in balanced splits, whose costs are integers."""
-_CHUNKS: Final[dict[ScheduleKind, tuple[int, ...]]] = {
-    "1f1b": (1,),
-    "zb-h1": (1,),
-    "zb-v": (2,),
-    "dualpipe-v": (2,),
-    "interleaved": (2, 3, 4, 6, 8),
+_SEVERAL: Final = (2, 3, 4, 6, 8)
+_CHUNKS: Final = {
+    name: _SEVERAL if traits.num_chunks is None else (traits.num_chunks,)
+    for name, traits in PIPELINE_SCHEDULES.items()
 }
 """Model chunks per rank to simulate."""
 
@@ -69,9 +67,7 @@ class Candidate:
     def flags(self) -> str:
         """The flags of pretrain.py."""
         placement, chunks = self.schedule.placement, self.schedule.placement.num_chunks
-        words = [f"--pipeline-schedule {self.schedule.kind}"]
-        if self.schedule.kind == "interleaved":
-            words = [f"--num-virtual-stages-per-pipeline-rank {chunks}"]
+        words = [flags_of_schedule(self.schedule.kind, chunks)]
         if len(set(self.counts)) > 1:
             stages = ["t" * count for count in self.counts]
             stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
@@ -119,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 def candidates(case: Case) -> Iterator[Candidate]:
     """Yield every schedule with an equal split, where there is one, and the balanced split."""
     for kind, chunks in ((kind, chunks) for kind, numbers in _CHUNKS.items() for chunks in numbers):
-        placement = Placement(case.ranks, chunks, is_v=kind in V_SHAPED)
+        placement = placement_of(kind, case.ranks, chunks)
         stages = placement.num_stages
         if stages > case.layers + 1 or case.ranks == 1 < stages:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layer_times import LayerTimes, layer_weights
@@ -19,8 +20,6 @@ from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.linear_times import Fp8, Times
 from megatrain.tools.plan.network import Group
 
-_BUBBLE: Final = {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6, "dualpipe-v": 1 / 3}
-"""Bubble of a schedule, in passes of a micro-batch through a rank for each other rank (docs/parallelism.md)."""
 _SIMULATED_ROUNDS: Final = 3
 """Micro-batches that are simulated, in multiples of the ranks (and 2 in V): later ones repeat the same pattern."""
 
@@ -112,7 +111,7 @@ def _estimated(
 ) -> float:
     """Return the duration of a pipeline by the formula of its schedule."""
     count = layout.num_microbatches(workload.global_batch)
-    bubble = _BUBBLE.get(layout.schedule, 1 / layout.chunks)
+    bubble = PIPELINE_SCHEDULES[layout.schedule].bubble or 1 / layout.chunks
     mean = sum(stage.total for stage in stages) / layout.pp
     fill = (layout.pp - 1) * (bubble * mean + 2 * _message(workload, layout, cluster) * layout.chunks)
     return busiest.total * count + fill

@@ -28,6 +28,7 @@ from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
+from megatrain.optim.lr_schedule import LrSchedule
 from megatrain.training.launch.custom_layers import with_own_layers
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
@@ -162,6 +163,7 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
+        LrSchedule.of(plan.derived.schedule)  # raises the errors of the user's own schedule
         locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
@@ -191,6 +193,7 @@ def _plan_of_another_rank(
         raise
     if answer["config"] is None:
         raise _reported_elsewhere(answer["exit_code"])
+    LrSchedule.of(plan.derived.schedule)
     return facts, plan
 
 

@@ -29,10 +29,10 @@ from megatrain.config.environment import (
     set_unless_given,
 )
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.schedule import V_SHAPED
 from megatrain.parallel.process_groups import collective_calls, destroy_groups, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.process.exit_deadline import exit_deadline
@@ -270,7 +270,7 @@ def grid_shape(plan: Plan) -> GridShape:
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         num_chunks=plan.derived.pipeline_chunks,
-        is_v=parallel.pipeline_schedule in V_SHAPED,
+        is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,

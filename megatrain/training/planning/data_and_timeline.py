@@ -197,9 +197,11 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     if plan.config.training.only_evaluates:
         return
     ends: list[tuple[str, float]] = [("warm-up ends", schedule.lr_warmup_samples)]
-    if schedule.lr_wsd_decay_samples is not None:
-        ends.append(("decay starts", schedule.lr_decay_samples - schedule.lr_wsd_decay_samples))
-    if schedule.lr_decay_style != "constant":
+    if schedule.style.final_decay is not None:
+        ends.append(
+            ("decay starts", schedule.lr_decay_samples - getattr(schedule, schedule.style.final_decay))
+        )
+    if schedule.style.decays:
         ends.append(("decay ends", schedule.lr_decay_samples))
     marks = [("start", 0)]
     marks += [(what, course.iteration_at(at)) for what, at in ends if at > course.scheduled_start]

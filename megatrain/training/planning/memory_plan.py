@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
@@ -256,17 +257,19 @@ def _num_microbatches(plan: Plan, engine: Engine, in_flight: int) -> int:
 
     These are the micro-batches in flight and pending messages, at most as many as virtual stages.
     """
-    if plan.config.parallel.pipeline_schedule == "interleaved":
-        return interleaved_microbatches(plan)
-    return min(plan.derived.num_microbatches, in_flight + engine.model.placement.num_stages + 1)
+    return grouped_microbatches(plan) or min(
+        plan.derived.num_microbatches, in_flight + engine.model.placement.num_stages + 1
+    )
 
 
-def interleaved_microbatches(plan: Plan) -> int:
-    """Return a small number of micro-batches that gives an interleaved step its full peak memory.
+def grouped_microbatches(plan: Plan) -> int | None:
+    """Return a small number of micro-batches that gives a step its full peak memory; None for a schedule without groups.
 
     Chunks repeat the same passes for each group of micro-batches, from the third group at the latest. A rest joins the first group.
     """
     parallel, count = plan.config.parallel, plan.derived.num_microbatches
+    if not PIPELINE_SCHEDULES[parallel.pipeline_schedule].has_groups:
+        return None
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
     return min(count, 3 * group + count % group)
 

@@ -190,6 +190,11 @@ def resumed(arguments_of: Any) -> Iterator[tuple[str, str, str | None, Facts]]:
     here = stored(arguments_of)
     yield "a changed seed", f"{RUN} --seed 1", RUN, here
     yield "a changed schedule", f"{RUN} --lr 1", None, here
+    mine, use = f"{RUN} --lr-decay-style my.py:decay", "--use-checkpoint-opt-param-scheduler"
+    yield "a schedule of another's file", f"{RUN} {use}", None, stored(arguments_of, mine)
+    values = {**stored(arguments_of, mine).checkpoint.schedule, "lr_decay_digest": "1"}  # type: ignore[union-attr,dict-item]
+    changed = dataclasses.replace(stored(arguments_of, mine, schedule=values), lr_decay_digest="2")
+    yield "a changed file of a schedule", f"{mine} {use}", f"{mine} --override-opt-param-scheduler", changed
     yield "a changed batch", RUN.replace("8", "16"), None, here
     yield (
         "another pass",

@@ -343,36 +343,50 @@ def test_another_schedule_requires_a_flag(plan_of, problems_of, stored, flags, w
     assert any(note.startswith("--no-load-optim: ") for note in restarted.notes)
 
 
-def test_a_longer_run_shows_what_each_schedule_does_to_the_learning_rate(assert_refused, stored):
-    """Linear decay of 1e-3 over 80 or 160 samples, 8 of them done."""
+def test_a_longer_run_shows_both_schedules(assert_refused, stored):
     assert_refused(
         f"{BASE} --train-iters 20",
         (
             "of the checkpoint: linear, lr 0.001 to 0 at sample 80",
             "of this run: linear, lr 0.001 to 0 at sample 160",
         ),
-        (
-            "--override-opt-param-scheduler",
-            "0.00095 at iteration 2",
-            "--use-checkpoint-opt-param-scheduler",
-            "0.0009",
-        ),
+        ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"),
         facts=stored,
     )
 
 
-def test_skipped_steps_do_not_count_for_the_learning_rate(assert_refused, stored):
-    facts = dataclasses.replace(
-        stored, checkpoint=dataclasses.replace(stored.checkpoint, scheduled_samples=0)
+def test_a_user_s_own_schedule_is_compared_by_the_digest_of_its_file(problems_of, plan_of, stored):
+    mine = f"{BASE} --lr-decay-style my.py:decay"
+    run = plan_of(mine, facts=Facts(lr_decay_digest="1"))
+    schedule, config = run.derived.schedule.to_dict(), run.config.to_dict()
+    checkpoint = dataclasses.replace(stored.checkpoint, schedule=schedule, config=config)
+    same, changed = (
+        dataclasses.replace(stored, checkpoint=checkpoint, lr_decay_digest=digest) for digest in "12"
     )
-    assert_refused(f"{BASE} --lr 2e-3", (), ("0.002 at iteration 2", "learning rate 0.001)"), facts=facts)
+    assert plan_of(mine, facts=same).derived.schedule.lr_decay_digest == "1"
+    (problem,) = problems_of(mine, facts=changed)
+    assert "digest of the file of --lr-decay-style: the checkpoint has 1, this run 2" in problem
+    own = plan_of(f"{mine} --override-opt-param-scheduler", facts=changed)
+    assert own.derived.schedule.lr_decay_digest == "2"
+    (problem,) = problems_of(f"{mine} --use-checkpoint-opt-param-scheduler", facts=changed)
+    assert "the file has changed" in problem
+    (problem,) = problems_of(f"{BASE} --use-checkpoint-opt-param-scheduler", facts=same)
+    assert "no code is run that only a checkpoint names" in problem
+
+
+def test_a_schedule_that_an_older_version_stored_is_equal(plan_of, stored):
+    added = {"lr_decay_digest"}
+    before = {name: value for name, value in stored.checkpoint.schedule.items() if name not in added}
+    old = dataclasses.replace(stored, checkpoint=dataclasses.replace(stored.checkpoint, schedule=before))
+    for flags in ("", "--use-checkpoint-opt-param-scheduler"):
+        assert plan_of(f"{BASE} {flags}", facts=old).derived.schedule == plan_of(BASE).derived.schedule
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--lr-decay-iters 20", ("at sample 80", "at sample 160", "has 0.00055", "--min-lr is 0")),
-        ("--lr-decay-iters 11 --lr-decay-style cosine --min-lr 1e-4", ("at sample 80", "at sample 88", "--min-lr is 0.0001")),
+        ("--lr-decay-iters 20", ("at sample 80", "at sample 160", "--min-lr 0")),
+        ("--lr-decay-iters 11 --lr-decay-style cosine --min-lr 1e-4", ("at sample 80", "at sample 88", "--min-lr 0.0001")),
     ],
 )  # fmt: skip
 def test_a_run_that_ends_before_its_decay_is_noted(plan_of, flags, named):
@@ -507,6 +521,7 @@ def test_every_rule_has_a_case():
         "cyclic_pass_size_matches_checkpoint",
         "tokenizer_matches_checkpoint",
         "schedules_match_checkpoint",
+        "schedule_of_checkpoint_is_available",
         "checkpoint_has_optimizer_state",
     }
     assert set(CASES) | tested_above == {rule.__name__ for rule in RESUME_RULES}

@@ -4,6 +4,7 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.rules.without_effect import reason_of
+from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import settings
 
 CASES = [
@@ -111,6 +112,12 @@ CASES = [
     ("--mscale 2", "", ("--mscale 2.0", "without YaRN")),
     ("--rotary-scaling-factor 2", "", ("--rotary-scaling-factor 2.0", "without YaRN")),
     ("--profile-ranks 0", "", ("--profile-ranks 0", "without --profile")),
+]  # fmt: skip
+OTHER_VALUES = {int: "7", float: "0.7"}
+CASES += [
+    (f"{setting.flag} {setting.choices[-1] if setting.choices else OTHER_VALUES[setting.kind]}", "",
+     (setting.flag, f"--lr-decay-style is {name}"))
+    for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 WITH_TRANSFORMER_ENGINE = (

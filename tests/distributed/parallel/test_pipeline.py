@@ -16,15 +16,15 @@ from test_data_parallel import trained
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.pipeline import point_to_point
-from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import connect_channels
-from megatrain.parallel.pipeline.schedule import PipelineSchedule
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.parallel.process_groups import make_group
@@ -41,7 +41,11 @@ PASS_SECONDS, TRANSFER_SECONDS, NUM_MICROBATCHES = 0.02, 0.015, 4
     [
         "pp4",
         "pp2 dualpipev",
-        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("pp2 interleaved", "pp4 zbh1", "pp2 zbv")),
+        *(
+            pytest.param(f"pp2 {word_of_schedule(name)}", marks=pytest.mark.nightly)
+            for name in PIPELINE_SCHEDULES
+            if name not in (ONE_CHUNK, "dualpipe-v")
+        ),
     ],
 )
 def test_posted_receives_change_no_bit_in_training_and_evaluation(pool: WorkerPool, layout: str) -> None:
@@ -57,11 +61,8 @@ def test_posted_receives_change_no_bit_in_training_and_evaluation(pool: WorkerPo
 
 
 SCHEDULES = [
-    PipelineSchedule("1f1b", Placement(2)),
-    PipelineSchedule("interleaved", Placement(2, 2)),
-    PipelineSchedule("zb-h1", Placement(2)),
-    PipelineSchedule("zb-v", Placement(2, 2, is_v=True)),
-    PipelineSchedule("dualpipe-v", Placement(2, 2, is_v=True)),
+    PipelineSchedule(name, placement_of(name, 2, traits.num_chunks or 2))
+    for name, traits in PIPELINE_SCHEDULES.items()
 ]
 
 

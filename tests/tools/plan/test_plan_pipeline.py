@@ -8,6 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from megatrain.config import Facts, parse, resolve
+from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.tools.main import main
 from megatrain.tools.plan.pipeline import Candidate, Case, candidates
 
@@ -36,14 +37,8 @@ def test_a_balanced_split_is_faster_than_an_equal_one() -> None:
         ): one.simulation.duration
         for one in candidates(CASE)
     }
-    for kind, chunks in (
-        ("1f1b", 1),
-        ("zb-h1", 1),
-        ("zb-v", 2),
-        ("dualpipe-v", 2),
-        ("interleaved", 2),
-        ("interleaved", 4),
-    ):
+    kinds = [(name, traits.num_chunks or 2) for name, traits in PIPELINE_SCHEDULES.items()]
+    for kind, chunks in (*kinds, ("interleaved", 4)):
         assert times[kind, chunks, False] < times[kind, chunks, True]
     assert times["zb-h1", 1, False] < times["1f1b", 1, False]
 
@@ -84,7 +79,7 @@ def test_combined_passes_that_overlap_shorten_dualpipe_v() -> None:
     assert faster == {"dualpipe-v"}
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("kind", PIPELINE_SCHEDULES)
 def test_the_timelines_of_the_documentation_are_drawn_by_the_command(tmp_path: Path, kind: str) -> None:
     drawing = tmp_path / "timeline.svg"
     words = f"plan pipeline --ranks 4 --layers 8 --microbatches 8 --schedule {kind} --output {drawing}"
