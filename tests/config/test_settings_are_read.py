@@ -18,7 +18,7 @@ from megatrain.config.schema.tree import section_types, settings
 ROOT = Path(__file__).resolve().parents[2] / "megatrain"
 SECTIONS = {section.__name__: name for name, section in section_types().items()}
 """Names of the sections by their classes."""
-GETTERS = ("known", "get", "raw")
+GETTERS = ("known", "get", "raw", "user_function")
 
 
 def test_every_setting_is_read() -> None:
