@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the rates of the matrix products and the attention of a benchmark case on one GPU, for `scripts/roofline.py`.
+"""Measure the rates of the GEMMs and the attention of a benchmark case on one GPU, for `scripts/roofline.py`.
 
     python3 scripts/part_rates.py S1 A1
 
@@ -38,11 +38,11 @@ def main() -> None:
 
 
 def products(plan: Plan) -> float:
-    """Return the TFLOP/s of all matrix products of a step."""
+    """Return the TFLOP/s of all GEMMs of a step."""
     model, layers = plan.config.model, plan.derived.model_spec.layers
     tokens, h = plan.config.training.micro_batch_size * plan.config.data.seq_length, model.hidden_size
     layer, mlp = layers[0].attention, layers[0].dense or layers[0].experts
-    inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
+    inner, keys = layer.num_heads * layer.head_dim, layer.num_query_groups * layer.head_dim
     width = mlp.active_width
     num_layers = len(layers)
     shapes = [
@@ -77,7 +77,7 @@ def products(plan: Plan) -> float:
 def attention(plan: Plan) -> tuple[float, float]:
     """Return the TFLOP/s of attention, forward and backward."""
     layer = plan.derived.model_spec.layers[0].attention
-    s, b, d = plan.config.data.seq_length, plan.config.training.micro_batch_size, layer.head_channels
+    s, b, d = plan.config.data.seq_length, plan.config.training.micro_batch_size, layer.head_dim
     q, dout = (torch.randn(s, b, layer.num_heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (
         torch.randn(s, b, layer.num_query_groups, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)

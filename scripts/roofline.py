@@ -87,7 +87,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     attention = linear = experts = inactive = moved = 0
     for layer in derived.model_spec.layers:
         mixer, mlp = layer.attention, layer.dense or layer.experts
-        inner, keys = (n * mixer.head_channels for n in (mixer.num_heads, mixer.num_query_groups))
+        inner, keys = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_query_groups))
         f = mlp.active_width
         linear += layer.active_weights(h)
         for one in layer.linears(h):

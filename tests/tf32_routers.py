@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.model import router
+from megatrain.model.experts import router
 
 Logits = router._Logits
 

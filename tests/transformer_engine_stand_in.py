@@ -266,7 +266,7 @@ class DotProductAttention(Module):
         self.heads, self.groups = given["num_attention_heads"], given["num_gqa_groups"]
         self.window, self.scale = given["window_size"], given["softmax_scale"]
         widths = given["kv_channels"]
-        self.channels, self.value_channels = widths if isinstance(widths, tuple) else (widths, widths)
+        self.channels, self.v_head_dim = widths if isinstance(widths, tuple) else (widths, widths)
         self.cp_groups: list = []
         if "cp_group" in given:
             self.set_context_parallel(given["cp_group"], given["cp_global_ranks"], given["cp_comm_type"])
@@ -290,8 +290,8 @@ class DotProductAttention(Module):
         checked(CALLS, "DotProductAttention", given)
         assert query_layer.shape[-2:] == (self.heads, self.channels)
         assert key_layer.shape[-2:] == (self.groups, self.channels)
-        assert value_layer.shape[-2:] == (self.groups, self.value_channels)
-        assert value_layer.is_contiguous() or self.channels == self.value_channels
+        assert value_layer.shape[-2:] == (self.groups, self.v_head_dim)
+        assert value_layer.is_contiguous() or self.channels == self.v_head_dim
         if self.cp_groups:
             assert not given, "the library would shard documents one by one"
             return self.attended_over_ranks(query_layer, key_layer, value_layer)

@@ -212,10 +212,10 @@ class CachedLatentAttention(RowAttention):
         rotated = self.up.rotate(rotary_keys, info)
         self.write(info, (torch.cat((latents, rotated), dim=-1),))
         q, rotated_q = self.up.project_queries(queries, info).split(
-            [sizes.plain_channels, sizes.rotary_channels], dim=-1
+            [sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1
         )
         to_keys, to_values = linear.weight.view(self.up.local_heads, -1, sizes.kv_rank).split(
-            [sizes.plain_channels, sizes.value_channels], dim=1
+            [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1
         )
         q = torch.cat((torch.einsum("tbnc,ncr->tbnr", q, to_keys), rotated_q), dim=-1)
         sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
@@ -275,7 +275,7 @@ class CachedDeltaRule(nn.Module):
 
 def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:
     """Return the kernel for rows of this device and dtype."""
-    has_size = spec.head_channels <= _MAX_FUSED_CHANNELS and spec.head_channels % 8 == 0
+    has_size = spec.head_dim <= _MAX_FUSED_CHANNELS and spec.head_dim % 8 == 0
     if rows.device.type == "cuda" and has_size and rows.dtype.itemsize == 2:
         backend = "flash2" if spec.softcap is None else "triton"
     else:
@@ -285,4 +285,4 @@ def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:
 
 
 def _scale(spec: AttentionSpec) -> float:
-    return 1 / math.sqrt(spec.head_channels) if spec.scale is None else spec.scale
+    return 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale

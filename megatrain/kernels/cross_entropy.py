@@ -23,7 +23,7 @@ _NUM_CHUNKS = 4
 _MIN_CHUNK_BYTES = 1 << 29
 _MAX_CHUNK_BYTES = 1 << 31
 _ROW_MULTIPLE = 128
-"""Matrix products take multiples of this many rows without a remainder."""
+"""GEMMs take multiples of this many rows without a remainder."""
 
 
 def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt, the library that torch itself calls, for what torch does not offer.
+"""GEMMs by cuBLASLt, the library that torch itself calls, for what torch does not offer.
 
     out = a b + beta * out      for FP8 operands too, and with a choice among the library's algorithms
 

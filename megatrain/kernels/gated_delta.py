@@ -3,7 +3,7 @@
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T        state [dk, dv] of each head
     o_t = S_t^T q_t
 
-Chunks of tokens are matrix products; only the state passes from chunk to chunk. With the sums c_i of g within a chunk
+Chunks of tokens are GEMMs; only the state passes from chunk to chunk. With the sums c_i of g within a chunk
 and D_ij = exp(c_i - c_j) for j <= i, the values that a chunk writes are those of a triangular system:
 
     (I + beta (K K^T * D) below the diagonal) (U, W) = (beta V, beta exp(c) K)        V' = U - W S

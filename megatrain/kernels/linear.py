@@ -10,7 +10,7 @@ from megatrain.kernels.fused.launching import is_fused
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias, as one matrix product: x [..., i], weight [o, i], bias [o] -> [..., o]."""
+    """Return x W^T + bias, as one GEMM: x [..., i], weight [o, i], bias [o] -> [..., o]."""
     if x.numel() == x.shape[-1] and x.element_size() == 2 and is_fused(x):
         return fused.matrix_vector(x, weight, bias)
     if bias is None:

@@ -24,10 +24,10 @@ from megatrain.kernels.fused.launching import is_fused
 
 
 def cos_sin_tables(
-    spec: RotarySpec, head_channels: int, positions: Tensor, *, dtype: torch.dtype
+    spec: RotarySpec, head_dim: int, positions: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles at `positions` [s], each [s, 1, 1, rotary channels / 2] in `dtype`."""
-    channels = spec.rotary_channels(head_channels)
+    channels = spec.rotary_dim(head_dim)
     if (
         positions.is_meta
     ):  # no values, and operators of tables would import torch's compiler, which takes a second

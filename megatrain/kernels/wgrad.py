@@ -1,6 +1,6 @@
 """Weight gradient of a linear layer, accumulated in a buffer that may have a higher precision than its factors.
 
-On CUDA the matrix product itself accumulates into the fp32 buffer, at the speed of a plain one.
+On CUDA the GEMM itself accumulates into the fp32 buffer, at the speed of a plain one.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The model: layer specs as data, the parts they name, and the implementations that supply the leaves."""
+"""The model: layer specs as data, the parts they name, and the implementations that supply the builder."""

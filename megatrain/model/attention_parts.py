@@ -11,11 +11,11 @@ from torch.autograd import Function
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels import output_gate
-from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
-    Weights,
+    LinearLayout,
     columns_bias_layout,
     heads_layout,
     unit_gain,
@@ -29,23 +29,30 @@ def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     name = context.name(spec)
     columns, init = [Columns(f"{name}.sink", spec.num_heads)], Init(std=context.model.init_std)
     sink = columns_bias_layout(columns, context.tp, init) if spec.sink == "learned" else None
-    core = context.leaves.core_attention(spec, sink, name)
+    core = context.builder.core_attention(spec, sink, name)
     assert isinstance(core, nn.Module)
     return core
 
 
 def qk_norm(
-    spec: AttentionSpec, name: str, columns: Columns, norm: NormSpec, leaves: Leaves, tp: TensorParallel
+    spec: AttentionSpec,
+    name: str,
+    columns: Columns,
+    norm: NormSpec,
+    builder: ModuleBuilder,
+    tp: TensorParallel,
 ) -> list[Pointwise]:
     """Build the norm of queries or keys, if there is one; `columns` are their outputs of the projection."""
     decays, gain = spec.qk_norm_decays, unit_gain(norm)
     if spec.qk_norm == "head":
-        weight = heads_layout(f"{name}.weight", spec.head_channels, gain, tp, decays=decays)
-        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)
-        return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
+        weight = heads_layout(f"{name}.weight", spec.head_dim, gain, tp, decays=decays)
+        bias = heads_layout(f"{name}.bias", spec.head_dim, Init(), tp, decays=decays)
+        return [builder.norm(LinearLayout(weight, bias if norm.kind == "LayerNorm" else None), norm)]
     if spec.qk_norm == "all_heads":
         channels = dataclasses.replace(columns, name=f"{name}.weight")
-        return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, gain, decays=decays)), norm)]
+        return [
+            builder.split_norm(LinearLayout(columns_bias_layout([channels], tp, gain, decays=decays)), norm)
+        ]
     return []
 
 

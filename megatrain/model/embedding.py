@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel, replicated_embedding, vocab_parallel_embedding
 
 
-class Embedding(LaidOutModule):
+class Embedding(ShardedModule):
     """The embedding segment: token ids [b, s] -> hidden states [s/tp, b, h].
 
     Args:
@@ -52,7 +52,7 @@ class Embedding(LaidOutModule):
         return out
 
 
-class LearnedPositions(LaidOutModule):
+class LearnedPositions(ShardedModule):
     """Learned position embedding: adds a row of the table for each position id of the batch."""
 
     weight: Tensor

@@ -12,14 +12,14 @@ from torch.autograd import Function
 from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
 def norm(
     x: Tensor,
     delta: Tensor | None,
-    module: LaidOutModule,
+    module: ShardedModule,
     eps: float,
     offset: float,
     dy_term: PendingTerm | None = None,
@@ -32,7 +32,7 @@ def norm(
     return total, y
 
 
-def recompute_norm(total: Tensor, module: LaidOutModule, eps: float, offset: float) -> Tensor:
+def recompute_norm(total: Tensor, module: ShardedModule, eps: float, offset: float) -> Tensor:
     """Compute the norm that `norm` returned with this sum, bit for bit, without autograd."""
     assert isinstance(module.weight, Tensor)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
     return out
 
 
-def weight_of(module: LaidOutModule, name: str) -> Tensor:
+def weight_of(module: ShardedModule, name: str) -> Tensor:
     """Return a small parameter of a module for use in plain autograd, which adds its gradient to the gradient buffer."""
     return as_leaf(getattr(module, name), module.weight_grads.get(name))
 

@@ -20,12 +20,12 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
-from megatrain.model.expert_bias import ExpertBiases
+from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.head import Head
-from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
-from megatrain.model.implementations.local_leaves import LocalLeaves
-from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
+from megatrain.model.implementations.local_builder import LocalBuilder
+from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
+from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
 from megatrain.model.layer import (
     Attention,
     ParallelLayer,
@@ -114,7 +114,7 @@ def build_model(
         dtype: dtype of the weights and of the computation.
         device: device of the RoPE tables and the router biases (weights have no memory yet).
         seed: seed of dropout.
-        implementation: implementation of the leaves, a value of --transformer-impl.
+        implementation: implementation of the modules, a value of --transformer-impl.
         attention: attention kernel, a value of `derived.attention_backend`.
         cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
         recompute: activations to recompute.
@@ -130,13 +130,13 @@ def build_model(
     peers = PeerMemory(grid.tp) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
-    def leaves_of(layer: int) -> Leaves:
+    def builder_of(layer: int) -> ModuleBuilder:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
         common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
         if implementation == "transformer_engine":
-            return TransformerEngineLeaves(*common, is_residual_fp32=spec.is_residual_fp32)
-        return LocalLeaves(*common)
+            return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
+        return LocalBuilder(*common)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp),
@@ -148,7 +148,7 @@ def build_model(
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-    builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute, user_loss)
+    builder = _StageBuilder(spec, placement, mtp_stage, builder_of, ranks, ropes, recompute, user_loss)
     segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
@@ -165,8 +165,8 @@ class _StageBuilder:
     placement: Placement
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
-    leaves_of: Callable[[int], Leaves]
-    """Returns the leaves of a layer, by its number."""
+    builder_of: Callable[[int], ModuleBuilder]
+    """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
     ropes: _RotaryEmbeddings
     recompute: Recompute
@@ -211,8 +211,8 @@ class _StageBuilder:
         return found
 
     def _layer(self, number: int) -> TransformerLayer:
-        leaves = self.leaves_of(number)
-        return _layer(LayerContext(self.spec, number, leaves, self.ranks, self.ropes.of, self.recompute))
+        builder = self.builder_of(number)
+        return _layer(LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute))
 
     def _embedding_output(self, name: str) -> Sequential:
         """Build the modules that are applied to embedded tokens; `name`: key of their dropout."""
@@ -225,7 +225,7 @@ class _StageBuilder:
         if self.hidden_dtype != dtype:
             modules.append(CastToDtype(self.hidden_dtype))
         if spec.hidden_dropout:
-            modules.append(self.leaves_of(0).dropout(spec.hidden_dropout, f"{name}.hidden"))
+            modules.append(self.builder_of(0).dropout(spec.hidden_dropout, f"{name}.hidden"))
         return Sequential(modules)
 
     def _mtp_layer(self, depth: int, earlier: Sequence[nn.Module]) -> nn.Module:
@@ -241,7 +241,7 @@ class _StageBuilder:
             owns_embedding=embedding is None,
             embedding_output=self._embedding_output(f"mtp.layers.{depth}.embedding"),
             layer=self._layer(number),
-            leaves=self.leaves_of(number),
+            builder=self.builder_of(number),
             tp=tp,
             hidden_dtype=self.hidden_dtype,
         )
@@ -250,7 +250,7 @@ class _StageBuilder:
     def _final_norm(self) -> nn.Module:
         spec = self.spec
         weights = norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, self.ranks.split.tp)
-        norm = self.leaves_of(0).norm(weights, spec.norm)
+        norm = self.builder_of(0).norm(weights, spec.norm)
         assert isinstance(norm, nn.Module)
         return norm
 
@@ -306,7 +306,7 @@ def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
         last = branch.proj if isinstance(branch, Attention) else branch.fc2
         is_plain = isinstance(branch.output, Sequential) and not branch.output.steps
         if is_plain and isinstance(last, LocalRowLinear) and last.fp8 is None and not hasattr(last, "bias"):
-            last.keeps_parts = True
+            last.returns_partial_sums = True
 
 
 class _RotaryEmbeddings:
@@ -320,7 +320,7 @@ class _RotaryEmbeddings:
         """Return the module of an attention, if it has RoPE."""
         if mixer.rotary is None:
             return None
-        key = (mixer.rotary, mixer.rope_channels)
+        key = (mixer.rotary, mixer.rope_dim)
         if key not in self.modules:
             self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
         return self.modules[key]

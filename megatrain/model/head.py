@@ -26,7 +26,7 @@ from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
-from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import (
     TensorParallel,
     VocabShard,
@@ -55,7 +55,7 @@ class LogitScaling:
         return None if self.cap is None else 1 - (logits / self.cap).square()
 
 
-class Head(LaidOutModule):
+class Head(ShardedModule):
     """The head segment with its loss.
 
     Args:
@@ -71,7 +71,7 @@ class Head(LaidOutModule):
         self,
         norm: nn.Module | None,
         weight: ParamLayout | None,
-        embedding: LaidOutModule | None,
+        embedding: ShardedModule | None,
         spec: ModelSpec,
         user_loss: UserLoss | None,
         tp: TensorParallel,

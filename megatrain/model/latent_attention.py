@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.model import latent_functions
 from megatrain.model.attention_parts import core_attention
-from megatrain.model.implementations.leaves import (
+from megatrain.model.implementations.module_builder import (
     AttentionToSamples,
     ColumnLinear,
 )
 from megatrain.model.layer import RotaryEmbedding, branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
-    Weights,
+    LinearLayout,
     columns_layout,
     norm_weights,
 )
@@ -86,7 +86,7 @@ class DownProjection(nn.Module):
         super().__init__()
         down = context.linears(spec)["q_down"]
         assert spec.latent is not None
-        self.sizes = [down.pieces[0].size, spec.latent.kv_rank, spec.latent.rotary_channels]
+        self.sizes = [down.pieces[0].size, spec.latent.kv_rank, spec.latent.qk_rope_head_dim]
         self.linear = context.replicated_linear(down, context.branch_norm(spec))
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
@@ -100,8 +100,8 @@ class DownProjectionOfKeys(nn.Module):
     def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         assert spec.latent is not None
-        self.sizes = [spec.latent.kv_rank, spec.latent.rotary_channels]
-        self.norm = context.leaves.residual_norm(context.branch_norm(spec))  # two GEMMs keep its output
+        self.sizes = [spec.latent.kv_rank, spec.latent.qk_rope_head_dim]
+        self.norm = context.builder.residual_norm(context.branch_norm(spec))  # two GEMMs keep its output
         self.linear = context.replicated_linear(context.linears(spec)["kv_down"], None)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
@@ -127,16 +127,16 @@ class UpProjection(nn.Module):
         linears = context.linears(spec)
 
         def linear(name: str, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
-            norm, one, leaves = None, linears[name], context.leaves
+            norm, one, builder = None, linears[name], context.builder
             if rank is not None and spec.qk_norm == "latent":
                 rows_tp = replace(tp, sequence_parallel=False) if is_gathered else tp
                 norm = norm_weights(
                     f"{prefix}.{name.removesuffix('_up')}_norm", rank, context.model.norm, rows_tp
                 )
-            build = leaves.whole_rows_linear if is_gathered else leaves.column_linear
+            build = builder.whole_rows_linear if is_gathered else builder.column_linear
             columns, init = context.columns(one, "weight"), Init(std=context.model.init_std)
             layout = columns_layout(columns, one.inputs, init, tp)
-            return build(norm, Weights(layout), recompute_norm=recompute_norm and norm is not None)
+            return build(norm, LinearLayout(layout), recompute_norm=recompute_norm and norm is not None)
 
         self.queries = linear("q" if sizes.query_rank is None else "q_up", sizes.query_rank)
         self.keys_values = linear("kv_up", sizes.kv_rank, is_gathered=is_gathered)
@@ -151,7 +151,7 @@ class UpProjection(nn.Module):
         q = self.queries(queries, None, info)[1].unflatten(-1, (self.local_heads, -1))
         cos, sin = (table[: q.shape[0]] for table in self.rope.tables)
         return latent_functions.rotate_queries(
-            q, self.sizes.rotary_channels, cos, sin, is_interleaved=self.rope.is_interleaved
+            q, self.sizes.qk_rope_head_dim, cos, sin, is_interleaved=self.rope.is_interleaved
         )
 
     def rotate(self, rotary_keys: Tensor, info: PassInfo) -> Tensor:
@@ -162,7 +162,7 @@ class UpProjection(nn.Module):
     def expand(self, keys_values: Tensor, rotated: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
         """Return keys [s, b, n/tp, d] and values [s, b, n/tp, value channels]."""
         kv = self.keys_values(keys_values, None, info)[1].unflatten(-1, (self.local_heads, -1))
-        return latent_functions.expand_keys(kv, rotated, self.sizes.plain_channels)
+        return latent_functions.expand_keys(kv, rotated, self.sizes.qk_nope_head_dim)
 
 
 class ExpandedAttention(nn.Module):
@@ -215,7 +215,7 @@ class GatheredAttention(nn.Module):
 
 def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     recomputes_core = context.recompute.has_part("core_attn")
-    to_samples = context.leaves.attention_to_samples(spec, context.name(spec))
+    to_samples = context.builder.attention_to_samples(spec, context.name(spec))
     up = UpProjection(spec, context, is_gathered=to_samples is not None)
     if to_samples is not None:
         gathered = GatheredAttention(up, to_samples)

@@ -1,11 +1,11 @@
-"""A transformer layer: branches of the residual stream, each made of leaves.
+"""A transformer layer: branches of the residual stream, each made of builder.
 
 hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projection ─ output ─┐
          └───────────────────────────────── + ───────────────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─ output ─┐
                                                                                 └───────────────────── + ──────────────────┘── hidden
 
 "Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
-one kernel does this addition and the norm; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts.py in place of the MLP.
+one kernel does this addition and the norm; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.rotary import cos_sin_tables
 from megatrain.model import functions
 from megatrain.model.attention_parts import core_attention, gate_output, qk_norm
-from megatrain.model.implementations.leaves import Pointwise
+from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     norm_weights,
@@ -65,7 +65,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         self.spec = spec
-        leaves, tp, norm, prefix = context.leaves, context.tp, context.model.norm, context.name(spec)
+        builder, tp, norm, prefix = context.builder, context.tp, context.model.norm, context.name(spec)
         local_groups = max(1, spec.num_query_groups // tp.size)
         num_heads = spec.num_heads // tp.size
         self.sizes = [num_heads, local_groups, local_groups, *([num_heads] if spec.has_output_gate else [])]
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         )
         columns = context.columns(linears["q"], "weight")
         norms = [
-            qk_norm(spec, f"{prefix}.{x}_norm", one, norm, leaves, tp)
+            qk_norm(spec, f"{prefix}.{x}_norm", one, norm, builder, tp)
             for x, one in zip("qk", columns[:2], strict=True)
         ]
         # Without norms of queries and keys, one kernel splits the projection and applies RoPE.
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
-        q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
+        q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_dim)), info)
         heads = self.core(q, k, v, info)
         for gate in gates:
             heads = gate_output(heads, gate.flatten(2))
@@ -118,7 +118,7 @@ class Mlp(nn.Module):
             keeps_norm=context.recompute.has_part("mlp"),
         )
         weights = context.row_weights(fc2, has_bias=spec.has_bias)
-        self.fc2 = context.leaves.activation_row_linear(spec, weights)
+        self.fc2 = context.builder.activation_row_linear(spec, weights)
         self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
@@ -134,9 +134,9 @@ class RotaryEmbedding(nn.Module):
         dtype: dtype of the tables.
     """
 
-    def __init__(self, spec: RotarySpec, head_channels: int, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tables = cos_sin_tables(spec, head_channels, positions, dtype=dtype)
+        self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
@@ -169,7 +169,7 @@ def branch_output(part: Part, context: LayerContext) -> Sequential:
     spec, name = context.model, context.name(part)
     if context.norm_position != "pre":
         weights = norm_weights(f"{name}.post_norm", spec.hidden_size, spec.norm, context.tp)
-        modules.append(context.leaves.norm(weights, spec.norm))
+        modules.append(context.builder.norm(weights, spec.norm))
     if spec.hidden_dropout:
-        modules.append(context.leaves.dropout(spec.hidden_dropout, f"{name}.hidden"))
+        modules.append(context.builder.dropout(spec.hidden_dropout, f"{name}.hidden"))
     return Sequential(modules)

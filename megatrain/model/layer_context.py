@@ -1,4 +1,4 @@
-"""Arguments of the module of a part: the model and the layer as data, this rank's parallelism, the leaves.
+"""Arguments of the module of a part: the model and the layer as data, this rank's parallelism, the builder.
 
     Linear (config/model_spec) ──> names, boxes and initial values of its weights ──> a leaf: norm + column-parallel, row-parallel
 
@@ -20,10 +20,10 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part
 from megatrain.kernels.side_stream import SideStream
-from megatrain.model.implementations.leaves import ColumnLinear, Leaves, RowLinear
+from megatrain.model.implementations.module_builder import ColumnLinear, ModuleBuilder, RowLinear
 from megatrain.model.layouts import (
     Columns,
-    Weights,
+    LinearLayout,
     columns_bias_layout,
     columns_layout,
     norm_weights,
@@ -74,7 +74,7 @@ class LayerContext:
 
     model: ModelSpec
     number: int
-    leaves: Leaves
+    builder: ModuleBuilder
     ranks: LayerRanks
     rope_of: Callable[[AttentionSpec], Any]
     """Returns the `RotaryEmbedding` of an attention, which layers share, or None."""
@@ -101,7 +101,7 @@ class LayerContext:
         """Return the GEMMs of a part by the names of their first pieces."""
         return {one.pieces[0].name: one for one in part.linears(self.model.hidden_size)}
 
-    def branch_norm(self, part: Part) -> Weights | None:
+    def branch_norm(self, part: Part) -> LinearLayout | None:
         """Return the layouts of the norm that begins the branch of a part, if it has one."""
         if self.norm_position == "post":
             return None
@@ -122,7 +122,7 @@ class LayerContext:
     def column_linear(
         self,
         linear: Linear,
-        norm: Weights | None,
+        norm: LinearLayout | None,
         *,
         has_bias: bool = False,
         is_qkv: bool = False,
@@ -137,23 +137,23 @@ class LayerContext:
         layout = columns_layout(self.columns(linear, "weight"), linear.inputs, init, self.tp, is_qkv=is_qkv)
         bias = columns_bias_layout(self.columns(linear, "bias"), self.tp) if has_bias else None
         recompute_norm = self.recompute.has_part("layernorm") and not keeps_norm
-        return self.leaves.column_linear(norm, Weights(layout, bias), recompute_norm=recompute_norm)
+        return self.builder.column_linear(norm, LinearLayout(layout, bias), recompute_norm=recompute_norm)
 
-    def replicated_linear(self, linear: Linear, norm: Weights | None) -> ColumnLinear:
+    def replicated_linear(self, linear: Linear, norm: LinearLayout | None) -> ColumnLinear:
         """Build the same with a GEMM whose weight every tensor rank holds whole."""
         tensors = [(columns.name, columns.num_outputs) for columns in self.columns(linear, "weight")]
         layout = replicated_layout(tensors, linear.inputs, Init(std=self.model.init_std), self.tp)
         recompute_norm = self.recompute.has_part("layernorm") and norm is not None
-        return self.leaves.replicated_linear(norm, Weights(layout), recompute_norm=recompute_norm)
+        return self.builder.replicated_linear(norm, LinearLayout(layout), recompute_norm=recompute_norm)
 
     def row_linear(self, linear: Linear, *, has_bias: bool = False) -> RowLinear:
         """Build a row-parallel GEMM, whose output is added to the residual stream."""
-        return self.leaves.row_linear(self.row_weights(linear, has_bias=has_bias))
+        return self.builder.row_linear(self.row_weights(linear, has_bias=has_bias))
 
-    def row_weights(self, linear: Linear, *, has_bias: bool) -> Weights:
+    def row_weights(self, linear: Linear, *, has_bias: bool) -> LinearLayout:
         """Return the layouts of a row-parallel GEMM."""
         ((weight,), (bias,)) = self.columns(linear, "weight"), self.columns(linear, "bias")
-        return Weights(
+        return LinearLayout(
             rows_layout(weight.name, linear.outputs, linear.inputs, self.output_init, self.tp),
             stream_layout(bias.name, linear.outputs, Init(), self.tp) if has_bias else None,
         )

@@ -21,7 +21,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class Weights:
+class LinearLayout:
     """Layouts of the weight and the bias of a linear layer or a norm."""
 
     weight: ParamLayout
@@ -82,12 +82,12 @@ def columns_bias_layout(
     return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
 
 
-def convolution_layout(tensors: Sequence[Columns], num_taps: int, tp: TensorParallel) -> ParamLayout:
+def convolution_layout(tensors: Sequence[Columns], kernel_size: int, tp: TensorParallel) -> ParamLayout:
     """Return the layout of one filter per channel, [channels, taps]: split as the channels; torch's initial values of Conv1d."""
-    pieces = _split_columns(tensors, (num_taps,), tp.group)
-    rows, bound = sum(piece.local_shape[0] for piece in pieces), num_taps**-0.5
+    pieces = _split_columns(tensors, (kernel_size,), tp.group)
+    rows, bound = sum(piece.local_shape[0] for piece in pieces), kernel_size**-0.5
     return ParamLayout(
-        shape=(rows, num_taps), pieces=pieces, init=Init(uniform=(-bound, bound)), kind="vector"
+        shape=(rows, kernel_size), pieces=pieces, init=Init(uniform=(-bound, bound)), kind="vector"
     )
 
 
@@ -188,9 +188,9 @@ def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> Param
     )
 
 
-def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Weights:
+def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> LinearLayout:
     """Return the layouts of a norm of the residual stream or of a branch's output."""
-    return Weights(
+    return LinearLayout(
         stream_layout(f"{name}.weight", size, unit_gain(spec), tp),
         stream_layout(f"{name}.bias", size, Init(), tp) if spec.kind == "LayerNorm" else None,
     )

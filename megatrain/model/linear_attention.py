@@ -25,12 +25,12 @@ from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule
 from megatrain.model import functions
-from megatrain.model.implementations.local_leaves import ACTIVATION_FUNCTIONS
+from megatrain.model.implementations.local_builder import ACTIVATION_FUNCTIONS
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
-    Weights,
+    LinearLayout,
     columns_bias_layout,
     convolution_layout,
     heads_layout,
@@ -38,7 +38,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.layout import Init, ShardedModule
 
 _MIN_SQUARE = 1e-6
 """Added to the squared length of queries and keys."""
@@ -49,18 +49,18 @@ class LinearAttention(nn.Module):
 
     def __init__(self, spec: LinearAttentionSpec, context: LayerContext) -> None:
         super().__init__()
-        leaves, tp, norm, prefix = context.leaves, context.tp, context.model.norm, context.name(spec)
-        values, heads = spec.value_channels, spec.num_value_heads
+        builder, tp, norm, prefix = context.builder, context.tp, context.model.norm, context.name(spec)
+        values, heads = spec.value_dim, spec.num_value_heads
         self.activation = ACTIVATION_FUNCTIONS[spec.activation]
-        self.sizes = [size // tp.size for size in (2 * spec.key_channels + values, values, heads, heads)]
+        self.sizes = [size // tp.size for size in (2 * spec.key_dim + values, values, heads, heads)]
         linears = context.linears(spec)
         self.projections = context.column_linear(linears["q"], context.branch_norm(spec))
         core = DeltaRule(spec, self.activation, context)
         self.core = RecomputedModule(core) if context.recompute.has_part("core_attn") else core
-        width, gain_init = spec.value_head_channels, unit_gain(norm)
+        width, gain_init = spec.value_head_dim, unit_gain(norm)
         gain = heads_layout(f"{prefix}.out_norm.weight", width, gain_init, tp, decays=False)
         bias = heads_layout(f"{prefix}.out_norm.bias", width, Init(), tp, decays=False)
-        self.norm = leaves.norm(Weights(gain, bias if norm.kind == "LayerNorm" else None), norm)
+        self.norm = builder.norm(LinearLayout(gain, bias if norm.kind == "LayerNorm" else None), norm)
         self.proj = context.row_linear(linears["proj"])
         self.output = branch_output(spec, context)
 
@@ -83,7 +83,7 @@ class DeltaArguments(NamedTuple):
     beta: Tensor
 
 
-class DeltaRule(LaidOutModule):
+class DeltaRule(ShardedModule):
     """Convolution of queries, keys and values, and the gated delta rule."""
 
     convolution: Tensor
@@ -100,7 +100,7 @@ class DeltaRule(LaidOutModule):
         logs = Columns(f"{prefix}.a_log", sizes.num_value_heads)
         convolved = context.columns(context.linears(sizes)["q"], "convolution")[:3]  # queries, keys, values
         self.widths = [columns.num_outputs // tp.size for columns in convolved]
-        self.add_weight("convolution", convolution_layout(convolved, sizes.convolution_taps, tp), dtype)
+        self.add_weight("convolution", convolution_layout(convolved, sizes.kernel_size, tp), dtype)
         self.add_weight("dt_bias", columns_bias_layout([heads], tp, Init(mean=1.0)), dtype)
         self.add_weight("a_log", columns_bias_layout([logs], tp, Init(log_of=(1.0, 16.0))), dtype)
 
@@ -117,11 +117,11 @@ class DeltaRule(LaidOutModule):
         convolved = causal_convolution(qkv.to(dtype), convolution.to(dtype))[len(qkv) - len(beta) :]
         mixed = self.activation.value(convolved)
         q, k, v = mixed.to(qkv.dtype).split(self.widths, dim=-1)
-        q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_channels)), dtype) for x in (q, k))
+        q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_dim)), dtype) for x in (q, k))
         shares = sizes.num_value_heads // sizes.num_key_heads
-        q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_channels**-0.5, k))
+        q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_dim**-0.5, k))
         g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
-        v = v.unflatten(-1, (-1, sizes.value_head_channels))
+        v = v.unflatten(-1, (-1, sizes.value_head_dim))
         return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
 
 

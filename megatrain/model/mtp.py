@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.model.embedding import Embedding
-from megatrain.model.implementations.leaves import Leaves
-from megatrain.model.layouts import Columns, Weights, columns_layout, norm_weights
+from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.layouts import Columns, LinearLayout, columns_layout, norm_weights
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.column_gather import gather_columns
-from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.layout import Init, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
-class MtpLayer(LaidOutModule):
+class MtpLayer(ShardedModule):
     """The segment of one depth: hidden states of all depths before, concatenated, [k s/tp, b, h] -> [(k + 1) s/tp, b, h].
 
     Args:
@@ -47,7 +47,7 @@ class MtpLayer(LaidOutModule):
         owns_embedding: bool,
         embedding_output: nn.Module,
         layer: nn.Module,
-        leaves: Leaves,
+        builder: ModuleBuilder,
         tp: TensorParallel,
         hidden_dtype: torch.dtype,
     ) -> None:
@@ -60,11 +60,13 @@ class MtpLayer(LaidOutModule):
         self.embedding_output = embedding_output
         h, prefix = spec.hidden_size, f"mtp.layers.{depth}"
         names = ("embedding_norm", "hidden_norm", "final_norm")
-        norms = [leaves.norm(norm_weights(f"{prefix}.{name}", h, spec.norm, tp), spec.norm) for name in names]
+        norms = [
+            builder.norm(norm_weights(f"{prefix}.{name}", h, spec.norm, tp), spec.norm) for name in names
+        ]
         self.embedding_norm, self.hidden_norm, self.final_norm = norms
         columns = [Columns(f"{prefix}.projection.weight", h)]
         weight = columns_layout(columns, 2 * h, Init(std=spec.init_std), tp)
-        self.projection = leaves.column_linear(None, Weights(weight))
+        self.projection = builder.column_linear(None, LinearLayout(weight))
         self.layer = layer
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:

@@ -46,7 +46,7 @@ class MuonRule:
     dtype: torch.dtype
     """Dtype of Newton-Schulz and of the communication; fp64 with fp64 weights."""
     has_tf32: bool = False
-    """True: fp32 matrix products on a GPU may use TF32."""
+    """True: fp32 GEMMs on a GPU may use TF32."""
 
     def scale(self, shape: tuple[int, int]) -> float:
         """Return the factor on the learning rate for a matrix of this shape."""
@@ -154,7 +154,7 @@ class Muon:
 
 @contextlib.contextmanager
 def _fp32_products(*, has_tf32: bool) -> Iterator[None]:
-    """Compute fp32 matrix products in full precision, or allow TF32, within the context."""
+    """Compute fp32 GEMMs in full precision, or allow TF32, within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
     try:

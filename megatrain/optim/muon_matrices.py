@@ -32,7 +32,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """FLOPs of its matrix products, up to a constant factor."""
+        """FLOPs of its GEMMs, up to a constant factor."""
         return math.prod(self.shape) * min(self.shape)
 
 

@@ -141,7 +141,7 @@ class PassInfo:
     """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (number that count), fp32 or fp64."""
 
     router_metrics: dict[int, Tensor] = field(default_factory=dict)
-    """Metrics of the routers of this pass, by layer number: see `model/router.py`."""
+    """Metrics of the routers of this pass, by layer number: see `model/experts/router.py`."""
 
     def compute_weight_gradient(self, work: Callable[[], None], *, may_be_late: bool = False) -> None:
         """Run `work` now, or defer it to the schedule's weight-gradient action or to `compute_late`."""

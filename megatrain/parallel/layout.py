@@ -174,14 +174,14 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     yield from flat_boxes(shape, last_whole * row_size, stop)
 
 
-class LaidOutModule(nn.Module):
+class ShardedModule(nn.Module):
     """A module that declares the layouts of its parameters, and accumulates their gradients in place.
 
     Parameters have no memory at first; `allocate_buffers` allocates it, and fills `weight_grads` with the views of the
     gradient buffer that a backward pass adds to.
     """
 
-    tied_to: tuple[LaidOutModule, ...] = ()
+    tied_to: tuple[ShardedModule, ...] = ()
     """Modules, possibly of another segment, whose parameters this one uses too. A tuple: they are not submodules."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class ParamEntry:
 
     name: str
     """Name by `named_parameters` of the rank's segments; differs between layouts."""
-    module: LaidOutModule
+    module: ShardedModule
     attribute: str
     layout: ParamLayout
     segment: int
@@ -233,14 +233,14 @@ class ParamRegistry:
             (number, owner)
             for number, segment in enumerate(segments)
             for module in segment.modules()
-            if isinstance(module, LaidOutModule)
+            if isinstance(module, ShardedModule)
             for owner in module.tied_to
         ]
         for number, segment in enumerate(segments):
             for path, module in segment.named_modules():
                 for attribute, _ in module.named_parameters(recurse=False):
                     name = f"{number}.{path}.{attribute}" if path else f"{number}.{attribute}"
-                    assert isinstance(module, LaidOutModule), f"{name} has no layout"
+                    assert isinstance(module, ShardedModule), f"{name} has no layout"
                     assert attribute in module.layouts, f"{name} has no layout"
                     users = {number, *(user for user, owner in tied if owner is module)}
                     entries[name] = ParamEntry(

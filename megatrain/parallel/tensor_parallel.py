@@ -8,7 +8,7 @@ Conjugate pairs (forward / backward): all-gather / reduce-scatter, copy / all-re
 they return their argument. Weight gradients bypass autograd: they are accumulated into views of the gradient buffer, at
 once or when the schedule says so (`PassInfo.compute_weight_gradient`).
 
-Backward pass of a column-parallel layer; two of its three matrix products hide communication:
+Backward pass of a column-parallel layer; two of its three GEMMs hide communication:
 
     gather x        |--------|
     dx = dy W       |------------|
@@ -158,7 +158,7 @@ def row_linear(
     bias: Bias | None = None,
     *,
     activation: Activation | None = None,
-    keeps_parts: bool = False,
+    returns_partial_sums: bool = False,
 ) -> Tensor:
     """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
 
@@ -167,12 +167,14 @@ def row_linear(
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
-        keeps_parts: with overlapped products and no bias, return the terms of the sum, which the next send but one overwrites.
+        returns_partial_sums: with overlapped products and no bias, return the terms of the sum, which the next send but one overwrites.
     Returns:
         [s/tp, b, o] with sp, else [s, b, o]; terms have a dimension of ranks before these.
     """
     fused_bias = bias if tp.size == 1 else None
-    out: Tensor = _Linear.apply(x, weight, weight_grad, activation, fused_bias, tp, info, keeps_parts)
+    out: Tensor = _Linear.apply(
+        x, weight, weight_grad, activation, fused_bias, tp, info, returns_partial_sums
+    )
     out = exit_tp_region(out, tp) if tp.peers is None else out
     if bias is not None and tp.size > 1:
         out = AddBias.apply(out, bias)
@@ -287,21 +289,23 @@ class _Linear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
-        keeps_parts: bool,
+        returns_partial_sums: bool,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and is_fused(x)
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
-        ctx.keeps_parts = keeps_parts
+        ctx.returns_partial_sums = returns_partial_sums
         if tp.peers is not None:
-            return products.product_reduce_scatter(y, weight.t(), tp.peers, keeps_parts=keeps_parts)
+            return products.product_reduce_scatter(
+                y, weight.t(), tp.peers, returns_partial_sums=returns_partial_sums
+            )
         return linear(y, weight, bias and bias.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, y = ctx.saved_tensors
-        peers, dy = ctx.tp.peers, grads[0][0] if ctx.keeps_parts else grads[0]
+        peers, dy = ctx.tp.peers, grads[0][0] if ctx.returns_partial_sums else grads[0]
         dy, dx = (dy, torch.matmul(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx

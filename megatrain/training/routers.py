@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.model.experts.router import ROUTER_METRICS
 from megatrain.model.gpt import Model
-from megatrain.model.router import ROUTER_METRICS
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import TokenSplit

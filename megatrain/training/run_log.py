@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
+from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.logging.callbacks import RunCallbacks
 from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
     CurveWriter,
@@ -121,7 +121,7 @@ class RunLog:
         """Return the line that says, once at start, how the speeds in the log are computed."""
         if not self.is_on_gpu:
             return "> speed: in tokens/s; TFLOP/s and MFU are shown on GPUs only"
-        flops = f"{self._derived.flops_per_iteration:.4g} FLOPs per iteration (Megatron-LM's formula: matrix products"
+        flops = f"{self._derived.flops_per_iteration:.4g} FLOPs per iteration (Megatron-LM's formula: GEMMs"
         flops += " of forward and backward, without recomputation)"
         if self.peak is None:
             return f"> speed: TFLOP/s from {flops}; no MFU, because the peak of {self._ranks.facts.device_name} is unknown"

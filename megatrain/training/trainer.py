@@ -26,6 +26,7 @@ from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
+from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.checkpoints import require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
@@ -39,7 +40,6 @@ from megatrain.training.launch.out_of_memory import allocation_errors
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.liveness.failure import exit_code_of
 from megatrain.training.liveness.flight_recorder import FOLDER, write_collectives
-from megatrain.training.logging.callbacks import RunCallbacks
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.planning.model_summary import model_summary

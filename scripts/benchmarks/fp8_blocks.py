@@ -21,7 +21,7 @@ from megatrain.kernels.fp8.blocks import (
     cast_square_blocks,
 )
 from megatrain.kernels.fp8.products import Operand
-from megatrain.kernels.fp8.rows import cast_rows, grouped_product
+from megatrain.kernels.fp8.rows import cast_rows, grouped_gemm
 
 TOKENS = 8192
 EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 2048, 1408
@@ -75,8 +75,8 @@ def experts() -> None:
         x8, weight8 = cast_rows(x), cast_rows(weight)
         times = [
             milliseconds(lambda x=x, w=weight: F.grouped_mm(x, w.transpose(1, 2), offs=ends)),
-            milliseconds(lambda x=x8, w=weight8: grouped_product(x, w, ends, torch.bfloat16, fast=True)),
-            milliseconds(lambda x=x8, w=weight8: grouped_product(x, w, ends, torch.bfloat16, fast=False)),
+            milliseconds(lambda x=x8, w=weight8: grouped_gemm(x, w, ends, torch.bfloat16, fast=True)),
+            milliseconds(lambda x=x8, w=weight8: grouped_gemm(x, w, ends, torch.bfloat16, fast=False)),
             milliseconds(lambda x=x: cast_rows(x)),
             milliseconds(lambda w=weight: cast_rows(w)),
         ]

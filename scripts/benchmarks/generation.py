@@ -144,7 +144,7 @@ def transformers_model(model: Model) -> Any:
         "model.norm.weight": head.norm.weight,
         "lm_head.weight": head.weight[: spec.vocab_size],
     }
-    d, n, g = attention.head_channels, attention.num_heads, attention.num_query_groups
+    d, n, g = attention.head_dim, attention.num_heads, attention.num_query_groups
     for number, layer in enumerate(layers):
         prefix, (ours, dense) = f"model.layers.{number}.", layer.branches
         q, k, v = ours.qkv.weight.split([n * d, g * d, g * d])

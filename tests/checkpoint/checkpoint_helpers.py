@@ -85,7 +85,7 @@ class Rank:
 def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_depths: int = 0) -> ModelSpec:
     layer = LayerSpec(
         parts=(
-            AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary=RotarySpec(base=1e4)),
+            AttentionSpec(num_heads=4, num_query_groups=2, head_dim=4, rotary=RotarySpec(base=1e4)),
             MlpSpec(ffn_hidden_size=24),
         )
     )

@@ -51,7 +51,7 @@ def model_of(*layers, mtp=None):
 
 
 DENSE = LayerSpec(
-    parts=(AttentionSpec(num_heads=4, num_query_groups=4, head_channels=16), MlpSpec(ffn_hidden_size=256))
+    parts=(AttentionSpec(num_heads=4, num_query_groups=4, head_dim=16), MlpSpec(ffn_hidden_size=256))
 )
 MODEL = model_of(*(DENSE,) * 4)
 
@@ -81,9 +81,9 @@ def test_layers_that_the_flags_keep_out_of_fp8_need_an_override():
 
 
 def test_paths_are_those_of_megatron_lm():
-    latent = LatentSizes(query_rank=8, kv_rank=8, plain_channels=4, rotary_channels=4, value_channels=4)
+    latent = LatentSizes(query_rank=8, kv_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
     mlp, router = MlpSpec(ffn_hidden_size=8), RouterSpec(num_experts=4, top_k=2)
-    attention = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=8, latent=latent)
+    attention = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=8, latent=latent)
     layer = LayerSpec(parts=(attention, ExpertsSpec(router=router, expert=mlp, shared=mlp, latent_size=8)))
     model = model_of(layer, mtp=MtpSpec(num_layers=1, loss_factor=0.1))
     found = {one.path: one.weight for one in linear_layers(model)}

@@ -23,10 +23,10 @@ from megatrain.model.layer import Mlp
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import router_layout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.layout import Init, ShardedModule
 
 
-class DepthModule(LaidOutModule):
+class DepthModule(ShardedModule):
     router: Tensor
 
     def __init__(self, spec: MixtureOfDepths, context: LayerContext) -> None:

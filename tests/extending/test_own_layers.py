@@ -56,11 +56,11 @@ def test_a_checkpoint_is_resharded_and_generates_no_text(tmp_path, convolutions)
     assert rest == pytest.approx({key: whole[key] for key in rest}, rel=1e-10)
     assert "train 6" in rest
     command = [sys.executable, "-m", "megatrain.tools.main", "generate", "--load", str(tmp_path / "split")]
-    told = subprocess.run(
+    ended = subprocess.run(
         [*command, "--spec", convolutions, "--prompt", "1 2"], capture_output=True, text=True, check=False
     )
-    assert told.returncode == 2
-    assert "layers with ShortConvolution generate no text" in told.stderr
+    assert ended.returncode == 2
+    assert "layers with ShortConvolution generate no text" in ended.stderr
 
 
 def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):

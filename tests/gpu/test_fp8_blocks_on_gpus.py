@@ -20,13 +20,13 @@ from megatrain.kernels.fp8.products import Operand
 from megatrain.kernels.fp8.rows import (
     cast_rows,
     cast_rows_reference,
-    grouped_product,
-    grouped_product_reference,
+    grouped_gemm,
+    grouped_gemm_reference,
 )
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts
 from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.fp8.experts import Fp8GroupedProducts
+from megatrain.parallel.fp8.experts import Fp8GroupedGemms
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Recipe
 from megatrain.parallel.grid import RankGroup
@@ -166,8 +166,8 @@ def test_a_grouped_product_is_that_of_the_emulation(ends: tuple[int, ...], fast:
     x, weight = cast_rows(drawn(1024, 2048)), cast_rows(drawn(4, 1408, 2048, seed=1, std=0.02))
     offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
     x.scale[ends[-1] :] = float("nan")
-    found = grouped_product(x, weight, offsets, torch.bfloat16, fast=fast)[: ends[-1]]
-    expected = grouped_product_reference(x, weight, offsets, torch.float32)[: ends[-1]]
+    found = grouped_gemm(x, weight, offsets, torch.bfloat16, fast=fast)[: ends[-1]]
+    expected = grouped_gemm_reference(x, weight, offsets, torch.float32)[: ends[-1]]
     error = ((found - expected).abs().max() / expected.abs().max()).item()
     assert error < 2**-7, error
 
@@ -186,7 +186,7 @@ def test_routed_experts_are_near_those_in_bf16() -> None:
     weights = [drawn(e, 2 * f, h, seed=1, std=0.02), drawn(e, h, f, seed=2, std=0.02)]
     rows, probs = drawn(t, h), torch.rand(t, generator=torch.Generator().manual_seed(3)).cuda()
     dy, results = drawn(t, h, seed=4, std=1e-3), []
-    for products in (GroupedProducts(), Fp8GroupedProducts(ALONE, keeps_weights=True)):
+    for products in (GroupedProducts(), Fp8GroupedGemms(ALONE, keeps_weights=True)):
         own_rows, own_probs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
         grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         fc1, fc2 = (

@@ -31,7 +31,7 @@ PASSES = [(200, 0, 64), (0, 40, 1), (64, 1, 0), *[(1, 0, 1)] * 36, (0, 0, 28)]
     "options", [{}, {"window": 30}, {"softcap": 2.0}, {"softcap": 2.0, "window": 30}], ids=str
 )
 def test_attention_to_a_cache(d: int, options: dict[str, Any]) -> None:
-    spec = AttentionSpec(num_heads=8, num_query_groups=2, head_channels=d, **options)
+    spec = AttentionSpec(num_heads=8, num_query_groups=2, head_dim=d, **options)
     layer = CacheSizes(window=spec.window, rows=((2, d), (2, d)))
     plan = CachePlan((layer,), torch.bfloat16, 400, max(LENGTHS), len(LENGTHS), len(LENGTHS))
     cache = Cache(plan, torch.device("cuda"))

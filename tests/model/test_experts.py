@@ -12,16 +12,16 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormSpec
-from megatrain.model.build_experts import expert_branch
-from megatrain.model.experts import ExpertBranch
-from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.experts.build import expert_branch
+from megatrain.model.experts.experts import ExpertBranch
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.recompute import Recompute
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 S, B, H, E, K = 5, 2, 8, 4, 2
@@ -57,7 +57,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
     """Return a branch without a norm, its weights and their gradients, by canonical name without the prefix."""
     tp = TensorParallel(GROUPS["tp"], GROUPS["kv"], sequence_parallel=False)
     cp = ContextParallel(GROUPS["cp"])
-    leaves = LocalLeaves(tp, cp, torch.float64, NormSpec(), seed=0)
+    builder = LocalBuilder(tp, cp, torch.float64, NormSpec(), seed=0)
     layer = LayerSpec(parts=(spec,), norm_position="post")
     gpt = ModelSpec(
         hidden_size=H, vocab_size=8, padded_vocab_size=8, layers=(layer,), is_tied=False, init_std=1,
@@ -67,14 +67,14 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
         split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"]),
         dtype=torch.float64, seed=0,
     )  # fmt: skip
-    branch = expert_branch(spec, LayerContext(gpt, 0, leaves, ranks, lambda _: None, Recompute()))
+    branch = expert_branch(spec, LayerContext(gpt, 0, builder, ranks, lambda _: None, Recompute()))
     branch.output = torch.nn.Identity()  # type: ignore[assignment]
     branch.output.forward = lambda x, _: x  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(1)
     weights: Weights = {}
     gradients: Weights = {}
     for module in branch.modules():
-        if not isinstance(module, LaidOutModule):
+        if not isinstance(module, ShardedModule):
             continue
         for attribute, layout in module.layouts.items():
             value = torch.randn(layout.shape, dtype=torch.float64, generator=generator)

@@ -17,7 +17,7 @@ from megatrain.model.implementations.split_norm import split_rms_norm
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import Bias, TensorParallel, row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
@@ -28,8 +28,8 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def module_with(**weights: Tensor) -> LaidOutModule:
-    module = LaidOutModule()
+def module_with(**weights: Tensor) -> ShardedModule:
+    module = ShardedModule()
     for name, value in weights.items():
         module.register_parameter(name, torch.nn.Parameter(value.detach().clone()))
         module.weight_grads[name] = torch.ones_like(value)

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def _spec(*, is_tied: bool, padded: int = 128) -> ModelSpec:
     layer = LayerSpec(
         parts=(
-            AttentionSpec(num_heads=4, num_query_groups=2, head_channels=8, rotary=RotarySpec(base=10000.0)),
+            AttentionSpec(num_heads=4, num_query_groups=2, head_dim=8, rotary=RotarySpec(base=10000.0)),
             MlpSpec(ffn_hidden_size=24),
         )
     )
@@ -137,7 +137,7 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: ModelSpec) ->
     b, s, _ = x.shape
     for number, layer in enumerate(spec.layers):
         w = {k.split(f"layers.{number}.")[1]: v for k, v in weights.items() if f"layers.{number}." in k}
-        d = layer.mixer.head_channels
+        d = layer.mixer.head_dim
         y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm.epsilon)
         q, k, v = (F.linear(y, w[f"attention.{p}.weight"]).view(b, s, -1, d).transpose(1, 2) for p in "qkv")
         angles = torch.outer(torch.arange(s).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))

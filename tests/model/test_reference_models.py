@@ -32,8 +32,8 @@ from transformers_weights import (
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.derive.model_spec import describe_model
+from megatrain.model.experts.router import ROUTER_METRICS
 from megatrain.model.gpt import build_model
-from megatrain.model.router import ROUTER_METRICS
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.kernels.moe.routing import Routing, load_quantiles
-from megatrain.model.expert_bias import ExpertBiases
-from megatrain.model.router import ROUTER_METRICS, Router
+from megatrain.model.experts.biases import ExpertBiases
+from megatrain.model.experts.router import ROUTER_METRICS, Router
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup

@@ -14,7 +14,7 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
 from megatrain.parallel.rank_lists import GridShape
 
 HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1)
@@ -39,7 +39,7 @@ PARAMETERS: dict[str, tuple[ParamKind, dict[str, tuple[int, ...]]]] = {
 
 
 def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedOptimizer:
-    module = LaidOutModule()
+    module = ShardedModule()
     for name, (kind, tensors) in PARAMETERS.items():
         row, pieces = 0, []
         for tensor, shape in tensors.items():

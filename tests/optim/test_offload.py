@@ -11,7 +11,7 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
 from megatrain.parallel.rank_lists import GridShape
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -24,7 +24,7 @@ def _optimizer(
     """Return an optimizer with one bucket for each of `SIZES`."""
     modules = []
     for number, size in enumerate(SIZES):
-        module, name = LaidOutModule(), f"w{number}"
+        module, name = ShardedModule(), f"w{number}"
         layout = ParamLayout(shape=(size,), pieces=(Piece(name, (size,), ((0, size),)),), init=Init(std=1.0))
         module.add_weight(name, layout, dtype)
         modules.append(module)

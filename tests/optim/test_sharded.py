@@ -11,7 +11,7 @@ from megatrain.parallel.buckets import cut_buckets, own_shard
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
 from megatrain.parallel.rank_lists import GridShape
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -20,7 +20,7 @@ HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
     """Return an optimizer of a matrix of two pieces, a vector that does not decay, and an embedding."""
-    module = LaidOutModule()
+    module = ShardedModule()
     for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
         pieces = (Piece(name, shape, tuple((0, size) for size in shape)),)
         if name == "a":

@@ -18,7 +18,7 @@ from megatrain.model.layouts import (
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
+from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, ShardedModule, flat_boxes, intersect
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_parallel import TensorParallel
 
@@ -64,7 +64,7 @@ def test_shards_of_all_ranks_cover_every_element_once(tp_and_copies: tuple[int, 
     seen: dict[str, np.ndarray] = {}
     shape = GridShape(tp=tp_size, dp=dp_size, kv_copies=kv_copies)
     for rank in range(shape.world_size):
-        module, grid = LaidOutModule(), build_grid(shape, rank)
+        module, grid = ShardedModule(), build_grid(shape, rank)
         for number, layout in enumerate(_layouts(_tp(grid))):
             module.add_weight(f"w{number}", layout, torch.float32)
         registry = ParamRegistry.of([module])
@@ -92,7 +92,7 @@ def test_shards_of_all_ranks_cover_every_element_once(tp_and_copies: tuple[int, 
 
 
 def test_parameters_are_views_of_buckets_and_decaying_ones_come_first() -> None:
-    module = LaidOutModule()
+    module = ShardedModule()
     for number, layout in enumerate(reversed(_layouts(_tp(_grid(0, 1))))):
         module.add_weight(f"w{number}", layout, torch.float32)
     registry = ParamRegistry.of([module])

@@ -16,11 +16,11 @@ from megatrain.kernels.moe import permute, routing
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
-from megatrain.model import router, shared_expert
+from megatrain.model.experts import router, shared
+from megatrain.model.experts.router import ROUTER_METRICS, Router
+from megatrain.model.experts.shared import SharedExpert
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.layouts import router_layout
-from megatrain.model.router import ROUTER_METRICS, Router
-from megatrain.model.shared_expert import SharedExpert
 from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
@@ -65,7 +65,7 @@ def _router_not_reduced() -> AbstractContextManager[Any]:
 
 
 def _projections_and_gate_not_reduced() -> AbstractContextManager[Any]:
-    return mock.patch.object(shared_expert, "router_layout", _of_own_tokens)
+    return mock.patch.object(shared, "router_layout", _of_own_tokens)
 
 
 def _shared_expert_without_gradient() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Another accumulation order: the same matrix products, with the summands of every product in a random order.
+"""Another accumulation order: the same GEMMs, with the summands of every product in a random order.
 
     mm(a [m, k], b [k, n])  ─>  mm(a[:, order], b[order])      equal but for rounding
 

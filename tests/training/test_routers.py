@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatrain.config.model_spec.experts import RouterSpec
-from megatrain.model.expert_bias import ExpertBiases
-from megatrain.model.router import ROUTER_METRICS
+from megatrain.model.experts.biases import ExpertBiases
+from megatrain.model.experts.router import ROUTER_METRICS
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.context_parallel import ContextParallel

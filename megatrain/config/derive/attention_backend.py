@@ -77,7 +77,7 @@ def attention_backend(draft: Draft) -> DerivedValue:
 def _padded_values(kernel: str, draft: Draft) -> str:
     """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
     is_native = kernel in ("sdpa", "math") and draft.config.parallel.context_parallel_size == 1
-    widths = {(mixer.value_channels, mixer.head_channels) for mixer in attentions(draft)}
+    widths = {(mixer.v_head_dim, mixer.head_dim) for mixer in attentions(draft)}
     narrow = sorted(width for width in widths if width[0] < width[1])
     if is_native or not narrow:
         return ""

@@ -85,7 +85,7 @@ def why_not_heads(draft: Draft, *, maximum: int, multiple: int) -> str:
     for number, layer in enumerate(draft.derived.model_spec.layers):
         if layer.attention is None:
             continue
-        channels = layer.attention.head_channels
+        channels = layer.attention.head_dim
         if channels % multiple or channels > maximum:
             is_flag = channels == draft.config.model.kv_channels
             flags = (

@@ -96,7 +96,7 @@ def scale_blocks(draft: Draft) -> dict[str, int]:
     return {name: sizes[name] for name, _ in sorted(fp8_recipes(draft)) if name in sizes}
 
 
-class ProductSize(NamedTuple):
+class GemmSize(NamedTuple):
     """A size of a product on one rank."""
 
     what: str
@@ -149,47 +149,45 @@ def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
 
 
-def product_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[ProductSize]:
+def gemm_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[GemmSize]:
     """Yield the sizes of all products in FP8 layers; with `gathers_values`, casts follow the gather of sequence parallelism."""
     parallel, model = draft.config.parallel, draft.config.model
     tp = parallel.tensor_model_parallel_size
     ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel and not gathers_values else 1)
     samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
-    yield ProductSize(
+    yield GemmSize(
         "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks
     )
-    yield ProductSize("channels of hidden states", "--hidden-size", model.hidden_size)
+    yield GemmSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
         layer = draft.derived.model_spec.all_layers[number]
         yield from _sizes_of(layer, model.hidden_size, tp, draft.derived.expert_tensor_parallel_size)
 
 
-def split_sizes(draft: Draft) -> Iterator[ProductSize]:
+def split_sizes(draft: Draft) -> Iterator[GemmSize]:
     """Yield the sizes of the parts into which ranks split the matrices of FP8 layers: where blocks of scales begin."""
     parallel, data = draft.config.parallel, draft.config.data
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if cp > 1:  # a rank holds two chunks of each sample
         tokens = draft.config.training.micro_batch_size * data.seq_length / (2 * cp)
-        yield ProductSize(
-            "tokens of a chunk of a micro-batch", "--seq-length, --context-parallel-size", tokens
-        )
+        yield GemmSize("tokens of a chunk of a micro-batch", "--seq-length, --context-parallel-size", tokens)
     for number in draft.derived.fp8_layers if tp > 1 else ():
         layer = draft.derived.model_spec.all_layers[number]
         for one in layer.linears(draft.config.model.hidden_size):
             if one.split == "inputs" and not one.num_experts:
-                yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(tp))
+                yield GemmSize(f"channels of {one.reads}", one.flags, one.local_inputs(tp))
             elif one.split == "outputs" and not one.num_experts:
                 for piece in one.pieces:
                     what = piece.what or one.writes
-                    yield ProductSize(f"channels of {what}", one.flags, piece.local_size(tp))
+                    yield GemmSize(f"channels of {what}", one.flags, piece.local_size(tp))
 
 
-def _sizes_of(layer: LayerSpec, hidden_size: int, tp: int, etp: int) -> Iterator[ProductSize]:
+def _sizes_of(layer: LayerSpec, hidden_size: int, tp: int, etp: int) -> Iterator[GemmSize]:
     """Yield the sizes of inputs and outputs of a layer's GEMMs on one rank; the width of an MLP once, as it is read."""
     linears = layer.linears(hidden_size)
     are_read = {one.reads for one in linears}
     for one in linears:
         ranks = etp if one.num_experts else tp
-        yield ProductSize(f"channels of {one.reads}", one.flags, one.local_inputs(ranks))
+        yield GemmSize(f"channels of {one.reads}", one.flags, one.local_inputs(ranks))
         if one.writes not in are_read:
-            yield ProductSize(f"channels of {one.writes}", one.flags, one.local_outputs(ranks))
+            yield GemmSize(f"channels of {one.writes}", one.flags, one.local_outputs(ranks))

@@ -39,9 +39,9 @@ def latent_sizes(model: ModelConfig) -> LatentSizes | None:
     return LatentSizes(
         query_rank=model.q_lora_rank,
         kv_rank=model.kv_lora_rank,
-        plain_channels=model.qk_head_dim,
-        rotary_channels=model.qk_pos_emb_head_dim,
-        value_channels=model.v_head_dim,
+        qk_nope_head_dim=model.qk_head_dim,
+        qk_rope_head_dim=model.qk_pos_emb_head_dim,
+        v_head_dim=model.v_head_dim,
     )
 
 
@@ -50,7 +50,7 @@ def kv_channels(draft: Draft) -> DerivedValue:
     latent = latent_sizes(model)
     if latent is not None:
         return DerivedValue(
-            latent.head_channels,
+            latent.head_dim,
             f"queries and keys of --multi-latent-attention: {model.qk_head_dim} + {model.qk_pos_emb_head_dim}",
         )
     width = whole(model.hidden_size, model.num_attention_heads)
@@ -60,11 +60,11 @@ def kv_channels(draft: Draft) -> DerivedValue:
 def kv_channels_of_latents(draft: Draft) -> DerivedValue | None:
     """Override --kv-channels with multi-latent attention, which has channels of its own, as in Megatron-LM."""
     given, latent = draft.config.model.kv_channels, latent_sizes(draft.config.model)
-    if latent is None or given == latent.head_channels:
+    if latent is None or given == latent.head_dim:
         return None
     return DerivedValue(
-        latent.head_channels,
-        f"--kv-channels {given} has no effect with --multi-latent-attention, whose keys have {latent.head_channels} channels",
+        latent.head_dim,
+        f"--kv-channels {given} has no effect with --multi-latent-attention, whose keys have {latent.head_dim} channels",
     )
 
 

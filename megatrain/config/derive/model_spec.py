@@ -147,7 +147,7 @@ def _attention(model: ModelConfig, *, qk_norm_decays: bool) -> AttentionSpec:
     return AttentionSpec(
         num_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        head_channels=model.kv_channels if latent is None else latent.head_channels,
+        head_dim=model.kv_channels if latent is None else latent.head_dim,
         latent=latent,
         rotary=_rotary(model),
         window=parse_window(model.window_size),
@@ -169,9 +169,9 @@ def _linear_attention(model: ModelConfig) -> LinearAttentionSpec:
     return LinearAttentionSpec(
         num_key_heads=model.linear_num_key_heads,
         num_value_heads=model.linear_num_value_heads,
-        key_head_channels=model.linear_key_head_dim,
-        value_head_channels=model.linear_value_head_dim,
-        convolution_taps=model.linear_conv_kernel_dim,
+        key_head_dim=model.linear_key_head_dim,
+        value_head_dim=model.linear_value_head_dim,
+        kernel_size=model.linear_conv_kernel_dim,
         activation="gelu" if kind == "gelu_tanh" else kind,
     )
 

@@ -23,7 +23,7 @@ class AttentionSpec(Part):
 
     num_heads: int
     num_query_groups: int
-    head_channels: int
+    head_dim: int
     """Channels of a head of queries and keys."""
     latent: LatentSizes | None = None
     """Latents of queries, keys and values (multi-latent attention); None: one projection."""
@@ -50,39 +50,37 @@ class AttentionSpec(Part):
     """The output projection has a bias."""
 
     @property
-    def value_channels(self) -> int:
+    def v_head_dim(self) -> int:
         """Channels of a head of values."""
-        return self.head_channels if self.latent is None else self.latent.value_channels
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     @property
-    def rope_channels(self) -> int:
+    def rope_dim(self) -> int:
         """Channels of a head that RoPE receives; it may leave some unchanged."""
-        return self.head_channels if self.latent is None else self.latent.rotary_channels
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
         return 0 if self.latent is None else self.latent.norm_weights
 
     @property
     def pair_channels(self) -> int:
-        return self.num_heads * (self.head_channels + self.value_channels)
+        return self.num_heads * (self.head_dim + self.v_head_dim)
 
     def cache_sizes(self, num_ranks: int) -> CacheSizes:
         """With latents, one row for all heads: the latent and the rotary channels of keys."""
         if self.latent is not None:
             return CacheSizes(
-                window=self.window, rows=((1, self.latent.kv_rank + self.latent.rotary_channels),)
+                window=self.window, rows=((1, self.latent.kv_rank + self.latent.qk_rope_head_dim),)
             )
         groups = max(1, self.num_query_groups // num_ranks)
-        return CacheSizes(
-            window=self.window, rows=((groups, self.head_channels), (groups, self.value_channels))
-        )
+        return CacheSizes(window=self.window, rows=((groups, self.head_dim), (groups, self.v_head_dim)))
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs: one projection to queries, keys and values, or those of latents, and the output projection."""
         if self.latent is not None:
             yield from self.latent.linears(hidden_size, self.num_heads)
             return
-        heads, groups, d = self.num_heads, self.num_query_groups, self.head_channels
+        heads, groups, d = self.num_heads, self.num_query_groups, self.head_dim
         gate = (_of_heads("gate", heads, d, "the output gate"),) if self.has_output_gate else ()
         pieces = (
             _of_heads("q", heads, d, "queries"),
@@ -98,13 +96,13 @@ class AttentionSpec(Part):
             writes="hidden states", flags=_HEADS, modules=("self_attention.linear_proj",),
         )  # fmt: skip
 
-    def _of_groups(self, name: str, groups: int, head_channels: int, what: str) -> Piece:
+    def _of_groups(self, name: str, groups: int, head_dim: int, what: str) -> Piece:
         if groups == self.num_heads:
-            return _of_heads(name, groups, head_channels, what)
+            return _of_heads(name, groups, head_dim, what)
         return Piece(
-            name, groups * head_channels, groups, what, is_copied=True, unit="query groups", path="model.num_query_groups"
+            name, groups * head_dim, groups, what, is_copied=True, unit="query groups", path="model.num_query_groups"
         )  # fmt: skip
 
 
-def _of_heads(name: str, heads: int, head_channels: int, what: str) -> Piece:
-    return Piece(name, heads * head_channels, heads, what, path="model.num_attention_heads")
+def _of_heads(name: str, heads: int, head_dim: int, what: str) -> Piece:
+    return Piece(name, heads * head_dim, heads, what, path="model.num_attention_heads")

@@ -27,36 +27,36 @@ class LinearAttentionSpec(Part):
 
     num_key_heads: int
     num_value_heads: int
-    key_head_channels: int
-    value_head_channels: int
-    convolution_taps: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
     activation: Activation = "swiglu"
     """Its function is that of the convolved queries, keys and values, and of the gate."""
 
     @property
-    def key_channels(self) -> int:
+    def key_dim(self) -> int:
         """Channels of all heads of keys, and of queries."""
-        return self.num_key_heads * self.key_head_channels
+        return self.num_key_heads * self.key_head_dim
 
     @property
-    def value_channels(self) -> int:
+    def value_dim(self) -> int:
         """Channels of all heads of values."""
-        return self.num_value_heads * self.value_head_channels
+        return self.num_value_heads * self.value_head_dim
 
     def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
         """Return the multiplications per token of the convolution, and of four products with the state of each head."""
-        k, v = self.key_channels, self.value_channels
-        return self.convolution_taps * (2 * k + v) + 4 * v * self.value_head_channels
+        k, v = self.key_dim, self.value_dim
+        return self.kernel_size * (2 * k + v) + 4 * v * self.value_head_dim
 
     def cache_sizes(self, num_ranks: int) -> CacheSizes:
         """The inputs of the convolution, and the state of each head."""
-        channels = (2 * self.key_channels + self.value_channels) // num_ranks
-        state = (self.num_value_heads // num_ranks, self.key_head_channels, self.value_head_channels)
-        return CacheSizes(states=((self.convolution_taps - 1, channels), state))
+        channels = (2 * self.key_dim + self.value_dim) // num_ranks
+        state = (self.num_value_heads // num_ranks, self.key_head_dim, self.value_head_dim)
+        return CacheSizes(states=((self.kernel_size - 1, channels), state))
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs; consecutive heads of values share one of keys, with which they are split: one to queries, keys, values, gate, beta and alpha, and the output projection."""
-        k, v, keys, heads = self.key_channels, self.value_channels, self.num_key_heads, self.num_value_heads
+        k, v, keys, heads = self.key_dim, self.value_dim, self.num_key_heads, self.num_value_heads
         yield Linear(
             part="linear_attention",
             pieces=(

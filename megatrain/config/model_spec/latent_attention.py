@@ -21,16 +21,16 @@ class LatentSizes:
     """Channels of the latent of queries; None: queries are projected from the hidden states."""
     kv_rank: int
     """Channels of the latent of keys and values."""
-    plain_channels: int
+    qk_nope_head_dim: int
     """Channels of queries and keys without RoPE."""
-    rotary_channels: int
+    qk_rope_head_dim: int
     """Channels of queries and keys with RoPE; all heads of keys share them."""
-    value_channels: int
+    v_head_dim: int
 
     @property
-    def head_channels(self) -> int:
+    def head_dim(self) -> int:
         """Channels of a head of queries and keys."""
-        return self.plain_channels + self.rotary_channels
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def norm_weights(self) -> int:
@@ -39,9 +39,9 @@ class LatentSizes:
 
     def linears(self, hidden_size: int, num_heads: int) -> Iterator[Linear]:
         """Yield the GEMMs: both down projections are one if queries have a latent, with a copy on each tensor rank."""
-        q, keys = self.query_rank, Piece("kv_down", self.kv_rank + self.rotary_channels)
-        queries = num_heads * self.head_channels
-        up = num_heads * (self.plain_channels + self.value_channels)
+        q, keys = self.query_rank, Piece("kv_down", self.kv_rank + self.qk_rope_head_dim)
+        queries = num_heads * self.head_dim
+        up = num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         q_down, kv_down = "self_attention.linear_q_down_proj", "self_attention.linear_kv_down_proj"
         if q is None:
             yield Linear(
@@ -67,7 +67,7 @@ class LatentSizes:
             modules=("self_attention.linear_kv_up_proj",),
         )  # fmt: skip
         yield Linear(
-            part="attention", pieces=(Piece("proj", hidden_size),), inputs=num_heads * self.value_channels,
+            part="attention", pieces=(Piece("proj", hidden_size),), inputs=num_heads * self.v_head_dim,
             split="inputs", reads="the heads", writes="hidden states", flags=_FLAGS, modules=("self_attention.linear_proj",),
         )  # fmt: skip
 

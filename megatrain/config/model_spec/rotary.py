@@ -60,6 +60,6 @@ class RotarySpec:
     """Divisor of positions."""
     scaling: LlamaScaling | YarnScaling | None = None
 
-    def rotary_channels(self, head_channels: int) -> int:
+    def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated channels of a head."""
-        return int(head_channels * self.rotary_percent)
+        return int(head_dim * self.rotary_percent)

@@ -14,7 +14,7 @@ from megatrain.config.derive.fp8 import (
     PRODUCT_MULTIPLE,
     choice_of,
     fp8_recipes,
-    product_sizes,
+    gemm_sizes,
     recipe_of_flags,
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
@@ -112,7 +112,7 @@ def fp4_can_be_emulated(draft: Draft) -> Problems:
             "remove --fp4-format",
         )
     else:
-        for what, flags, size in dict.fromkeys(product_sizes(draft, gathers_values=True)):
+        for what, flags, size in dict.fromkeys(gemm_sizes(draft, gathers_values=True)):
             if size % NVFP4_BLOCK:
                 yield Problem(
                     f"{flag}: {size:g} {what} are not a multiple of {NVFP4_BLOCK}",
@@ -187,7 +187,7 @@ def fp8_products_can_run(draft: Draft) -> Problems:
     if "blockwise" in names:
         yield from _blocks_can_be_multiplied(draft)
     multiple = MXFP8_BLOCK if "mxfp8" in names else PRODUCT_MULTIPLE
-    for what, flags, size in dict.fromkeys(product_sizes(draft)):
+    for what, flags, size in dict.fromkeys(gemm_sizes(draft)):
         if size % multiple:
             yield Problem(
                 f"{flag}: {size:g} {what} are not a multiple of {multiple}, as FP8 products require",

@@ -76,11 +76,11 @@ def rotary_channels_of_latents_are_even(draft: Draft) -> Problems:
 
 def values_are_not_wider_than_keys(draft: Draft) -> Problems:
     model, sizes = draft.config.model, latent_sizes(draft.config.model)
-    if sizes is not None and sizes.value_channels > sizes.head_channels:
+    if sizes is not None and sizes.v_head_dim > sizes.head_dim:
         yield Problem(
             f"--v-head-dim {model.v_head_dim} is larger than --qk-head-dim {model.qk_head_dim} +"
             f" --qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}, which no attention kernel here supports",
-            f"use --v-head-dim {sizes.head_channels} or less",
+            f"use --v-head-dim {sizes.head_dim} or less",
         )
 
 

@@ -162,7 +162,7 @@ def muon_updates_on_the_device(draft: Draft) -> Problems:
     optimizer = draft.config.optimizer
     if optimizer.optimizer == "muon" and optimizer.optimizer_cpu_offload:
         yield Problem(
-            "--optimizer-cpu-offload is not supported together with --optimizer muon, whose matrix products are too slow on"
+            "--optimizer-cpu-offload is not supported together with --optimizer muon, whose GEMMs are too slow on"
             " a CPU",
             "remove --optimizer-cpu-offload, or use --optimizer adam",
         )

@@ -88,7 +88,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
         ),
     )
-    """With --sequence-parallel on GPUs: overlap the all-gather before a matrix product, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them."""
+    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO

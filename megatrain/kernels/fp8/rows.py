@@ -58,7 +58,7 @@ def cast_rows_reference(x: Tensor, amax: Tensor | None = None) -> RowCast:
     return RowCast(codes, scale.reciprocal())
 
 
-def grouped_product(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """Multiply each row by the weight of its group: [r, k] -> [r, n].
 
     Args:
@@ -70,7 +70,7 @@ def grouped_product(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtyp
     if is_fake(x.codes):
         return x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
     if not x.codes.is_cuda or dtype is not torch.bfloat16:
-        return grouped_product_reference(x, weight, ends, dtype)
+        return grouped_gemm_reference(x, weight, ends, dtype)
     out: Tensor = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
         x.codes,
         weight.codes.transpose(1, 2),
@@ -83,7 +83,7 @@ def grouped_product(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtyp
     return out
 
 
-def grouped_product_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped_gemm_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the products group by group with torch operators, in the accumulation dtype of the result."""
     wide = accumulation_dtype(dtype)
     out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)

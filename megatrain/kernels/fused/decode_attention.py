@@ -23,7 +23,7 @@ _PROGRAMS = 264
 """Programs that occupy an H200: two per multiprocessor."""
 _MAX_SPLITS = 64
 _LEAST_HEADS = 16
-"""Rows of the smallest matrix product."""
+"""Rows of the smallest GEMM."""
 _TILE = 1 << 13
 """Elements of a tile of keys; at least 16 rows."""
 

@@ -1,1 +1,1 @@
-"""Implementations of the leaves that layer specs are built from; all have the same canonical names."""
+"""Implementations of the modules that layer specs are built from; all have the same canonical names."""

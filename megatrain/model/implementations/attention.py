@@ -26,7 +26,7 @@ from megatrain.model import functions
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
 from megatrain.parallel.block_masks import BlockMasks
 from megatrain.parallel.context_attention import ContextAttention
-from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
@@ -37,8 +37,8 @@ class LocalAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.backend = backend
-        self.value_channels = spec.value_channels
-        self.padding = spec.head_channels - spec.value_channels
+        self.v_head_dim = spec.v_head_dim
+        self.padding = spec.head_dim - spec.v_head_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents, window, scale = info.documents, self.spec.window, self.spec.scale
@@ -58,10 +58,10 @@ class LocalAttention(nn.Module):
             out = varlen_attention(
                 q, k, v, documents.cu_seqlens, documents.max_seqlen, scale=scale, window=window
             )
-        return out[..., : self.value_channels].flatten(2)
+        return out[..., : self.v_head_dim].flatten(2)
 
 
-class LocalContextAttention(LaidOutModule):
+class LocalContextAttention(ShardedModule):
     """Attention of this rank's rows and heads to the whole samples.
 
     Args:
@@ -87,8 +87,8 @@ class LocalContextAttention(LaidOutModule):
         self.kernel = _kernel(spec, backend)
         is_alone = context.ring.size == context.heads.size == 1 and spec.sink == "none"
         is_native = is_alone and isinstance(self.kernel, EagerAttention)
-        self.value_channels = spec.value_channels
-        self.padding = 0 if is_native else spec.head_channels - spec.value_channels
+        self.v_head_dim = spec.v_head_dim
+        self.padding = 0 if is_native else spec.head_dim - spec.v_head_dim
         self.dropout_key = dropout_key
         self.tp, self.context = tp, context
         if sink is not None:
@@ -103,7 +103,7 @@ class LocalContextAttention(LaidOutModule):
             out = functions.attend(q, k, v, self.kernel, masks.between(whole, whole))
         else:
             out = self.context.attend(q, k, v, sink, self.kernel, masks)
-        return self.context.heads_to_sequence(out)[..., : self.value_channels].flatten(2)
+        return self.context.heads_to_sequence(out)[..., : self.v_head_dim].flatten(2)
 
     def padded(self, v: Tensor) -> Tensor:
         """Return values with the channels that the kernel needs."""
@@ -155,7 +155,7 @@ def padded(v: Tensor, channels: int) -> Tensor:
 
 
 def _scale(spec: AttentionSpec) -> float:
-    return 1 / math.sqrt(spec.head_channels) if spec.scale is None else spec.scale
+    return 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
 
 
 def _cu_seqlens(documents: Documents | None) -> CuSeqlens | None:

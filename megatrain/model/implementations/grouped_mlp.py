@@ -15,14 +15,14 @@ from megatrain.kernels.moe.grouped_bias import (
     grouped_bias_weight_gradient,
 )
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts, accumulate_grouped_weight_gradient
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import Bias
 
 
-class LocalGroupedMlp(LaidOutModule):
+class LocalGroupedMlp(ShardedModule):
     """This rank's e experts, stacked by rows: fc1 [e f/etp, h], or gated [e 2 f/etp, h], and fc2 [e h, f/etp]."""
 
     fc1: Tensor
@@ -30,7 +30,12 @@ class LocalGroupedMlp(LaidOutModule):
     products = GroupedProducts()
 
     def __init__(
-        self, activation: Activation, fc1: Weights, fc2: Weights, parallel: ExpertParallel, dtype: torch.dtype
+        self,
+        activation: Activation,
+        fc1: LinearLayout,
+        fc2: LinearLayout,
+        parallel: ExpertParallel,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.activation = activation

@@ -12,12 +12,12 @@ from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
 from megatrain.parallel.tensor_parallel import (
     Bias,
@@ -27,10 +27,10 @@ from megatrain.parallel.tensor_parallel import (
 )
 
 
-class LocalNorm(LaidOutModule):
+class LocalNorm(ShardedModule):
     """Norm over the last dimension, in the dtype of its weight: LayerNorm with a bias, RMSNorm without."""
 
-    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype) -> None:
+    def __init__(self, weights: LinearLayout, spec: NormSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.epsilon = spec.epsilon
         self.offset = 1.0 if spec.is_stored_minus_one else 0.0
@@ -52,7 +52,7 @@ class LocalNorm(LaidOutModule):
         return functions.recompute_norm(total, self, self.epsilon, self.offset)
 
 
-class LocalColumnLinear(LaidOutModule):
+class LocalColumnLinear(ShardedModule):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     weight: Tensor
@@ -60,7 +60,7 @@ class LocalColumnLinear(LaidOutModule):
     def __init__(
         self,
         norm: LocalNorm | CastToWeightDtype,
-        linear: Weights,
+        linear: LinearLayout,
         tp: TensorParallel,
         dtype: torch.dtype,
         *,
@@ -109,16 +109,16 @@ class CastToWeightDtype(nn.Module):
         return total.to(self.dtype)
 
 
-class LocalRowLinear(LaidOutModule):
+class LocalRowLinear(ShardedModule):
     """Row-parallel linear layer: [s, b, i/tp] -> [s/tp, b, h]. The bias is added after the sum over tp."""
 
     weight: Tensor
 
     activation: Activation | None = None
-    keeps_parts = False  # True: see `row_linear`
+    returns_partial_sums = False  # True: see `row_linear`
 
     def __init__(
-        self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
+        self, linear: LinearLayout, tp: TensorParallel, dtype: torch.dtype, fp8: Fp8Linear | None = None
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -129,7 +129,9 @@ class LocalRowLinear(LaidOutModule):
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        linear: Callable[..., Tensor] = functools.partial(row_linear, keeps_parts=self.keeps_parts)
+        linear: Callable[..., Tensor] = functools.partial(
+            row_linear, returns_partial_sums=self.returns_partial_sums
+        )
         if self.fp8 is not None:
             linear = functools.partial(fp8_row_linear, self.fp8)
         return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
@@ -140,7 +142,7 @@ class LocalActivationRowLinear(LocalRowLinear):
 
     def __init__(
         self,
-        linear: Weights,
+        linear: LinearLayout,
         tp: TensorParallel,
         dtype: torch.dtype,
         activation: Activation,
@@ -150,7 +152,7 @@ class LocalActivationRowLinear(LocalRowLinear):
         self.activation = activation
 
 
-def _bias_of(layer: LaidOutModule) -> Bias | None:
+def _bias_of(layer: ShardedModule) -> Bias | None:
     bias = getattr(layer, "bias", None)
     return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
 

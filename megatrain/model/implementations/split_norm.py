@@ -11,18 +11,18 @@ from torch.autograd import Function
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.implementations.local import LocalNorm
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class LocalSplitRmsNorm(LocalNorm):
     """RMSNorm over all heads, [s, b, n/tp, d], with an all-reduce of the squares over tp."""
 
-    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def __init__(self, weights: LinearLayout, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__(weights, spec, dtype)
         self.tp = tp
 
@@ -31,7 +31,7 @@ class LocalSplitRmsNorm(LocalNorm):
         return normed.view_as(x)
 
 
-def split_rms_norm(x: Tensor, module: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
+def split_rms_norm(x: Tensor, module: ShardedModule, eps: float, offset: float, group: RankGroup) -> Tensor:
     """Compute RMSNorm over channels that are split over the ranks of a group: [..., c/tp], weight [c/tp]."""
     out: Tensor = _SplitRmsNorm.apply(x, module.weight, module.weight_grads.get("weight"), eps, offset, group)
     return out

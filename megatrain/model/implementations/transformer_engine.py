@@ -1,6 +1,6 @@
 """The `transformer_engine` implementation: modules of NVIDIA's library that use weights in our flat buffers.
 
-    LaidOutModule     owns a weight: its layout, canonical name and initial values, its range of the flat buffers
+    ShardedModule     owns a weight: its layout, canonical name and initial values, its range of the flat buffers
         │ registers it in
     TEModuleAdapter   around a module of Transformer Engine, built on the meta device, which never owns a weight
 
@@ -29,40 +29,40 @@ from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.qkv import fused_view
-from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
-from megatrain.model.implementations.local_leaves import LocalLeaves, activation_of
+from megatrain.model.implementations.local_builder import LocalBuilder, activation_of
+from megatrain.model.implementations.module_builder import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class TransformerEngineLeaves(LocalLeaves):
-    """Builder of the leaves of one rank. `local` supplies those that the library lacks (`derive/transformer_engine.py`)."""
+class TransformerEngineBuilder(LocalBuilder):
+    """Builder of the modules of one rank. `local` supplies those that the library lacks (`derive/transformer_engine.py`)."""
 
     is_residual_fp32: bool = False
     """The residual stream is in the accumulation dtype, which the library's norms do not read."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+    def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         if self.is_residual_fp32:
             return super().norm(weights, spec)
         return TENorm(weights, spec, self.dtype)
 
     def column_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         if self.is_residual_fp32 or (recompute_norm and norm is not None):
             return super().column_linear(norm, linear, recompute_norm=recompute_norm)
         return TEColumnLinear(self, norm, linear)
 
-    def row_linear(self, linear: Weights) -> RowLinear:
+    def row_linear(self, linear: LinearLayout) -> RowLinear:
         return TERowLinear(self, linear)
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
+    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
         is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
         if is_plain and spec.activation in _ACTIVATIONS:
             ops = library().ops
@@ -122,7 +122,7 @@ class TEModuleAdapter:
     def __init__(
         self,
         module: Any,
-        weights: Mapping[str, tuple[LaidOutModule, str]],
+        weights: Mapping[str, tuple[ShardedModule, str]],
         run: Callable[..., Tensor] | None = None,
         fp8: TEFp8Linear | None = None,
     ) -> None:
@@ -196,16 +196,16 @@ class _DeferredWeightGradients:
             target.add_(grad)
 
 
-class _WeightOwner(LaidOutModule):
+class _WeightOwner(ShardedModule):
     """Owner of the weight and bias that a module of the library uses."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: LinearLayout, dtype: torch.dtype) -> None:
         super().__init__()
         self.add_weight("weight", weights.weight, dtype)
         if weights.bias is not None:
             self.add_weight("bias", weights.bias, dtype)
 
-    def weights(self, prefix: str = "") -> dict[str, tuple[LaidOutModule, str]]:
+    def weights(self, prefix: str = "") -> dict[str, tuple[ShardedModule, str]]:
         """Return owner and attribute of each weight, by the module's parameter name."""
         return {f"{prefix}{name}": (self, name) for name in self.layouts}
 
@@ -213,7 +213,7 @@ class _WeightOwner(LaidOutModule):
 class TENorm(_WeightOwner):
     """Norm over the last dimension: LayerNorm with a bias, RMSNorm without."""
 
-    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype) -> None:
+    def __init__(self, weights: LinearLayout, spec: NormSpec, dtype: torch.dtype) -> None:
         super().__init__(weights, dtype)
         te = library()
         module = (te.RMSNorm if weights.bias is None else te.LayerNorm)(
@@ -233,25 +233,27 @@ class TENorm(_WeightOwner):
 class TEColumnLinear(_WeightOwner):
     """Residual addition, then one module: norm if there is one, and column-parallel linear layer."""
 
-    def __init__(self, leaves: TransformerEngineLeaves, norm: Weights | None, linear: Weights) -> None:
-        super().__init__(linear, leaves.dtype)
+    def __init__(
+        self, builder: TransformerEngineBuilder, norm: LinearLayout | None, linear: LinearLayout
+    ) -> None:
+        super().__init__(linear, builder.dtype)
         rows, inputs = linear.weight.shape
-        options = _linear_options(leaves, "column", linear) | {
+        options = _linear_options(builder, "column", linear) | {
             "in_features": inputs,
-            "out_features": rows * leaves.tp.size,
+            "out_features": rows * builder.tp.size,
         }
         if norm is None:
-            self.adapter = _linear_adapter(library().Linear(**options), self.weights(), leaves, linear)
+            self.adapter = _linear_adapter(library().Linear(**options), self.weights(), builder, linear)
             return
-        self.norm = _WeightOwner(norm, leaves.dtype)
+        self.norm = _WeightOwner(norm, builder.dtype)
         module = library().LayerNormLinear(
-            normalization=leaves.norms.kind,
-            eps=leaves.norms.epsilon,
-            zero_centered_gamma=leaves.norms.is_stored_minus_one,
+            normalization=builder.norms.kind,
+            eps=builder.norms.epsilon,
+            zero_centered_gamma=builder.norms.is_stored_minus_one,
             **options,
         )
         weights = self.weights() | self.norm.weights("layer_norm_")
-        self.adapter = _linear_adapter(module, weights, leaves, linear)
+        self.adapter = _linear_adapter(module, weights, builder, linear)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else hidden + delta
@@ -263,17 +265,17 @@ class TERowLinear(_WeightOwner):
 
     def __init__(
         self,
-        leaves: TransformerEngineLeaves,
-        linear: Weights,
+        builder: TransformerEngineBuilder,
+        linear: LinearLayout,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(linear, leaves.dtype)
+        super().__init__(linear, builder.dtype)
         outputs, columns = linear.weight.shape
-        options = _linear_options(leaves, "row", linear) | {
-            "in_features": columns * leaves.tp.size,
+        options = _linear_options(builder, "row", linear) | {
+            "in_features": columns * builder.tp.size,
             "out_features": outputs,
         }
-        self.adapter = _linear_adapter(library().Linear(**options), self.weights(), leaves, linear)
+        self.adapter = _linear_adapter(library().Linear(**options), self.weights(), builder, linear)
         self.activation = activation
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
@@ -282,21 +284,21 @@ class TERowLinear(_WeightOwner):
 
 def _linear_adapter(
     module: Any,
-    weights: Mapping[str, tuple[LaidOutModule, str]],
-    leaves: TransformerEngineLeaves,
-    linear: Weights,
+    weights: Mapping[str, tuple[ShardedModule, str]],
+    builder: TransformerEngineBuilder,
+    linear: LinearLayout,
 ) -> TEModuleAdapter:
-    recipe, name = leaves.recipe_of(linear), linear.weight.pieces[0].name
+    recipe, name = builder.recipe_of(linear), linear.weight.pieces[0].name
     fp8 = None if recipe is None else TEFp8Linear(module, library(), recipe, name)
     return TEModuleAdapter(module, weights, fp8=fp8)
 
 
-def _linear_options(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict[str, Any]:
+def _linear_options(builder: TransformerEngineBuilder, mode: str, linear: LinearLayout) -> dict[str, Any]:
     """Return the arguments of a linear layer, except for its sizes, which are those of all ranks together."""
-    tp = leaves.tp
+    tp = builder.tp
     return {
         "bias": linear.bias is not None,
-        "params_dtype": leaves.dtype,
+        "params_dtype": builder.dtype,
         "device": "meta",
         "fuse_wgrad_accumulation": True,
         "parallel_mode": mode if tp.size > 1 else None,  # one rank adds the bias in the GEMM
@@ -344,9 +346,7 @@ class TECoreAttention(nn.Module):
         self.has_latents = spec.latent is not None  # values are then views of a projection with keys
         module = library().DotProductAttention(
             num_attention_heads=spec.num_heads // tp.size,
-            kv_channels=spec.head_channels
-            if spec.latent is None
-            else (spec.head_channels, spec.value_channels),
+            kv_channels=spec.head_dim if spec.latent is None else (spec.head_dim, spec.v_head_dim),
             num_gqa_groups=max(1, spec.num_query_groups // tp.size),
             attention_dropout=0.0,
             qkv_format="sbhd",

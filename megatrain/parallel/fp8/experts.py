@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_product, row_amax
+from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_gemm, row_amax
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -34,7 +34,7 @@ class WeightCast(NamedTuple):
 
 
 @dataclass
-class Fp8GroupedProducts(GroupedProducts):
+class Fp8GroupedGemms(GroupedProducts):
     """The products of this rank's experts, and the casts of their weights, which all micro-batches of a step use.
 
     Args:
@@ -49,22 +49,22 @@ class Fp8GroupedProducts(GroupedProducts):
     def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, info: PassInfo) -> Tensor:
         """Compute rows W_g^T: [r, h] -> [r, f/etp]."""
         cast = self._weight_rows("fc1", weight, info)
-        return grouped_product(cast_rows(rows), cast, ends, rows.dtype, fast=True)
+        return grouped_gemm(cast_rows(rows), cast, ends, rows.dtype, fast=True)
 
     def fc2(self, rows: Tensor, weight: Tensor, ends: Tensor, info: PassInfo) -> Tensor:
         """Compute rows W_g^T: [r, f/etp] -> [r, h], a partial sum over etp."""
         cast = self._weight_rows("fc2", weight, info)
-        return grouped_product(self._cast_parts(rows), cast, ends, rows.dtype, fast=True)
+        return grouped_gemm(self._cast_parts(rows), cast, ends, rows.dtype, fast=True)
 
     def fc1_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Compute dy W_g: [r, f/etp] -> [r, h], a partial sum over etp."""
         cast = self._weight_columns("fc1", weight)
-        return grouped_product(self._cast_parts(dy), cast, ends, dy.dtype, fast=False)
+        return grouped_gemm(self._cast_parts(dy), cast, ends, dy.dtype, fast=False)
 
     def fc2_backward(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Compute dy W_g: [r, h] -> [r, f/etp]."""
         cast = self._weight_columns("fc2", weight)
-        return grouped_product(cast_rows(dy), cast, ends, dy.dtype, fast=False)
+        return grouped_gemm(cast_rows(dy), cast, ends, dy.dtype, fast=False)
 
     def _weight_rows(self, layer: Layer, weight: Tensor, info: PassInfo) -> RowCast:
         """Return the cast for a forward pass. The first micro-batch casts again: the weight has changed since."""

@@ -1,1 +1,1 @@
-"""Matrix products that overlap the communication of tensor-parallel layers."""
+"""GEMMs that overlap the communication of tensor-parallel layers."""

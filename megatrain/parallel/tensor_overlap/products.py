@@ -1,4 +1,4 @@
-"""Matrix products that overlap the communication before and after them, over `PeerMemory`.
+"""GEMMs that overlap the communication before and after them, over `PeerMemory`.
 
     all-gather, product        send x to the peers    | product of own rows   | products of received rows
     product, reduce-scatter    product of peers' rows | send it, product of own rows | sum of both
@@ -41,18 +41,18 @@ def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
 
 
 def product_reduce_scatter(
-    x: Tensor, weight: Tensor, peers: PeerMemory, *, keeps_parts: bool = False
+    x: Tensor, weight: Tensor, peers: PeerMemory, *, returns_partial_sums: bool = False
 ) -> Tensor:
     """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
 
     Products are rounded to the dtype of `x` before they are summed.
 
     Args:
-        keeps_parts: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
+        returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, torch.matmul(rows[rank], weight)) for rank in peers.peers)
-    if keeps_parts:
+    if returns_partial_sums:
         torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
         received.wait()
         return received.parts.detach()  # detached, it is no view of the slots for autograd

@@ -92,7 +92,7 @@ class Rates:
     """
 
     products: float = 0.68
-    """Matrix products, of the peak: 673 TFLOP/s within steps of [A1], 700 of [S1], with gradient sums."""
+    """GEMMs, of the peak: 673 TFLOP/s within steps of [A1], 700 of [S1], with gradient sums."""
     fp8_products: float = 1.36
     """Products in FP8 of forward passes: 1,253 to 1,419 TFLOP/s for the layers of [A2] [limits]."""
     fp8_exact_products: float = 1.27
@@ -100,7 +100,7 @@ class Rates:
     fp8_block_products: float = 0.99
     """Products in FP8 with scales of blocks: 980 TFLOP/s. A layer of 4096 x 14336 of Transformer Engine takes 3.21 ms with
     blocks and 2.41 with `delayed` scales [limits]; casts and norm take 0.25 of both. `mxfp8` is assumed as fast as one scale."""
-    product_seconds: float = 10e-6
+    gemm_seconds: float = 10e-6
     """Fixed time of a product: a product of 5e10 FLOPs reaches three quarters of the rate of large ones [limits]."""
     grouped_rows: float = 350.0
     """Rows per expert at which grouped products reach half of their rate: 517 TFLOP/s at 1,024 rows, 488 at 768."""

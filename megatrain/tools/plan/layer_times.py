@@ -1,6 +1,6 @@
 """Times of a layer, of the head and of the embedding on one rank, for one micro-batch.
 
-    sizes of a layer, layout ─> matrix products ─┐
+    sizes of a layer, layout ─> GEMMs ─┐
                                 attention        ├─> forward, gradients of inputs, weight gradients
                                 memory-bound     │
                                 collectives    ──┘
@@ -107,7 +107,7 @@ class LayerTimes:
         h = self.workload.hidden
         times = sum((self._linear(self._product(one)) for one in part.linears(h)), Times())
         if isinstance(part, AttentionSpec):
-            channels = (part.num_heads + part.num_query_groups) * part.head_channels
+            channels = (part.num_heads + part.num_query_groups) * part.head_dim
             copies = 60 if part.latent is not None else 12  # plain operators put heads of latents together
             rope = self._memory(copies * channels / self.layout.tp * self.tokens)
             return times + rope + self._attention(part)
@@ -130,7 +130,7 @@ class LayerTimes:
         flops = self.tokens * length * sizes.pair_channels / self.layout.tp
         part = length / (2 * cp) if cp > 1 else length  # a rank has two parts of a sequence, for equal work
         forward = rates.attention * part / (part + rates.attention_length)
-        forward *= min(1.0, sizes.head_channels / rates.full_head)
+        forward *= min(1.0, sizes.head_dim / rates.full_head)
         backward = rates.attention_backward * part / (part + rates.attention_backward_length)
         if self.workload.plan.config.model.attention_dropout:
             forward, backward = (
@@ -142,9 +142,9 @@ class LayerTimes:
         )
         if cp == 1:
             return times
-        keys = max(sizes.num_query_groups / self.layout.tp, 1) * (sizes.head_channels + sizes.value_channels)
+        keys = max(sizes.num_query_groups / self.layout.tp, 1) * (sizes.head_dim + sizes.v_head_dim)
         message = Group(self.cluster, cp, self.layout.tp).message(_BF16 * keys * self.tokens)
-        steps, queries = cp - 1, sizes.num_heads * sizes.head_channels / self.layout.tp
+        steps, queries = cp - 1, sizes.num_heads * sizes.head_dim / self.layout.tp
         merges = self._memory(24 * cp * queries * self.tokens)
         return merges + Times(max(times.forward, steps * message), max(times.backward, 3 * steps * message))
 

@@ -119,7 +119,7 @@ class Product:
         if self.num_experts:
             per_expert = self.rows / self.num_experts
             rate *= per_expert / (per_expert + rates.grouped_rows * max(fraction / rates.products, 1.0))
-        return 2 * self.rows * self.outputs * self.inputs / rate + rates.product_seconds
+        return 2 * self.rows * self.outputs * self.inputs / rate + rates.gemm_seconds
 
     def _casts(self, cluster: Cluster, fp8: Fp8) -> Times:
         """Return the times of casts of inputs, weights and gradients of outputs."""

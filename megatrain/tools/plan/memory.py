@@ -203,10 +203,10 @@ def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
 
 def _attention_bytes(workload: Workload, layout: Layout, part: AttentionSpec) -> float:
     tp = layout.tp
-    queries, values = part.num_heads * part.head_channels, part.num_heads * part.value_channels
-    keys = max(part.num_query_groups, tp) * part.head_channels
+    queries, values = part.num_heads * part.head_dim, part.num_heads * part.v_head_dim
+    keys = max(part.num_query_groups, tp) * part.head_dim
     if part.latent is not None:
-        latents = part.latent.kv_rank + part.latent.rotary_channels + (part.latent.query_rank or 0)
+        latents = part.latent.kv_rank + part.latent.qk_rope_head_dim + (part.latent.query_rank or 0)
         heads = 0 if "mla_up_proj" in layout.modules else 2 * queries + values
         return 2 * (2 * latents + (heads + values) / tp)
     twice = 2 if workload.plan.config.model.qk_layernorm else 1

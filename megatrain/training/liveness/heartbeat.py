@@ -3,7 +3,7 @@
     every half second:  same iteration and same stack as before?  ─> for as long as the phase may take ─> report a stall
 
 Only seconds in which this process runs count: a suspended job is not late when it continues. Other processes of the host can read
-iteration and phase of one that does not run, and make it write its stack (`Glance`), through two files in memory without names.
+iteration and phase of one that does not run, and make it write its stack (`UnresponsiveRank`), through two files in memory without names.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Heartbeat:
 
     @property
     def files(self) -> tuple[int, int]:
-        """File descriptors of the memory and of the stack, for a `Glance`; -1: there are none."""
+        """File descriptors of the memory and of the stack, for a `UnresponsiveRank`; -1: there are none."""
         return self._memory_file, self._dump_file
 
     @property
@@ -140,7 +140,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Glance:
+class UnresponsiveRank:
     """View of another process of this host that does not answer."""
 
     pid: int

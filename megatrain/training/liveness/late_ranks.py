@@ -74,10 +74,10 @@ class LateSearch:
         for rank in self.silent:
             host = self.locations[rank]["host"]
             on_host = (other for other in self.positions if self.locations[other]["host"] == host)
-            looker = next(on_host, None)
-            if looker is not None:
+            observer = next(on_host, None)
+            if observer is not None:
                 self.asked.append(rank)
-                yield rank, looker
+                yield rank, observer
 
     def late_ranks(self) -> list[int]:
         """Return the ranks for which the others wait; empty if there are none."""

@@ -35,7 +35,7 @@ from megatrain.training.liveness.failure import (
     describe_failure,
     process_location,
 )
-from megatrain.training.liveness.heartbeat import Glance, Heartbeat
+from megatrain.training.liveness.heartbeat import Heartbeat, UnresponsiveRank
 from megatrain.training.liveness.watch_server import (
     MAX_FIRST_MESSAGE_BYTES,
     WatchServer,
@@ -209,7 +209,7 @@ class RankWatch:
 
     def _look(self, request: dict[str, Any]) -> None:
         """Look at a process of this host that does not answer, and report where it is."""
-        position = Glance(request["pid"], tuple(request["files"])).position()
+        position = UnresponsiveRank(request["pid"], tuple(request["files"])).position()
         self._send({"position": asdict(position), "of": request["rank"]})
 
     def _report_stall(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ class RankWatch:
         summary = f"rank 0 of {world_size} is late: no progress for {seconds:.0f} s; rank 0: "
         where, stack = "does not answer", list[str]()
         if place["host"] == socket.gethostname():
-            position = Glance(place["pid"], tuple(self._server_info["files"])).position()
+            position = UnresponsiveRank(place["pid"], tuple(self._server_info["files"])).position()
             where, stack = str(position), position.stack
         head = f"  rank 0 on {place['host']} (process {place['pid']}): {where}"
         own = f"  rank {self.environment.rank}: {self.heartbeat.position()}"

@@ -255,11 +255,11 @@ class WatchServer:
             self._broadcast({"where": True})
             return
         looks = [] if search.asked else list(search.to_look_at())
-        for rank, looker in looks:
-            if rank in peers and looker in peers:
+        for rank, observer in looks:
+            if rank in peers and observer in peers:
                 look = {"rank": rank, "pid": search.locations[rank]["pid"], "files": peers[rank].files}
                 with contextlib.suppress(OSError):
-                    _send(peers[looker].connection, {"look": look})
+                    _send(peers[observer].connection, {"look": look})
         if not looks:
             silent = [search.locations[rank] for rank in search.silent]
             self._decide(search.conclude(), reporters=search.reporters(), silent=silent)

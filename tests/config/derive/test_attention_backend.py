@@ -15,7 +15,7 @@ SHAPE = (
 HERE = {"torch": "2.11", "flash-attn-4": "4.0.0b36"}
 RING = "--context-parallel-size 2"
 GATHERED = f"{RING} --cp-comm-type all_gather"
-HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=32)
+HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=32)
 
 
 def plan(flags, *, device, libraries=HERE, capability=None, custom_layers=None):

@@ -178,7 +178,7 @@ def of_facts() -> Iterator[tuple[str, str, str | None, str, Facts]]:
     flags = "--per-split-data-args-path p --tokenizer-type NullTokenizer"
     valid = Facts(datasets=files("a", split="valid"))
     yield "no training data", flags, "--mock-data", "--mock-data", valid
-    heads = AttentionSpec(num_heads=6, num_query_groups=6, head_channels=16)
+    heads = AttentionSpec(num_heads=6, num_query_groups=6, head_dim=16)
     layers = CustomLayers("1", lambda _, layers: tuple(one.with_part(heads) for one in layers))
     custom = Facts(world_size=4, custom_layers=layers)
     spec = "--spec my.py:layers --tensor-model-parallel-size"

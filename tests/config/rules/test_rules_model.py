@@ -11,7 +11,7 @@ CUDA = Facts(device="cuda")
 A100 = Facts(
     device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
 )
-WIDE_HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_channels=136)
+WIDE_HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=136)
 
 
 def layers(groups, width, other_groups="4"):

@@ -25,7 +25,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Box, Init, LaidOutModule, ParamLayout, ParamRegistry, Piece, box_shape
+from megatrain.parallel.layout import Box, Init, ParamLayout, ParamRegistry, Piece, ShardedModule, box_shape
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.worker_pool import WorkerPool
@@ -136,7 +136,7 @@ def stepped(rank: int, world_size: int, case: Case) -> Found:
     return Found(norms, num_zeros, weights, written)
 
 
-def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> ShardedOptimizer:
+def optimizer_of(case: Case, grid: RankGrid, segments: list[ShardedModule]) -> ShardedOptimizer:
     buffers = allocate_buffers(
         ParamRegistry.of(list(segments)),
         grid=grid,
@@ -160,11 +160,11 @@ def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> S
     return optimizer
 
 
-def layers(grid: RankGrid) -> Iterator[LaidOutModule]:
+def layers(grid: RankGrid) -> Iterator[ShardedModule]:
     """Yield this stage's layers. Every second one has experts, so that some segments have one family."""
     per_stage = NUM_LAYERS // grid.pp.size
     for number in range(grid.pp.rank * per_stage, (grid.pp.rank + 1) * per_stage):
-        module = LaidOutModule()
+        module = ShardedModule()
         layouts = {
             "dense": dense_layout(f"{number}.dense", grid),
             "norm": norm_layout(f"{number}.norm"),
@@ -240,7 +240,7 @@ def out_layout(prefixes: list[str]) -> ParamLayout:
     )  # fmt: skip
 
 
-def add_gradients(module: LaidOutModule, grid: RankGrid, step: int) -> None:
+def add_gradients(module: ShardedModule, grid: RankGrid, step: int) -> None:
     """Add this rank's part of half of each gradient, which is drawn by the tensor's name."""
     for name, layout in module.layouts.items():
         for piece in layout.pieces:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.norm import NormSpec
-from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.build_grid import build_grid
@@ -29,7 +29,7 @@ TP = TensorParallel(ALONE, ALONE, sequence_parallel=False)
 
 
 def spec(**options: Any) -> AttentionSpec:
-    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, **options)
+    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_dim=D, **options)
 
 
 CASES = {
@@ -77,7 +77,7 @@ def on_a_rank(
 
     case = CASES[name]
     layout = columns_bias_layout([Columns("sink", HEADS)], TP) if case.sink == "learned" else None
-    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, context=context)
+    leaves = LocalBuilder(TP, cp, torch.float64, NormSpec(), seed=3, context=context)
     core = cast("Any", leaves.core_attention(case, layout, "attention"))
     sink_gradient = torch.zeros_like(sink)
     if layout is not None:

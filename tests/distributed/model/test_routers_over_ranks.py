@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.model_spec.experts import RouterSpec
-from megatrain.model.router import ROUTER_METRICS, Router
+from megatrain.model.experts.router import ROUTER_METRICS, Router
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup

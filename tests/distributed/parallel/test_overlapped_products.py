@@ -109,11 +109,11 @@ def passes(
         middle = column_linear(normed, up, grads["up"], tp, info, biases[0], dx_term=term)
         y = row_linear(middle, down, grads["down"], tp, info, biases[1], activation=Activation(fn=GELU))
         inner = 2 * middle
-        keeps_parts = tp.peers is not None and tp.size == 2
-        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
+        returns_partial_sums = tp.peers is not None and tp.size == 2
+        delta = row_linear(inner, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
         y, normed = functions.norm(y + total, delta, norm, 1e-5, 0.0)
-        delta = row_linear(inner, down, grads["down"], tp, info, keeps_parts=keeps_parts)
-        y = add_terms(y + normed, delta) if keeps_parts else y + normed + delta
+        delta = row_linear(inner, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
+        y = add_terms(y + normed, delta) if returns_partial_sums else y + normed + delta
         y.backward(dy)
         assert x.grad is not None
         found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}

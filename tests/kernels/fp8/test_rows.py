@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_product, row_amax
+from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_gemm, row_amax
 
 
 def drawn(*shape, seed=0):
@@ -42,7 +42,7 @@ def test_a_grouped_product_is_that_of_the_rounded_factors(dtype):
         [3, 3, 10], dtype=torch.int32
     )  # the second group is empty, the last rows have no group
     x, weight = cast_rows(drawn(12, 48)), cast_rows(drawn(3, 7, 48, seed=1))
-    found = grouped_product(x, weight, ends, dtype, fast=True)
+    found = grouped_gemm(x, weight, ends, dtype, fast=True)
     values = [cast.codes.double() * cast.scale.double()[..., None] for cast in (x, weight)]
     expected = torch.cat([values[0][:3] @ values[1][0].t(), values[0][3:10] @ values[1][2].t()])
     assert found.dtype == dtype
@@ -53,8 +53,6 @@ def test_a_row_that_is_not_finite_gives_an_output_that_is_not_finite():
     x = drawn(2, 16)
     x[1, 3] = float("inf")
     weight = RowCast(*cast_rows(drawn(1, 4, 16)))
-    found = grouped_product(
-        cast_rows(x), weight, torch.tensor([2], dtype=torch.int32), torch.float32, fast=True
-    )
+    found = grouped_gemm(cast_rows(x), weight, torch.tensor([2], dtype=torch.int32), torch.float32, fast=True)
     assert found[0].isfinite().all()
     assert not found[1].isfinite().any()

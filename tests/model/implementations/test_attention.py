@@ -29,7 +29,7 @@ def attend(
     """Return the output, [s, b, n d], and the gradients of q, k and v."""
     q, k, v = (one.clone().requires_grad_() for one in x)
     is_half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    spec = AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D)
+    spec = AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_dim=D)
     core = LocalAttention(spec, "flash2" if is_half else "sdpa")
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
@@ -101,7 +101,7 @@ def test_kernels_agree_with_eager_attention_in_fp64(
         pytest.skip("needs flash-attn-4")
     if backend in ("cudnn", "sdpa") and (has_documents or window is not None):
         pytest.skip("these use FlashAttention-2")
-    spec = AttentionSpec(num_heads=heads, num_query_groups=groups, head_channels=d, window=window)
+    spec = AttentionSpec(num_heads=heads, num_query_groups=groups, head_dim=d, window=window)
     torch.manual_seed(0)
     qkv = torch.randn(s, 2, heads + 2 * groups, d, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(s, 2, heads * d, device="cuda", dtype=torch.bfloat16)

@@ -12,12 +12,12 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
-from megatrain.model.implementations.local_leaves import LocalLeaves
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
@@ -28,7 +28,7 @@ CP = ContextParallel(RankGroup("cp", (0,), 0))
 
 
 def spec(**options: object) -> AttentionSpec:
-    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, **options)
+    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_dim=D, **options)
 
 
 def reference(
@@ -68,7 +68,7 @@ def reference(
     return out.flatten(2)
 
 
-NARROW = LatentSizes(query_rank=None, kv_rank=4, plain_channels=6, rotary_channels=2, value_channels=5)
+NARROW = LatentSizes(query_rank=None, kv_rank=4, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=5)
 CASES = {
     "narrow values": spec(latent=NARROW),
     "narrow values and a window": spec(latent=NARROW, window=3),
@@ -92,7 +92,7 @@ CASES = {
 @pytest.mark.parametrize("is_training", [False, True])
 def test_attention_matches_a_loop_over_queries(name: str, has_documents: bool, is_training: bool) -> None:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
-    width = case.value_channels
+    width = case.v_head_dim
     shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, width), (HEADS,)]
     inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
     upstream = torch.randn(S, B, HEADS * width, dtype=torch.float64, generator=generator)
@@ -104,10 +104,10 @@ def test_attention_matches_a_loop_over_queries(name: str, has_documents: bool, i
     expected.backward(upstream)
 
     layout = columns_bias_layout([Columns("sink", HEADS)], TP)
-    leaves = LocalLeaves(TP, CP, torch.float64, NormSpec(), seed=3)
-    core = leaves.core_attention(case, layout if case.sink == "learned" else None, NAME)
+    builder = LocalBuilder(TP, CP, torch.float64, NormSpec(), seed=3)
+    core = builder.core_attention(case, layout if case.sink == "learned" else None, NAME)
     if case.sink == "learned":
-        assert isinstance(core, LaidOutModule)
+        assert isinstance(core, ShardedModule)
         core.sink = torch.nn.Parameter(inputs[3].clone())
         core.weight_grads["sink"] = torch.zeros(HEADS, dtype=torch.float64)
     ours = [x.clone().requires_grad_() for x in inputs[:3]]
@@ -128,7 +128,7 @@ def test_windows_on_a_gpu_match_the_cpu(name: str, has_documents: bool) -> None:
     shapes = [(S, B, HEADS, 16), (S, B, GROUPS, 16), (S, B, GROUPS, 16)]
     # bf16 represents the inputs exactly, so the test compares the arithmetic, not their rounding.
     inputs = [torch.randn(*shape, generator=generator).bfloat16().double() for shape in shapes]
-    core = LocalLeaves(TP, CP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
+    core = LocalBuilder(TP, CP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device)

@@ -35,15 +35,15 @@ from megatrain.parallel.rank_lists import GridShape
 
 VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
 CPU = torch.device("cpu")
-_ATTENTION = {"num_heads": 4, "num_query_groups": 2, "head_channels": 8, "rotary": RotarySpec(base=10000.0)}
+_ATTENTION = {"num_heads": 4, "num_query_groups": 2, "head_dim": 8, "rotary": RotarySpec(base=10000.0)}
 
 
 def _of_latents(query_rank: int | None, **options: Any) -> AttentionSpec:
     sizes = LatentSizes(
-        query_rank=query_rank, kv_rank=5, plain_channels=6, rotary_channels=4, value_channels=7
+        query_rank=query_rank, kv_rank=5, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7
     )
     return AttentionSpec(
-        num_heads=4, num_query_groups=4, head_channels=10, latent=sizes,
+        num_heads=4, num_query_groups=4, head_dim=10, latent=sizes,
         rotary=RotarySpec(base=10000.0, is_interleaved=True), **options,
     )  # fmt: skip
 

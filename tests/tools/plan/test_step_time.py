@@ -115,7 +115,7 @@ def test_casts_count_the_bytes_of_the_kernels() -> None:
     """Per token: 3 bytes of an input in each pass, 4 of a gradient; a weight's cast and its transposed codes."""
     rows, outputs, inputs = 8192.0, 6144.0, 4096.0
     fp8 = Fp8("delayed", True, 0.25, 1, Group(CLUSTER, 1))
-    rates = dataclasses.replace(CLUSTER.rates, product_seconds=0.0)
+    rates = dataclasses.replace(CLUSTER.rates, gemm_seconds=0.0)
     cluster = dataclasses.replace(CLUSTER, rates=rates)
     found = Product(rows, outputs, inputs).times(cluster, fp8)
     flops = 2 * rows * outputs * inputs

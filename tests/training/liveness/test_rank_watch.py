@@ -17,7 +17,7 @@ from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
 from megatrain.training.liveness import rank_watch
 from megatrain.training.liveness.failure import describe_failure
-from megatrain.training.liveness.heartbeat import Glance
+from megatrain.training.liveness.heartbeat import UnresponsiveRank
 from megatrain.training.liveness.position import Position
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.liveness.watch_server import WatchServer
@@ -94,7 +94,7 @@ def test_a_stopped_rank_0_is_killed_before_the_others_exit(monkeypatch: pytest.M
     watch.on_peer_failure = watch.on_late_ranks = watch.before_exit = lambda *_: None
     position = Position(iteration=3, phase="step", is_waiting=False, stack=[])
     watch.heartbeat = types.SimpleNamespace(position=lambda: position)
-    monkeypatch.setattr(Glance, "position", lambda _self: watch._is_asked.set() or position)
+    monkeypatch.setattr(UnresponsiveRank, "position", lambda _self: watch._is_asked.set() or position)
     try:
         start = time.monotonic()
         watch._report_stall(3.0)

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model import functions
-from megatrain.model.experts import Experts
-from megatrain.model.implementations.leaves import Leaves
+from megatrain.model.experts.experts import Experts
+from megatrain.model.implementations.module_builder import ModuleBuilder
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
-    Weights,
+    LinearLayout,
     columns_bias_layout,
     columns_layout,
     router_layout,
@@ -20,7 +20,7 @@ from megatrain.model.layouts import (
     stream_layout,
 )
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.layout import Init, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
@@ -33,14 +33,14 @@ class LatentProjection(nn.Module):
         num_outputs: int,
         num_inputs: int,
         init: Init,
-        leaves: Leaves,
+        builder: ModuleBuilder,
         has_bias: bool,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.linear = leaves.replicated_linear(
+        self.linear = builder.replicated_linear(
             None,
-            Weights(
+            LinearLayout(
                 router_layout(f"{name}.weight", num_outputs, num_inputs, init, tp),
                 stream_layout(f"{name}.bias", num_outputs, Init(), tp) if has_bias else None,
             ),
@@ -51,24 +51,24 @@ class LatentProjection(nn.Module):
         return out
 
 
-class SharedExpert(LaidOutModule):
+class SharedExpert(ShardedModule):
     """An MLP without norm that computes all tokens; its output may be multiplied by a sigmoid gate of each token."""
 
     gate: Tensor
 
     def __init__(self, mlp: MlpSpec, context: LayerContext, prefix: str, *, has_gate: bool) -> None:
         super().__init__()
-        gpt, leaves, tp, dtype = context.model, context.leaves, context.tp, context.ranks.dtype
+        gpt, builder, tp, dtype = context.model, context.builder, context.tp, context.ranks.dtype
         h, f, init = gpt.hidden_size, mlp.ffn_hidden_size, Init(std=gpt.init_std)
         columns, biases = (
             [Columns(f"{prefix}.shared.{name}.{kind}", f) for name in mlp.fc1_names]
             for kind in ("weight", "bias")
         )
         fc1_bias = columns_bias_layout(biases, tp) if mlp.has_bias else None
-        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, init, tp), fc1_bias))
+        self.fc1 = builder.column_linear(None, LinearLayout(columns_layout(columns, h, init, tp), fc1_bias))
         down = rows_layout(f"{prefix}.shared.down.weight", h, f, Init(std=gpt.output_init_std), tp)
         fc2_bias = stream_layout(f"{prefix}.shared.down.bias", h, Init(), tp) if mlp.has_bias else None
-        self.fc2 = leaves.activation_row_linear(mlp, Weights(down, fc2_bias))
+        self.fc2 = builder.activation_row_linear(mlp, LinearLayout(down, fc2_bias))
         if has_gate:
             self.add_weight("gate", router_layout(f"{prefix}.shared_gate.weight", 1, h, init, tp), dtype)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.experts import RouterSpec
-from megatrain.model.router import Router
+from megatrain.model.experts.router import Router
 
 
 class ExpertBiases:

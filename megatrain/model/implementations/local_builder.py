@@ -1,4 +1,4 @@
-"""Builder of the leaves of the `local` implementation."""
+"""Builder of the modules of the `local` implementation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
-from megatrain.model.implementations.leaves import (
-    AttentionToSamples,
-    ColumnLinear,
-    CoreAttention,
-    Pointwise,
-    RowLinear,
-)
 from megatrain.model.implementations.local import (
     CastToWeightDtype,
     LocalActivationRowLinear,
@@ -33,13 +26,20 @@ from megatrain.model.implementations.local import (
     LocalNorm,
     LocalRowLinear,
 )
+from megatrain.model.implementations.module_builder import (
+    AttentionToSamples,
+    ColumnLinear,
+    CoreAttention,
+    Pointwise,
+    RowLinear,
+)
 from megatrain.model.implementations.split_norm import LocalSplitRmsNorm
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel
-from megatrain.parallel.fp8.experts import Fp8GroupedProducts
+from megatrain.parallel.fp8.experts import Fp8GroupedGemms
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.latent_context import attend_to_samples
@@ -48,8 +48,8 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class LocalLeaves:
-    """Builder of the leaves of one rank."""
+class LocalBuilder:
+    """Builder of the modules of one rank."""
 
     tp: TensorParallel
     cp: ContextParallel
@@ -64,14 +64,14 @@ class LocalLeaves:
     fp8_recipe: Callable[[str], Fp8Recipe | None] | None = None
     """Returns the FP8 recipe of the linear layer whose weight has this canonical name; None: all are in `dtype`."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+    def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
 
-    def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+    def split_norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
 
     def column_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         return LocalColumnLinear(
             self.residual_norm(norm),
@@ -83,44 +83,44 @@ class LocalLeaves:
         )
 
     def replicated_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         alone = dataclasses.replace(self, tp=_alone(self.tp))
         return alone.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def whole_rows_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        leaves = dataclasses.replace(
+        builder = dataclasses.replace(
             self, tp=dataclasses.replace(self.tp, sequence_parallel=False, peers=None)
         )
-        return leaves.column_linear(norm, linear, recompute_norm=recompute_norm)
+        return builder.column_linear(norm, linear, recompute_norm=recompute_norm)
 
-    def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
+    def residual_norm(self, norm: LinearLayout | None) -> LocalNorm | CastToWeightDtype:
         return CastToWeightDtype(self.dtype) if norm is None else LocalNorm(norm, self.norms, self.dtype)
 
     def grouped_mlp(
-        self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
+        self, spec: MlpSpec, fc1: LinearLayout, fc2: LinearLayout, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
         mlp = LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
         recipe = self.recipe_of(fc2)
         if recipe is not None:
-            mlp.products = Fp8GroupedProducts(parallel.etp, recipe.keeps_weights)
+            mlp.products = Fp8GroupedGemms(parallel.etp, recipe.keeps_weights)
         return mlp
 
-    def row_linear(self, linear: Weights) -> RowLinear:
+    def row_linear(self, linear: LinearLayout) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
+    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
         fp8 = self.fp8_linear(linear)
         return LocalActivationRowLinear(linear, self.tp, self.dtype, activation_of(spec), fp8)
 
-    def fp8_linear(self, linear: Weights) -> Fp8Linear | None:
+    def fp8_linear(self, linear: LinearLayout) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""
         recipe = self.recipe_of(linear)
         return None if recipe is None else recipe.linear(linear.weight.pieces[0].name, linear.weight)
 
-    def recipe_of(self, linear: Weights) -> Fp8Recipe | None:
+    def recipe_of(self, linear: LinearLayout) -> Fp8Recipe | None:
         """Return the FP8 recipe of a linear layer; None: it is in `dtype`."""
         return None if self.fp8_recipe is None else self.fp8_recipe(linear.weight.pieces[0].name)
 
@@ -172,4 +172,4 @@ class LocalAttentionToSamples(LocalContextAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         out = attend_to_samples(q, k, v, self.kernel, self.masks(q, info), self.context.ring)
-        return out[..., : self.value_channels].flatten(2)
+        return out[..., : self.v_head_dim].flatten(2)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatrain.model.implementations.leaves import GroupedMlp, ResidualNorm
+from megatrain.model.experts.router import Router
+from megatrain.model.implementations.module_builder import GroupedMlp, ResidualNorm
 from megatrain.model.layer import Sequential
-from megatrain.model.router import Router
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import TokenDispatcher
 

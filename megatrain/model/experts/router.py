@@ -48,7 +48,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.layout import Init, ShardedModule
 from megatrain.parallel.tensor_parallel import Bias
 
 ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -56,7 +56,7 @@ ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "g
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class Router(LaidOutModule):
+class Router(ShardedModule):
     """Router of one layer.
 
     Args:

@@ -1,4 +1,4 @@
-"""Protocols of the leaves of a layer, which an implementation supplies. Their boundaries follow the fastest kernels.
+"""Protocols of the modules of a layer, which an implementation supplies. Their boundaries follow the fastest kernels.
 
 A leaf receives its ranks when it is built and `PassInfo` when it is called.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
-from megatrain.model.layouts import Weights
+from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel
@@ -77,42 +77,44 @@ class AttentionToSamples(CoreAttention, Protocol):
         ...
 
 
-class Leaves(Protocol):
-    """Builder of the leaves of one implementation."""
+class ModuleBuilder(Protocol):
+    """Builder of the modules of one implementation."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+    def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         """Build a norm over the last dimension, which is whole on this rank."""
         ...
 
-    def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+    def split_norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         """Build an RMSNorm over the last two dimensions of [s, b, n/tp, d]."""
         ...
 
-    def residual_norm(self, norm: Weights | None) -> ResidualNorm: ...
+    def residual_norm(self, norm: LinearLayout | None) -> ResidualNorm: ...
 
     def column_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         """Build it. `recompute_norm`: the output of the norm is not saved; the backward pass recomputes it."""
         ...
 
     def replicated_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         """Build a linear layer whose weight all tensor ranks hold whole; its rows stay local: -> [s/tp, b, o]."""
         ...
 
     def whole_rows_linear(
-        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         """Build a column-parallel linear layer whose input has all rows on every tensor rank: [s, b, h] -> [s, b, o/tp]."""
         ...
 
-    def row_linear(self, linear: Weights) -> RowLinear: ...
+    def row_linear(self, linear: LinearLayout) -> RowLinear: ...
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
+    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear: ...
 
-    def grouped_mlp(self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel) -> GroupedMlp:
+    def grouped_mlp(
+        self, spec: MlpSpec, fc1: LinearLayout, fc2: LinearLayout, parallel: ExpertParallel
+    ) -> GroupedMlp:
         """Build the experts of this rank."""
         ...
 

@@ -9,21 +9,21 @@ from torch import nn
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.moe.routing import expert_capacity
-from megatrain.model.experts import ExpertBranch, Experts
-from megatrain.model.implementations.leaves import Pointwise
+from megatrain.model.experts.experts import ExpertBranch, Experts
+from megatrain.model.experts.router import Router
+from megatrain.model.experts.shared import LatentProjection, SharedExpert, WithSharedExpert
+from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer import Sequential, branch_output
 from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.layouts import (
     Columns,
-    Weights,
+    LinearLayout,
     expert_columns_bias_layout,
     expert_columns_layout,
     expert_rows_bias_layout,
     expert_rows_layout,
 )
 from megatrain.model.recompute import RecomputedModule
-from megatrain.model.router import Router
-from megatrain.model.shared_expert import LatentProjection, SharedExpert, WithSharedExpert
 from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -37,7 +37,7 @@ from megatrain.parallel.layout import Init
 def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
     """Build the branch of a layer's experts."""
     recompute = context.recompute
-    norm = context.leaves.residual_norm(context.branch_norm(spec))
+    norm = context.builder.residual_norm(context.branch_norm(spec))
     experts = _experts(spec, context)
     mlp: nn.Module = experts
     if spec.shared is not None:
@@ -53,7 +53,7 @@ def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
 
 
 def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
-    gpt, ranks, leaves, prefix = context.model, context.ranks, context.leaves, context.name(spec)
+    gpt, ranks, builder, prefix = context.model, context.ranks, context.builder, context.name(spec)
     init, tp = Init(std=gpt.init_std), context.tp
     router = Router(
         spec.router,
@@ -70,11 +70,11 @@ def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
     before: list[Pointwise] = []
     after: list[Pointwise] = []
     if latent is not None:
-        before = [LatentProjection(f"{prefix}.latent_down", latent, h, init, leaves, has_bias, tp)]
+        before = [LatentProjection(f"{prefix}.latent_down", latent, h, init, builder, has_bias, tp)]
         after = [
-            LatentProjection(f"{prefix}.latent_up", h, latent, context.output_init, leaves, has_bias, tp)
+            LatentProjection(f"{prefix}.latent_up", h, latent, context.output_init, builder, has_bias, tp)
         ]
-    mlp = leaves.grouped_mlp(
+    mlp = builder.grouped_mlp(
         spec.expert, *_expert_weights(spec, gpt, f"{prefix}.experts", ranks.parallel), ranks.parallel
     )
     return Experts(router, _token_dispatcher(spec.router, ranks), mlp, Sequential(before), Sequential(after))
@@ -82,7 +82,7 @@ def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
 
 def _expert_weights(
     spec: ExpertsSpec, gpt: ModelSpec, prefix: str, parallel: ExpertParallel
-) -> tuple[Weights, Weights]:
+) -> tuple[LinearLayout, LinearLayout]:
     """Return the layouts of both linear layers of this rank's experts."""
     names = [f"{prefix}.{expert}" for expert in parallel.own(spec.router.num_experts)]
     width, f, etp = spec.latent_size or gpt.hidden_size, spec.expert.ffn_hidden_size, parallel.etp
@@ -97,7 +97,7 @@ def _expert_weights(
         [f"{name}.weight" for name in downs], width, f, Init(std=gpt.output_init_std), etp
     )
     fc2_bias = expert_rows_bias_layout([f"{name}.bias" for name in downs], width, etp) if has_bias else None
-    return Weights(fc1, fc1_bias), Weights(fc2, fc2_bias)
+    return LinearLayout(fc1, fc1_bias), LinearLayout(fc2, fc2_bias)
 
 
 def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:

@@ -1,0 +1,1 @@
+"""Experts: router, dispatch, the experts of a rank, the shared expert."""
