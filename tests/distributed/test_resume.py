@@ -33,7 +33,7 @@ def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbr
     return UnbrokenRuns(train, tmp_path_factory)
 
 
-ALWAYS = ("one process", "tp2 dp2")
+ALWAYS = ("one process", "tp2")
 """Layouts that every test run covers; nightly runs cover the others."""
 
 

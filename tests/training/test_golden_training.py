@@ -200,7 +200,7 @@ def mean_mtp_losses(recorded: dict[str, Any]) -> dict[str, float]:
     return {f"mtp_{k} loss": value / 2 for k, value in enumerate(recorded["mtp"]["loss_values"], 1)}
 
 
-@pytest.mark.parametrize("case", map(nightly, [*DENSE, *EXPERTS]))
+@pytest.mark.parametrize("case", [nightly(case) for case in (*DENSE, *EXPERTS)])
 @pytest.mark.usefixtures("tf32_routers")
 def test_models_train_to_the_recorded_digits(
     case: str, recordings: Path, tmp_path: Path, in_orders: Callable[..., list[list[Numbers]]]

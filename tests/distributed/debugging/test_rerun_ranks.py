@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from forked_job import ForkedJob
 from run_here import MODEL
 
@@ -25,6 +26,7 @@ def poison_a_sample() -> None:
     Engine.pass_infos = spoiled
 
 
+@pytest.mark.nightly  # eight ranks, several times
 def test_the_device_of_the_culprit_is_the_suspect_and_other_devices_decide(tmp_path: Path) -> None:
     save = tmp_path / "run"
     flags = [*MODEL, "--train-iters", "8", "--eval-iters", "0", "--no-eval-at-start", "--save", str(save)]

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, object]]] = {
     ),
     "tp2 pp2 dp2": (8, f"{TP2} {PP2}", {SIZES["tp"]: 2, SIZES["pp"]: 2, "world_size": 8, "data_parallel_size": 2}),
 }  # fmt: skip
-ALWAYS = ("tp2 ep2 etp1", "tp2 pp2 dp2", "cp2")
+ALWAYS = ("tp2 ep2 etp1",)
 
 
 @pytest.mark.parametrize(

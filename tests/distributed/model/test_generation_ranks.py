@@ -135,7 +135,7 @@ def refused(rank: int, world_size: int, folder: str) -> str:
 
 def test_sizes_that_do_not_divide_are_refused(trained: str, pool: WorkerPool) -> None:
     for message in pool.run(3, refused, trained):
-        assert "3 tensor ranks: 4 attention heads of the model do not divide over them" in message
+        assert "3 tensor ranks: 4 heads of the model do not divide over them" in message
         assert "fix: start fewer ranks" in message
 
 

@@ -28,7 +28,7 @@ def test_a_layout_for_faults_passes_without_them(comparer: Comparer, text: str) 
     assert verdict.is_good, verdict
 
 
-@pytest.mark.parametrize("fault", one_in(3, FAULTS))
+@pytest.mark.parametrize("fault", one_in(9, FAULTS))
 def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
     assert not comparer.compare(Layout.of(FAULTS[fault].layout), run=measured_with(fault)).is_good
 
