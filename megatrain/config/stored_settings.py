@@ -53,6 +53,8 @@ def stored_settings(
         ):
             continue
         value = stored[setting.section][setting.name]
+        if setting.accepts_function and value not in setting.choices:
+            continue
         if _as_setting(value) != setting.default:
             taken[setting.path] = value
     return taken

@@ -18,7 +18,7 @@ def without_capacity(spec: ModelSpec) -> ModelSpec:
         if layer.experts is None:
             return layer
         router = dataclasses.replace(layer.experts.router, capacity_factor=None, is_padded=False)
-        return layer.with_part(dataclasses.replace(layer.experts, router=router))
+        return layer.replaced(layer.experts, dataclasses.replace(layer.experts, router=router))
 
     return dataclasses.replace(spec, layers=tuple(map(unlimited, spec.layers)))
 

@@ -20,6 +20,7 @@ from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part, Role
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.user_function import UserFunction
@@ -41,9 +42,11 @@ def load_layers(function: UserFunction) -> Layers:
     def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
         try:
             made = found(model, default)
+            _check(function, made, len(default), model.hidden_size)
+        except ConfigError:
+            raise
         except Exception as error:
             raise function.failure(error) from error
-        _check(function, made, len(default), model.hidden_size)
         return tuple(made)
 
     return layers
@@ -81,6 +84,8 @@ def _check(function: UserFunction, layers: Any, count: int, hidden_size: int) ->
 
 def _problems(function: UserFunction, layer: LayerSpec, hidden_size: int) -> Iterator[str]:
     """Yield what is wrong with the parts of a layer."""
+    if layer.norm_position not in get_args(NormPosition):
+        yield f"norm_position is {layer.norm_position!r}, not one of {get_args(NormPosition)}"
     names = [getattr(part, "name", None) for part in layer.parts]
     for part, name in zip(layer.parts, names, strict=True):
         kind = type(part).__name__
@@ -105,11 +110,16 @@ def _problems_of_linears(function: UserFunction, part: Part, hidden_size: int) -
     try:
         linears = list(part.linears(hidden_size))
         hash(part)
+        _ = part.other_weights(hidden_size) + part.pair_channels
     except Exception as error:  # noqa: BLE001 (code of the user)
         yield f"{kind}: {function.where(error)}"
         return
     for one in linears:
         if not isinstance(one, Linear):
             yield f"{kind}.linears() yields {type(one).__name__}, not Linear"
+        elif not one.pieces:
+            yield f"{kind}.linears() yields a Linear without pieces"
+        elif [other.weight for other in linears].count(one.weight) > 1:
+            yield f"{kind}.linears() yields two of the name {one.weight}"
         elif one.part.split(".")[0] != part.name:
             yield f"{kind}.linears() yields a Linear of part {one.part}, not {part.name}"

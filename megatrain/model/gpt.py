@@ -28,6 +28,7 @@ from megatrain.model.implementations.module_builder import ModuleBuilder, Pointw
 from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
 from megatrain.model.layer import (
     Attention,
+    Mlp,
     ParallelLayer,
     RotaryEmbedding,
     Sequential,
@@ -297,12 +298,13 @@ def _layer(context: LayerContext) -> TransformerLayer:
 
 def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
     """Let dense branches return the terms of their output where a norm or the end of the layer reads and adds them."""
-    firsts = [getattr(branch, "qkv" if isinstance(branch, Attention) else "fc1", None) for branch in branches]
-    if not all(
+    dense = [branch for branch in branches if isinstance(branch, Attention | Mlp)]
+    firsts = [branch.qkv if isinstance(branch, Attention) else branch.fc1 for branch in dense]
+    if len(dense) < len(branches) or not all(
         isinstance(first, LocalColumnLinear) and isinstance(first.norm, LocalNorm) for first in firsts
     ):
         return
-    for branch in branches:
+    for branch in dense:
         last = branch.proj if isinstance(branch, Attention) else branch.fc2
         is_plain = isinstance(branch.output, Sequential) and not branch.output.steps
         if is_plain and isinstance(last, LocalRowLinear) and last.fp8 is None and not hasattr(last, "bias"):

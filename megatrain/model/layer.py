@@ -1,4 +1,4 @@
-"""A transformer layer: branches of the residual stream, each made of builder.
+"""A transformer layer: branches of the residual stream, each a module.
 
 hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projection ─ output ─┐
          └───────────────────────────────── + ───────────────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─ output ─┐

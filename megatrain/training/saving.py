@@ -239,8 +239,8 @@ class RunSaves:
                 f" training waited {times.stall_ms / 1000:.1f} s"
             )
             self._intact.add(path.resolve())
-            self.on_commit(times)
             self._remove_older(save)
+            self.on_commit(times)
 
     def _remove_older(self, save: Save) -> None:
         """Remove the checkpoints that are not kept after this one; rank 0 does it, and a rank of each node with local ones."""

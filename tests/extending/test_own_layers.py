@@ -76,6 +76,7 @@ def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):
 
 
 PART = """
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 from megatrain.config.model_spec.part import Part
@@ -104,9 +105,13 @@ def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
         ('str] = "mixer"', 'str] = "both"', "Mine must be a frozen dataclass with .* `role`"),
         ("module: ClassVar[object] = object", "", "Mine has no class attribute `module`"),
         ('part="mine", pieces=(Piece("a"', 'part="other", pieces=(Piece("a"', "a Linear of part other, not mine"),
-        ("yield Linear", "return 1 / 0; yield Linear", r"Mine: ZeroDivisionError: .*layers.py:13"),
+        ("yield Linear", "return 1 / 0; yield Linear", r"Mine: ZeroDivisionError: .*layers.py:14"),
         ('"mine"\n', '"mlp"\n', "two parts have the name mlp"),
         ('Piece("a", 6)', 'Piece("a", 9)', "hidden states of width 9, not divisible by --tensor-model-parallel-size 2"),
+        ('pieces=(Piece("a", 6),)', "pieces=()", r"yields a Linear without pieces"),
+        ('Piece("b", hidden_size)', 'Piece("a", hidden_size)', "yields two of the name mine.a"),
+        ("def linears", "def other_weights(self, h): return 1 / 0\n    def linears", "Mine: ZeroDivisionError"),
+        ("layer.with_part(Mine())", "dataclasses.replace(layer, norm_position='sandwich')", "norm_position is 'sandwich'"),
         ("inputs=7", "inputs=9", "mine.b has 9 inputs, not divisible by --tensor-model-parallel-size 2"),
     ],
 )  # fmt: skip

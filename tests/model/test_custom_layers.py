@@ -320,6 +320,25 @@ def test_sizes_of_custom_layers_must_divide_over_the_ranks(tmp_path: Path) -> No
     assert sum("width 97" in text for text in over_ranks) == 1
 
 
+def test_heads_of_custom_layers_share_whole_groups(tmp_path: Path) -> None:
+    """The groups may be those of the flags, and the heads not."""
+    spec = spec_file(
+        tmp_path, "def f(model, layers): return [x.with_part(change(x.mixer, num_heads=7)) for x in layers]"
+    )
+    with pytest.raises(
+        ConfigError, match=r"layer 0 \(from 0\) has 24 query groups, which do not divide its 7 heads"
+    ):
+        plan_of(spec)
+
+
+def test_another_function_of_the_same_file_is_another_model(tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, "def f(model, layers): return layers\ndef g(model, layers): return layers")
+    first = plan_of(spec)
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config=first.config.to_dict())
+    with pytest.raises(ConfigError, match=r"layers.py:g: the checkpoint is of another function, .*:f"):
+        plan_of(f"{spec[:-2]}:g", stored=stored, flags="--load c")
+
+
 def test_an_error_beside_spec_is_the_only_one_on_a_cpu(tmp_path: Path) -> None:
     """The layers are described with the plan of another device where this one's is impossible: its problems are no one's."""
     spec = spec_file(tmp_path, "def f(model, layers): return layers")

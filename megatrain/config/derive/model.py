@@ -156,11 +156,11 @@ def digest_of(setting: str) -> Callable[[Draft], DerivedValue]:
 def kv_copies(draft: Draft) -> DerivedValue:
     tp = draft.config.parallel.tensor_model_parallel_size
     mixers = [layer.attention for layer in draft.derived.model_spec.layers]
-    counts = {mixer.num_query_groups for mixer in mixers if mixer is not None}
-    fewer = [count for count in counts if count < tp]
-    groups = fewer[0] if fewer else draft.config.model.num_query_groups
-    if tp <= groups or not counts:
+    counts = [mixer.num_query_groups for mixer in mixers if mixer is not None]
+    if not counts or tp <= min(counts):
+        groups = min(counts, default=draft.config.model.num_query_groups)
         return DerivedValue(1, f"{groups} key and value heads for {tp} tensor-parallel ranks")
+    groups = min(counts)
     return DerivedValue(whole(tp, groups), f"{tp} tensor-parallel ranks for {groups} key and value heads")
 
 

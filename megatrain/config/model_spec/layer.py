@@ -70,8 +70,12 @@ class LayerSpec:
         """Return the layer with this part in place of the first one with its role; without one, mixers come first."""
         old = self._with_role(part.role)
         if old is not None:
-            return replace(self, parts=tuple(part if one is old else one for one in self.parts))
+            return self.replaced(old, part)
         return replace(self, parts=(part, *self.parts) if part.role == "mixer" else (*self.parts, part))
+
+    def replaced(self, old: Part, new: Part) -> LayerSpec:
+        """Return the layer with a part in place of this one."""
+        return replace(self, parts=tuple(new if part is old else part for part in self.parts))
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Return the GEMMs of the layer."""

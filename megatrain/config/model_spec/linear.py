@@ -9,7 +9,6 @@ Readers: FLOPs (`model.py`), divisibility (`rules/layers.py`), FP8 sizes (`deriv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,8 +96,3 @@ class Linear:
     def local_inputs(self, num_ranks: int) -> float:
         """Return the inputs on one of `num_ranks` tensor ranks."""
         return self.inputs / num_ranks if self.split == "inputs" else self.inputs
-
-
-def active_weights(linears: Sequence[Linear]) -> int:
-    """Return the weights that process a token."""
-    return sum(one.active_weights for one in linears)

@@ -82,13 +82,14 @@ def _indivisible(draft: Draft, piece: Piece, linear: Linear, where: str, path: s
 
 def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
     """Check the groups of layers with sizes of their own, and that all layers have the same number of copies."""
-    tp = draft.config.parallel.tensor_model_parallel_size
+    model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
     copies: dict[int, int] = {}
     for number, layer in enumerate(draft.derived.model_spec.layers):
         if layer.attention is None:
             continue
         heads, groups = layer.attention.num_heads, layer.attention.num_query_groups
-        if heads % groups and groups != draft.config.model.num_query_groups:
+        is_of_flags = (heads, groups) == (model.num_attention_heads, model.num_query_groups)
+        if heads % groups and not is_of_flags:
             yield Problem(
                 f"{_source(draft)}: layer {number} (from 0) has {groups} query groups, which do not divide its {heads} heads",
                 f"use a divisor of {heads}",

@@ -69,8 +69,8 @@ def yarn_has_an_original_length(draft: Draft) -> Problems:
 def rotary_channels_are_even(draft: Draft) -> Problems:
     model = draft.config.model
     percent = 1.0 if model.position_embedding_type == "yarn" else model.rotary_percent
-    qk_rope_head_dim = int(model.kv_channels * percent)
-    is_even = qk_rope_head_dim and qk_rope_head_dim % 2 == 0
+    rotary_dim = int(model.kv_channels * percent)
+    is_even = rotary_dim and rotary_dim % 2 == 0
     has_rope = model.position_embedding_type in ("rope", "yarn") and not model.multi_latent_attention
     if not has_rope or is_even:
         return
@@ -83,9 +83,9 @@ def rotary_channels_are_even(draft: Draft) -> Problems:
             else f"use --kv-channels {model.kv_channels + 1}",
         )
     else:
-        even = (qk_rope_head_dim + 1) // 2 * 2 or 2
+        even = (rotary_dim + 1) // 2 * 2 or 2
         yield Problem(
-            f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} is {qk_rope_head_dim} channels,"
+            f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} is {rotary_dim} channels,"
             " but RoPE requires an even number above 0",
             f"use --rotary-percent {min(even / model.kv_channels, 1.0):g}",
         )

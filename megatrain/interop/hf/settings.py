@@ -167,9 +167,9 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
 
 def _layer(layer: LayerSpec) -> LayerSpec:
     if layer.attention is not None:
-        layer = layer.with_part(replace(layer.attention, dropout=0.0, qk_norm_decays=False))
+        layer = layer.replaced(layer.attention, replace(layer.attention, dropout=0.0, qk_norm_decays=False))
     if layer.experts is not None:
-        layer = layer.with_part(replace(layer.experts, router=_router(layer.experts.router)))
+        layer = layer.replaced(layer.experts, replace(layer.experts, router=_router(layer.experts.router)))
     return layer
 
 

@@ -142,8 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--self-test is a test now: it plants faults in the program", fix=f"run `{_SELF_TEST}`"
         )
-    if arguments.runs or arguments.random is not None:
+    if arguments.spec or arguments.runs or arguments.random is not None:
         _check_flags(arguments)
+    if arguments.runs or arguments.random is not None:
         is_good = run_rows(arguments) if arguments.runs else run_random(arguments)
         return _end(began, is_good=is_good)
     if arguments.spec:
@@ -166,7 +167,7 @@ def _end(began: float, *, is_good: bool) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if flags are given that --runs or --random ignores: they have their own rows, in fp64."""
+    """Raise ConfigError if flags are given that --spec, --runs or --random ignores: they have their own rows, in fp64."""
     given = {
         f"--slice {arguments.slice}": arguments.slice is not None,
         f"--results {arguments.results}": arguments.results is not None,
@@ -174,11 +175,11 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         f"--transformer-impl {arguments.transformer_impl}": arguments.transformer_impl != "local",
         f"--device {arguments.device}": arguments.device != "cpu",
     }
-    mode = "--runs" if arguments.runs else "--random"
+    mode = "--spec" if arguments.spec else "--runs" if arguments.runs else "--random"
     without_effect = [flag for flag, is_given in given.items() if is_given]
     if without_effect:
         raise ConfigError(
-            f"{mode} runs the whole program on a CPU, in fp64 and in --transformer-impl local: {' '.join(without_effect)} has no effect",
+            f"{mode} runs on a CPU, in fp64 and in --transformer-impl local: {' '.join(without_effect)} has no effect",
             fix=f"leave {' '.join(without_effect)} out, or {mode}",
         )
 
@@ -247,7 +248,7 @@ def _spec_table(spec: tuple[str, ...], words: Sequence[str]) -> bool:
             print(f"{layout.name}: refused\n{error}\n")
     with WorkerPool(max((one.world_size for one in found), default=1), device="cpu") as pool:
         results = Results.read(None, implementation="local", device="cpu")
-        return all(_fp64_rows(Comparer(pool, spec), found, results))
+        return bool(found) and all(_fp64_rows(Comparer(pool, spec), found, results))
 
 
 def _low_precision_rows(

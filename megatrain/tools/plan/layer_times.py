@@ -1,9 +1,9 @@
 """Times of a layer, of the head and of the embedding on one rank, for one micro-batch.
 
-    sizes of a layer, layout ─> GEMMs ─┐
-                                attention        ├─> forward, gradients of inputs, weight gradients
-                                memory-bound     │
-                                collectives    ──┘
+    sizes of a layer, layout ─> GEMMs            ─┐
+                                attention         ├─> forward, gradients of inputs, weight gradients
+                                memory-bound      │
+                                collectives     ──┘
 
 A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the residual stream have t / tp of them.
 """

@@ -48,7 +48,14 @@ def compare_digest(function: UserFunction, setting: str, request: Request, store
         )
     is_resumed = stored is not None and not stored.is_start
     section, name = setting.split(".")
-    of_checkpoint = stored.config.get(section, {}).get(name) if stored and is_resumed else None
+    values = stored.config.get(section, {}) if stored and is_resumed else {}
+    of_checkpoint = values.get(name)
+    before = UserFunction.parse(values.get(name.removesuffix("_digest")) or "", function.flag)
+    if given is None and before is not None and before.name != function.name:
+        raise ConfigError(
+            f"{function.flag} {function}: the checkpoint is of another function, {before}",
+            fix=f"use that function, or add {flag} {digest} to run this one",
+        )
     if given is None and of_checkpoint not in (None, digest):
         raise ConfigError(
             f"{function.flag} {function}: the file has changed, its digest is {digest}, and that of the checkpoint is"

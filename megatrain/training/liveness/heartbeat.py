@@ -76,7 +76,7 @@ class Heartbeat:
 
     @property
     def files(self) -> tuple[int, int]:
-        """File descriptors of the memory and of the stack, for a `UnresponsiveRank`; -1: there are none."""
+        """File descriptors of the memory and of the stack, for an `UnresponsiveRank`; -1: there are none."""
         return self._memory_file, self._dump_file
 
     @property

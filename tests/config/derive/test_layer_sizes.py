@@ -48,6 +48,17 @@ def test_each_layer_has_its_own_sizes(plan_of):
     )
 
 
+def test_copies_of_heads_follow_the_layers_and_not_the_flag(plan_of):
+    """No layer has the --num-query-groups that tensor ranks could not hold."""
+    blocks = [{"attention": {"num_query_groups": 4}, "mlp": {}}] * 2
+    shape = "--num-layers 2 --hidden-size 48 --num-attention-heads 12 --group-query-attention --num-query-groups 3"
+    plan = plan_of(
+        f"{shape} --tensor-model-parallel-size 4 --ffn-hidden-size 96 {flags(*blocks)}",
+        facts=Facts(world_size=4),
+    )
+    assert plan.derived.kv_copies == 1
+
+
 def test_flops_depend_on_the_layers(plan_of):
     """A layer without MLP and one without attention have the FLOPs of one whole layer."""
     whole = plan_of("--num-layers 1 --ffn-hidden-size 96").derived.flops_per_iteration
