@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.part import CacheSizes
 from megatrain.kernels.dtypes import accumulation_dtype
@@ -89,9 +91,10 @@ def layer_caches(spec: ModelSpec, tp_size: int) -> tuple[CacheSizes, ...]:
     for layer in spec.layers:
         for part in layer.parts:
             sizes = part.cache_sizes(tp_size)
-            if sizes is None:
+            is_known = part.role != "mixer" or isinstance(part, AttentionSpec | LinearAttentionSpec)
+            if sizes is None or not is_known:
                 raise ConfigError(
-                    f"layers with {type(part).__name__} generate no text: the part has no cache for it",
+                    f"layers with {type(part).__name__} generate no text: no cached module computes the part",
                     fix="evaluate the model with pretrain.py --skip-train, or use a model without this part",
                 )
             if part.role == "mixer":

@@ -18,7 +18,7 @@ import torch
 from megatrain.config.derive.custom_layers import Layers, layer_function
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.layer import LayerSpec
-from megatrain.config.model_spec.linear import Linear
+from megatrain.config.model_spec.linear import Linear, Split
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part, Role
@@ -91,11 +91,7 @@ def _problems(function: UserFunction, layer: LayerSpec, hidden_size: int) -> Ite
         kind = type(part).__name__
         if not isinstance(part, Part):
             yield f"{kind} is no part of a layer: derive it from megatrain.config.model_spec.part.Part"
-        elif (
-            not dataclasses.is_dataclass(part)
-            or getattr(part, "role", None) not in get_args(Role)
-            or not name
-        ):
+        elif not _is_frozen(part) or getattr(part, "role", None) not in get_args(Role) or not name:
             yield f"{kind} must be a frozen dataclass with a class attribute `name`, and `role` of {get_args(Role)}"
         elif names.count(name) > 1:
             yield f"two parts have the name {name}"
@@ -103,6 +99,11 @@ def _problems(function: UserFunction, layer: LayerSpec, hidden_size: int) -> Ite
             yield f"{kind} has no class attribute `module`, the class of its torch module"
         else:
             yield from _problems_of_linears(function, part, hidden_size)
+
+
+def _is_frozen(part: Part) -> bool:
+    """Return whether this is a frozen dataclass, which is hashable."""
+    return dataclasses.is_dataclass(part) and bool(type(part).__dataclass_params__.frozen)
 
 
 def _problems_of_linears(function: UserFunction, part: Part, hidden_size: int) -> Iterator[str]:
@@ -117,6 +118,8 @@ def _problems_of_linears(function: UserFunction, part: Part, hidden_size: int) -
     for one in linears:
         if not isinstance(one, Linear):
             yield f"{kind}.linears() yields {type(one).__name__}, not Linear"
+        elif one.split not in get_args(Split):
+            yield f"{kind}.linears() yields a Linear with the split {one.split!r}, not one of {get_args(Split)}"
         elif not one.pieces:
             yield f"{kind}.linears() yields a Linear without pieces"
         elif [other.weight for other in linears].count(one.weight) > 1:

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.linear import Linear
+from megatrain.config.model_spec.linear import Linear, Split
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part
@@ -133,6 +134,7 @@ class LayerContext:
         Args:
             keeps_norm: the output of the norm is kept even with --recompute-modules layernorm.
         """
+        _require_split(linear, "outputs")
         init = Init(std=self.model.init_std)
         layout = columns_layout(self.columns(linear, "weight"), linear.inputs, init, self.tp, is_qkv=is_qkv)
         bias = columns_bias_layout(self.columns(linear, "bias"), self.tp) if has_bias else None
@@ -141,6 +143,7 @@ class LayerContext:
 
     def replicated_linear(self, linear: Linear, norm: LinearLayout | None) -> ColumnLinear:
         """Build the same with a GEMM whose weight every tensor rank holds whole."""
+        _require_split(linear, "none")
         tensors = [(columns.name, columns.num_outputs) for columns in self.columns(linear, "weight")]
         layout = replicated_layout(tensors, linear.inputs, Init(std=self.model.init_std), self.tp)
         recompute_norm = self.recompute.has_part("layernorm") and norm is not None
@@ -152,8 +155,18 @@ class LayerContext:
 
     def row_weights(self, linear: Linear, *, has_bias: bool) -> LinearLayout:
         """Return the layouts of a row-parallel GEMM."""
+        _require_split(linear, "inputs")
         ((weight,), (bias,)) = self.columns(linear, "weight"), self.columns(linear, "bias")
         return LinearLayout(
             rows_layout(weight.name, linear.outputs, linear.inputs, self.output_init, self.tp),
             stream_layout(bias.name, linear.outputs, Init(), self.tp) if has_bias else None,
+        )
+
+
+def _require_split(linear: Linear, split: Split) -> None:
+    """Raise ConfigError if the module splits a GEMM in another way than its data."""
+    if linear.split != split:
+        raise ConfigError(
+            f"{linear.weight}: its module splits it over tensor ranks by {split}, and linears() by {linear.split}",
+            fix="build it with column_linear (outputs), row_linear (inputs) or replicated_linear (none)",
         )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.derive.lr_schedule import ParamKind
+from megatrain.config.errors import ConfigError
 from megatrain.parallel.rank_lists import Family
 
 Box = tuple[tuple[int, int], ...]
@@ -227,8 +228,9 @@ class ParamRegistry:
 
     @classmethod
     def of(cls, segments: list[nn.Module]) -> ParamRegistry:
-        """Collect the layouts that the modules declare. A parameter without a layout is an internal error."""
+        """Collect the layouts that the modules declare. Raises ConfigError if two have the same name."""
         entries: dict[str, ParamEntry] = {}
+        owners: dict[str, str] = {}
         tied = [
             (number, owner)
             for number, segment in enumerate(segments)
@@ -242,6 +244,12 @@ class ParamRegistry:
                     name = f"{number}.{path}.{attribute}" if path else f"{number}.{attribute}"
                     assert isinstance(module, ShardedModule), f"{name} has no layout"
                     assert attribute in module.layouts, f"{name} has no layout"
+                    for piece in module.layouts[attribute].pieces:
+                        if owners.setdefault(piece.name, name) != name:
+                            raise ConfigError(
+                                f"two parameters have the name {piece.name}: {owners[piece.name]} and {name}",
+                                fix="give each parameter of a part a name of its own",
+                            )
                     users = {number, *(user for user, owner in tied if owner is module)}
                     entries[name] = ParamEntry(
                         name, module, attribute, module.layouts[attribute], number, tuple(sorted(users))

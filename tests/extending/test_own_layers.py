@@ -9,6 +9,7 @@ import pytest
 from user_files import losses, train, write_example
 
 from megatrain.config import ConfigError, Facts, parse, resolve
+from megatrain.tools.main import main
 from megatrain.tools.parity.compare import judge
 from megatrain.tools.parity.measure import Job, measure, plan_of
 from megatrain.tools.parity.rows import Layout
@@ -75,6 +76,22 @@ def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):
     assert "2 with ShortConvolution" in text
 
 
+def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, convolutions, capsys):
+    text = Path(convolutions.split(":")[0]).read_text()
+    frozen, twice = tmp_path / "frozen.py", tmp_path / "twice.py"
+    frozen.write_text(text.replace('weight_of(self, "kernel")', "self.kernel"))
+    assert main(f"parity --spec {frozen}:with_convolutions --layouts pp2".split()) == 1
+    assert "FAIL  decoder.layers.1.short_convolution.kernel has no gradient" in capsys.readouterr().out
+    line = 'self.add_weight("kernel", layout, context.ranks.dtype)'
+    twice.write_text(text.replace(line, f"{line}; {line.replace('kernel', 'other')}"))
+    with pytest.raises(ConfigError, match=r"two parameters have the name .*short_convolution\.kernel"):
+        measure(0, 1, Job(Layout.of(""), spec=(f"{twice}:with_convolutions",)))
+    other = tmp_path / "other.py"
+    other.write_text(text.replace('split="inputs", reads', 'split="none", reads'))
+    with pytest.raises(ConfigError, match=r"its module splits it .* by inputs, and linears\(\) by none"):
+        measure(0, 1, Job(Layout.of(""), spec=(f"{other}:with_convolutions",)))
+
+
 PART = """
 import dataclasses
 from dataclasses import dataclass
@@ -112,6 +129,8 @@ def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
         ('Piece("b", hidden_size)', 'Piece("a", hidden_size)', "yields two of the name mine.a"),
         ("def linears", "def other_weights(self, h): return 1 / 0\n    def linears", "Mine: ZeroDivisionError"),
         ("layer.with_part(Mine())", "dataclasses.replace(layer, norm_position='sandwich')", "norm_position is 'sandwich'"),
+        ('split="outputs"', 'split="output"', "the split 'output', not one of"),
+        ("(frozen=True)", "()", "Mine must be a frozen dataclass"),
         ("inputs=7", "inputs=9", "mine.b has 9 inputs, not divisible by --tensor-model-parallel-size 2"),
     ],
 )  # fmt: skip

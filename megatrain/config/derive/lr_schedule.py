@@ -53,9 +53,9 @@ class ScheduleValues(LrDecay):
         decay = self.start_weight_decay
         increase = "" if decay == self.end_weight_decay else f" to {self.end_weight_decay:g}"
         end = f" at sample {self.lr_decay_samples}" if self.style.decays else ""
-        return (
-            f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}{end}, weight decay {decay:g}{increase}"
-        )
+        values = ((name, getattr(self, name, None)) for name in self.style.settings)
+        own = "".join(f", {flag_of(name)} {value}" for name, value in values if value is not None)
+        return f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}{end}{own}, weight decay {decay:g}{increase}"
 
     @property
     def function(self) -> UserFunction | None:

@@ -9,6 +9,7 @@ from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tree import flag_of
@@ -114,9 +115,11 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
     given = [flag_of(name) for name in names if getattr(data, name)]
     for kind in kinds:
         words = (
-            f"--spec: {kind.__name__}"
-            if model.experimental_attention_variant is None
-            else f"--experimental-attention-variant {model.experimental_attention_variant}"
+            f"--experimental-attention-variant {model.experimental_attention_variant}"
+            if kind is LinearAttentionSpec
+            else kind.__name__
+            if kind.module is None
+            else f"--spec: {kind.__name__}"
         )
         if cp > 1:
             yield Problem(

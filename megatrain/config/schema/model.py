@@ -18,7 +18,12 @@ from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
-_LINEAR = on("model.experimental_attention_variant")
+_LINEAR = one_of(
+    "model.experimental_attention_variant",
+    "gated_delta_net",
+    "gdn",
+    words="without --experimental-attention-variant gated_delta_net",
+)
 _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
 _NO_YARN = either(
     _LATENTS, none_of("model.position_embedding_type", "yarn"), words="with --position-embedding-type yarn"

@@ -18,7 +18,7 @@ import torch
 
 from megatrain.config import ConfigError
 from megatrain.tools.parity.choice import Row, chosen_rows
-from megatrain.tools.parity.compare import TOLERANCE, Distance, judge
+from megatrain.tools.parity.compare import TOLERANCE, Distance, judge, names_without_gradient
 from megatrain.tools.parity.low_precision import TIMES, LowPrecisionComparer, LowPrecisionVerdict
 from megatrain.tools.parity.measure import (
     LOW_PRECISIONS,
@@ -248,7 +248,12 @@ def _spec_table(spec: tuple[str, ...], words: Sequence[str]) -> bool:
             print(f"{layout.name}: refused\n{error}\n")
     with WorkerPool(max((one.world_size for one in found), default=1), device="cpu") as pool:
         results = Results.read(None, implementation="local", device="cpu")
-        return bool(found) and all(_fp64_rows(Comparer(pool, spec), found, results))
+        comparer = Comparer(pool, spec)
+        is_good = bool(found) and all(_fp64_rows(comparer, found, results))
+    idle = sorted(set().union(*(names_without_gradient(one) for one in comparer.references.values())))
+    for name in idle:
+        print(f"FAIL  {name} has no gradient: its module must read it with `weight_of`, and use it")
+    return is_good and not idle
 
 
 def _low_precision_rows(

@@ -93,6 +93,12 @@ def _distance(
     return Distance(loss, norm, gradient, gradient_name, weight, weight_name, parts_norm)
 
 
+def names_without_gradient(reference: Measured) -> frozenset[str]:
+    """Return the tensors whose gradient is zero in all elements: nothing reads them."""
+    seen = {part.name for part in reference.gradients if np.any(part.values)}
+    return frozenset(part.name for part in reference.gradients) - seen
+
+
 def without_gradient(reference: Measured) -> frozenset[str]:
     """Return the tensors whose gradient is zero up to rounding, such as key biases, which a softmax ignores.
 

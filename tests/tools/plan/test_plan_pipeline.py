@@ -65,7 +65,9 @@ def test_too_many_ranks_are_an_error(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_unknown_schedule_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan pipeline --ranks 2 --layers 4 --microbatches 2 --schedule gpipe".split()) == 2
+    assert (
+        main("plan pipeline --ranks 2 --layers 4 --microbatches 2 --schedule no-such-schedule".split()) == 2
+    )
     assert "dualpipe-v" in capsys.readouterr().err
 
 
