@@ -203,20 +203,15 @@ def output_multiplier(model: ModelConfig) -> float:
     return 1.0 / model.mup_width_mult if model.mup_output_mult == 1 else model.mup_output_mult
 
 
-def attention_scale(model: ModelConfig) -> tuple[float | None, str]:
-    """Return the factor of attention scores, and the reason. None: 1 / sqrt(kv channels)."""
+def attention_scale(model: ModelConfig) -> float | None:
+    """Return the factor of attention scores. None: 1 / sqrt(kv channels)."""
     if model.multi_latent_attention and model.softmax_scale is None:
-        temperature, channels = (
-            yarn_temperature(model),
-            model.qk_head_dim + model.qk_pos_emb_head_dim,
-        )
-        return temperature**2 / channels**0.5, f"temperature {temperature:g} ** 2 / sqrt({channels} channels)"
+        channels = float(model.qk_head_dim + model.qk_pos_emb_head_dim)
+        return float(yarn_temperature(model) ** 2 / channels**0.5)
     if model.softmax_scale is not None or not model.use_mup:
-        return model.softmax_scale, "equals --softmax-scale"
-    base, power = model.mup_base_head_dim, model.mup_attn_scale_power
-    root = 1.0 if base is None else base**0.5
-    numerator = "1" if base is None else f"sqrt(base head channels {base:g})"
-    return root / model.kv_channels**power, f"{numerator} / kv channels {model.kv_channels} ** {power:g}"
+        return model.softmax_scale
+    root = 1.0 if model.mup_base_head_dim is None else model.mup_base_head_dim**0.5
+    return float(root / model.kv_channels**model.mup_attn_scale_power)
 
 
 def yarn_temperature(model: ModelConfig) -> float:
@@ -225,12 +220,11 @@ def yarn_temperature(model: ModelConfig) -> float:
     return 0.1 * model.mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def matrix_init_std(model: ModelConfig) -> tuple[float, str]:
-    """Return the standard deviation of initial matrices before scaling by depth, and the reason."""
+def matrix_init_std(model: ModelConfig) -> float:
+    """Return the standard deviation of initial matrices before scaling by depth."""
     if not model.use_mup or model.mup_width_mult == 1:
-        return model.init_method_std, "equals --init-method-std"
-    reason = f"--init-method-std {model.init_method_std:g} / sqrt(width multiplier {model.mup_width_mult:g})"
-    return model.init_method_std / model.mup_width_mult**0.5, f"muP: {reason}"
+        return model.init_method_std
+    return float(model.init_method_std / model.mup_width_mult**0.5)
 
 
 def vocab_size(draft: Draft) -> DerivedValue:

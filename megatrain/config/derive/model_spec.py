@@ -74,7 +74,7 @@ def describe_model(
     model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, qk_norm_decays: bool = False
 ) -> ModelSpec:
     """Return the model that resolved settings describe. Raises LayersError and PatternError."""
-    init_std = matrix_init_std(model)[0]
+    init_std = matrix_init_std(model)
     has_positions = model.position_embedding_type == "learned_absolute"
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
@@ -151,7 +151,7 @@ def _attention(model: ModelConfig, *, qk_norm_decays: bool) -> AttentionSpec:
         latent=latent,
         rotary=_rotary(model),
         window=parse_window(model.window_size),
-        scale=attention_scale(model)[0],
+        scale=attention_scale(model),
         softcap=model.attn_logit_softcapping,
         sink=_SINKS[model.softmax_type],
         dropout=model.attention_dropout,
