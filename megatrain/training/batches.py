@@ -213,9 +213,9 @@ def _build_in_turns(
     Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
-    placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
-    reads = reads or plan.config.data.has_documents
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
+    reads = reads or plan.config.data.has_documents or plan.config.model.model_family != "gpt"
     is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
