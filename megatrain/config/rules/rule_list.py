@@ -14,6 +14,7 @@ from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 from megatrain.config.rules.data import DATA_RULES
 from megatrain.config.rules.device import DEVICE_RULES
 from megatrain.config.rules.experts import EXPERT_RULES
+from megatrain.config.rules.families import FAMILY_RULES
 from megatrain.config.rules.latent_attention import LATENT_RULES
 from megatrain.config.rules.layers import LAYER_RULES
 from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
@@ -35,6 +36,7 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *LAYER_RULES,
     *LINEAR_ATTENTION_RULES,
     *EXPERT_RULES,
+    *FAMILY_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
     *DATA_RULES,
