@@ -323,7 +323,7 @@ class _StageBuilder:
         norm = self._final_norm(spec.stacks[-1].name) if spec.mtp is None else None
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
-            transform=HeadTransform(spec, self.builder_of(0), tp) if spec.head.has_transform else None,
+            transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
             binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
             bias=bias if spec.head.has_bias else None,
         )
@@ -337,6 +337,13 @@ class _StageBuilder:
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
         return Head(norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+
+    @property
+    def _plain_builder(self) -> ModuleBuilder:
+        """The builder of modules outside of layers, which are not in FP8."""
+        builder = self.builder_of(0)
+        assert isinstance(builder, LocalBuilder)
+        return dataclasses.replace(builder, fp8_recipe=None)
 
     @property
     def _embedding_holders(self) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def context_ranks_have_no_padding(draft: Draft) -> Problems:
         yield Problem(
             f"--context-parallel-size {cp} is not supported with --model-family {family}: attention with padding masks"
             " reads whole samples",
-            "use --context-parallel-size 1, and --tensor-model-parallel-size with --sequence-parallel for long samples",
+            "use --context-parallel-size 1",
         )
 
 

@@ -412,7 +412,7 @@ configs:
 matchers:
   projections: {type: glob, enabled: true, pattern: "*.self_attention.*proj", config: bf16}
   mlp: {type: glob, enabled: true, pattern: "*.layers.1.mlp.*", config: tensorwise}
-  layer: {type: glob, enabled: true, pattern: "*.layers.0.*", config: blockwise}
+  layer: {type: glob, enabled: true, pattern: "*.layers.2.*", config: blockwise}
 """
 """The file of a row with --te-precision-config-file; other linear layers have the recipe of the flags."""
 

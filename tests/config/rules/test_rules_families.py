@@ -21,7 +21,7 @@ CASES = {
     ],
     "context_ranks_have_no_padding": [
         (f"{BERT} --context-parallel-size 2", "", Facts(world_size=2),
-         ("--context-parallel-size 2", BERT), ("--context-parallel-size 1", "--sequence-parallel")),
+         ("--context-parallel-size 2", BERT), ("--context-parallel-size 1",)),
     ],
     "decoder_has_a_length": [
         ("--model-family t5", "", None, ("--decoder-seq-length",), ("--decoder-seq-length 32",)),
