@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 
 CASES = {
     "sequence_divides_over_context_ranks": [
@@ -46,7 +45,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in CONTEXT_PARALLEL_RULES}

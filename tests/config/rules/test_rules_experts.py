@@ -6,7 +6,6 @@ from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.mlp import MlpSpec
-from megatrain.config.rules.experts import EXPERT_RULES
 
 OF_EXPERTS = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=MlpSpec(ffn_hidden_size=16))
 LAYERS = "--heterogeneous-layers-config-encoded-json"
@@ -125,7 +124,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in EXPERT_RULES}

@@ -5,7 +5,6 @@ import pytest
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.rules.model import MODEL_RULES
 
 CUDA = Facts(device="cuda")
 A100 = Facts(
@@ -131,7 +130,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in MODEL_RULES}

@@ -1,21 +1,29 @@
-"""Rules about experts: routing, load balancing, capacity, expert parallelism."""
+"""Experts: layers, routing, load balancing, capacity, expert parallelism, upcycling."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Final
 
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
-from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, divisors, multiples, use
-from megatrain.config.plan import Draft
+from megatrain.config.plan import DerivedValue, Draft, Plan
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
+from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, names_of
-
-Problems = Iterator[Problem]
 
 BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 _LOSSES: Final = BALANCING[:3]
+_MIN_SENT: Final = 0.9
+"""Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster."""
+_MAX_ROWS: Final = 2
+"""Largest number of rows of experts that an all-gather reserves, relative to an even load."""
 
 
+@rule
 def expert_layers_are_valid(draft: Draft) -> Problems:
     experts, model = draft.config.experts, draft.config.model
     if experts.num_experts is None:
@@ -37,6 +45,14 @@ def expert_layers_are_valid(draft: Draft) -> Problems:
         )
 
 
+@derives("experts.moe_ffn_hidden_size")
+def moe_ffn_hidden_size(draft: Draft) -> DerivedValue:
+    if draft.config.experts.num_experts is None:
+        return DerivedValue(None, "--num-experts is not given")
+    return DerivedValue(draft.config.model.ffn_hidden_size, "equals --ffn-hidden-size")
+
+
+@rule
 def experts_have_a_width(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is not None and experts.moe_ffn_hidden_size is None:
@@ -46,6 +62,29 @@ def experts_have_a_width(draft: Draft) -> Problems:
         )
 
 
+@note
+def expert_gemms_are_not_grouped(draft: Draft) -> Notes:
+    """The grouped GEMM (`kernels/moe/grouped_gemm.py`) has limits on dtype and widths."""
+    if draft.config.training.device != "cuda":
+        return
+    widths = {
+        layer.experts.ffn_hidden_size // draft.derived.expert_tensor_parallel_size
+        for layer in draft.derived.model_spec.layers
+        if layer.experts is not None
+    }
+    dtype, widths = (
+        draft.config.precision.params_dtype,
+        {*widths, draft.config.model.hidden_size} if widths else widths,
+    )
+    if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
+        reason = f"in {dtype}" if dtype != "bfloat16" else "with widths that are not multiples of 8"
+        yield (
+            f"experts are computed one by one {reason}, which is slow since the host waits for the tokens per expert in"
+            " every layer; the grouped GEMM requires --bf16 and widths that are multiples of 8"
+        )
+
+
+@rule
 def topk_fits_num_experts(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is not None and experts.moe_router_topk > experts.num_experts:
@@ -62,6 +101,7 @@ def _routings(num_experts: int) -> Iterator[Change]:
     yield {path: 1, "experts.moe_router_pre_softmax": True}
 
 
+@rule
 def top1_routing_has_a_gradient(draft: Draft) -> Problems:
     experts = draft.config.experts
     if (
@@ -78,6 +118,7 @@ def top1_routing_has_a_gradient(draft: Draft) -> Problems:
         )
 
 
+@rule
 def expert_groups_are_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     num, groups, best = experts.num_experts, experts.moe_router_num_groups, experts.moe_router_group_topk
@@ -131,6 +172,7 @@ def _groups(draft: Draft) -> Iterator[Change]:
                 yield {"experts.moe_router_num_groups": groups, "experts.moe_router_group_topk": best}
 
 
+@rule
 def load_balancing_is_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
@@ -159,6 +201,17 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
         )
 
 
+@unproven
+def loss_of_global_loads(draft: Draft) -> Notes:
+    experts = draft.config.experts
+    if experts.num_experts is not None and "global_aux_loss" in experts.moe_router_load_balancing_type:
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss depends on the number of replicas, as in Megatron-LM: it"
+            " uses the loads of the micro-batches so far"
+        )
+
+
+@rule
 def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.moe_router_enable_expert_bias and experts.moe_router_score_function == "softmax":
@@ -169,6 +222,7 @@ def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
         )
 
 
+@rule
 def sinkhorn_and_quantiles_exclude_expert_bias(draft: Draft) -> Problems:
     experts = draft.config.experts
     for kind in ("sinkhorn", "quantile_balancing"):
@@ -180,6 +234,7 @@ def sinkhorn_and_quantiles_exclude_expert_bias(draft: Draft) -> Problems:
             )
 
 
+@rule
 def quantile_balancing_is_possible(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is None or "quantile_balancing" not in experts.moe_router_load_balancing_type:
@@ -198,6 +253,121 @@ def quantile_balancing_is_possible(draft: Draft) -> Problems:
         )
 
 
+@rule
+def experts_overlap_one_way(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.overlap_moe_expert_parallel_comm and experts.moe_shared_expert_overlap:
+        yield Problem(
+            "--overlap-moe-expert-parallel-comm is not supported together with --moe-shared-expert-overlap, as in"
+            " Megatron-LM: the layers of another micro-batch run in place of the shared expert",
+            "remove --moe-shared-expert-overlap",
+        )
+
+
+@unproven
+def stream_of_the_shared_expert(draft: Draft) -> Notes:
+    experts = draft.config.experts
+    has_shared = any(
+        layer.experts is not None and layer.experts.shared_ffn_hidden_size
+        for layer in draft.derived.model_spec.layers
+    )
+    if experts.moe_shared_expert_overlap and has_shared and draft.config.training.device == "cuda":
+        yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"
+
+
+@rule
+def overlapped_passes_are_combined(draft: Draft) -> Problems:
+    parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
+    schedule = parallel.pipeline_schedule
+    overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
+    if overlaps and pp > 1 and not PIPELINE_SCHEDULES[schedule].overlaps_passes:
+        yield Problem(
+            f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
+            f" {names_of(lambda one: one.overlaps_passes)}: {schedule} combines no passes",
+            "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
+        )
+
+
+def experts_are_split(plan: Draft | Plan) -> bool:
+    """Return whether experts are on several ranks, which communicate."""
+    ranks = plan.config.parallel.expert_model_parallel_size * plan.derived.expert_tensor_parallel_size
+    return plan.config.experts.num_experts is not None and ranks > 1
+
+
+@derives("derived.expert_tensor_parallel_size")
+def expert_tensor_parallel_size(draft: Draft) -> DerivedValue:
+    given = draft.config.parallel.expert_tensor_parallel_size
+    if given is not None and draft.config.experts.num_experts is not None:
+        return DerivedValue(given, "--expert-tensor-parallel-size")
+    return DerivedValue(draft.config.parallel.tensor_model_parallel_size, "--tensor-model-parallel-size")
+
+
+@rule
+def expert_ranks_have_experts(draft: Draft) -> Problems:
+    size = draft.config.parallel.expert_model_parallel_size
+    if draft.config.experts.num_experts is None and size > 1:
+        yield Problem(
+            f"--expert-model-parallel-size {size} requires --num-experts",
+            "add --num-experts, or remove --expert-model-parallel-size",
+        )
+
+
+@rule
+def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
+    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
+    if number is not None and number % ep:
+        yield Problem(
+            f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
+            use(
+                draft,
+                divisors("parallel.expert_model_parallel_size", number, ep),
+                multiples("experts.num_experts", number, ep),
+            ),
+        )
+
+
+@overrides("experts.moe_token_dispatcher_type")
+def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
+    """Override the dispatcher that needs DeepEP or HybridEP by the one that sends the same tokens."""
+    if draft.config.experts.moe_token_dispatcher_type != "flex":  # noqa: S105 (no password)
+        return None
+    return DerivedValue(
+        "alltoall",
+        "--moe-token-dispatcher-type flex runs as alltoall, with the same result: DeepEP and HybridEP are not used",
+    )
+
+
+@derives("experts.moe_alltoall_as_allgather")
+def moe_alltoall_as_allgather(draft: Draft) -> DerivedValue:
+    return all_gather_of_tokens(draft.config.experts, draft.config.parallel.expert_model_parallel_size)
+
+
+def all_gather_of_tokens(experts: ExpertsConfig, ep: int) -> DerivedValue:
+    """Decide whether all-gathers replace the all-to-all among `ep` expert ranks."""
+    number, top_k = experts.num_experts, experts.moe_router_topk
+    if number is None or experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
+        return DerivedValue(False, "--moe-token-dispatcher-type alltoall is not given")
+    if ep == 1 or number % ep or top_k > number:
+        return DerivedValue(False, f"--expert-model-parallel-size {ep}")
+    sent = _chosen(number, ep, top_k)
+    if experts.moe_router_num_groups is not None and experts.moe_router_group_topk is not None:
+        sent = min(sent, _chosen(experts.moe_router_num_groups, ep, experts.moe_router_group_topk))
+    rows = ep * min(top_k, number // ep) / top_k
+    expected = f"with an even load {100 * sent:.1f} % of the tokens go to each rank"
+    if sent < _MIN_SENT:
+        return DerivedValue(False, expected)
+    if rows > _MAX_ROWS:
+        return DerivedValue(False, f"experts would need memory for {rows:.3g} times the rows of an even load")
+    return DerivedValue(True, f"{expected}, and the host waits for no counts")
+
+
+def _chosen(number: int, ranks: int, top_k: int) -> float:
+    """Return the probability that a rank holds one of `top_k` random choices of `number` that the ranks share."""
+    elsewhere = number - number // ranks
+    return 1 - math.comb(elsewhere, top_k) / max(math.comb(number, top_k), 1)
+
+
+@rule
 def experts_require_uniform_layers(draft: Draft) -> Problems:
     model, experts = draft.config.model, draft.config.experts
     if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
@@ -207,6 +377,7 @@ def experts_require_uniform_layers(draft: Draft) -> Problems:
         )
 
 
+@rule
 def experts_require_sequence_parallel(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     tp = parallel.tensor_model_parallel_size
@@ -218,6 +389,7 @@ def experts_require_sequence_parallel(draft: Draft) -> Problems:
         )
 
 
+@rule
 def custom_experts_are_those_of_flags(draft: Draft) -> Problems:
     """Check the number of experts of --spec, since ranks and logs use --num-experts."""
     if draft.facts.custom_layers is None:
@@ -234,65 +406,47 @@ def custom_experts_are_those_of_flags(draft: Draft) -> Problems:
             return
 
 
-def experts_overlap_one_way(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.overlap_moe_expert_parallel_comm and experts.moe_shared_expert_overlap:
+@rule
+def upcycling_fits_the_dense_model(draft: Draft) -> Problems:
+    experts, checkpoint, stored = draft.config.experts, draft.config.checkpoint, draft.facts.checkpoint
+    if not experts.moe_use_upcycling or experts.num_experts is None:
+        return
+    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         yield Problem(
-            "--overlap-moe-expert-parallel-comm is not supported together with --moe-shared-expert-overlap, as in"
-            " Megatron-LM: the layers of another micro-batch run in place of the shared expert",
-            "remove --moe-shared-expert-overlap",
+            "--moe-use-upcycling requires a dense model",
+            "add --pretrained-checkpoint FOLDER with its checkpoint, and --load with the --save folder of this run",
         )
-
-
-def overlapped_passes_are_combined(draft: Draft) -> Problems:
-    parallel, pp = draft.config.parallel, draft.config.parallel.pipeline_model_parallel_size
-    schedule = parallel.pipeline_schedule
-    overlaps = draft.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(draft)
-    if overlaps and pp > 1 and not PIPELINE_SCHEDULES[schedule].overlaps_passes:
+    if stored is None or not stored.is_upcycled:
+        return
+    load = checkpoint.load
+    if load is not None and load == checkpoint.save and PurePath(load) in PurePath(stored.path).parents:
         yield Problem(
-            f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
-            f" {names_of(lambda one: one.overlaps_passes)}: {schedule} combines no passes",
-            "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
+            f"--moe-use-upcycling would save into --save {checkpoint.save}, which has the dense model",
+            "give --save another folder",
         )
-
-
-def expert_ranks_have_experts(draft: Draft) -> Problems:
-    size = draft.config.parallel.expert_model_parallel_size
-    if draft.config.experts.num_experts is None and size > 1:
+    granularity, width = experts.moe_upcycling_granularity, experts.moe_ffn_hidden_size or 0
+    dense = stored.config["model"]["ffn_hidden_size"]
+    if dense != width * granularity:
         yield Problem(
-            f"--expert-model-parallel-size {size} requires --num-experts",
-            "add --num-experts, or remove --expert-model-parallel-size",
+            f"--moe-upcycling-granularity {granularity} * --moe-ffn-hidden-size {width} is not the dense model's"
+            f" --ffn-hidden-size {dense}",
+            f"use --moe-ffn-hidden-size {-(-dense // granularity)}, or --moe-ffn-hidden-size {dense}"
+            " --moe-upcycling-granularity 1",
         )
-
-
-def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
-    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
-    if number is not None and number % ep:
+    if experts.num_experts % granularity:
         yield Problem(
-            f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
-            use(
-                draft,
-                divisors("parallel.expert_model_parallel_size", number, ep),
-                multiples("experts.num_experts", number, ep),
-            ),
+            f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
+            use(draft, multiples("experts.num_experts", experts.num_experts, granularity)),
         )
-
-
-EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    expert_layers_are_valid,
-    experts_have_a_width,
-    topk_fits_num_experts,
-    top1_routing_has_a_gradient,
-    expert_groups_are_valid,
-    load_balancing_is_valid,
-    expert_bias_requires_sigmoid,
-    sinkhorn_and_quantiles_exclude_expert_bias,
-    quantile_balancing_is_possible,
-    experts_overlap_one_way,
-    overlapped_passes_are_combined,
-    expert_ranks_have_experts,
-    experts_divide_over_ep_ranks,
-    experts_require_uniform_layers,
-    experts_require_sequence_parallel,
-    custom_experts_are_those_of_flags,
-)
+    has_dense = any(layer.dense for layer in draft.derived.model_spec.layers)
+    if has_dense and dense != draft.config.model.ffn_hidden_size:
+        yield Problem(
+            f"--ffn-hidden-size {draft.config.model.ffn_hidden_size} of layers without experts is not the dense model's"
+            f" {dense}",
+            f"use --ffn-hidden-size {dense}",
+        )
+    if experts.moe_latent_size is not None:
+        yield Problem(
+            "--moe-use-upcycling is not supported together with --moe-latent-size: the dense model has no projections",
+            "remove one of them",
+        )
