@@ -24,11 +24,7 @@ from megatrain.config.schema.parallel import ParallelConfig
 from megatrain.config.schema.resume_class import SAFE, ResumeClass
 from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.training import (
-    CheckpointConfig,
-    ResilienceConfig,
-    TrainingConfig,
-)
+from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.schema.values import AUTO, REQUIRED, Range
 
 

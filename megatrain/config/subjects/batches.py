@@ -78,8 +78,7 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
         for flag, is_given in others.items():
             if is_given:
                 yield Problem(
-                    f"--step-batch-size-schedule and {flag} both set the batch size",
-                    "give one of them",
+                    f"--step-batch-size-schedule and {flag} both set the batch size", "give one of them"
                 )
     pass_size = training.micro_batch_size * draft.derived.data_parallel_size
     try:

@@ -135,10 +135,7 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
         given, other = "--moe-router-num-groups", "--moe-router-group-topk"
         if groups is None:
             given, other = other, given
-        yield Problem(
-            f"{given} requires {other}",
-            use(draft, _groups(draft)),
-        )
+        yield Problem(f"{given} requires {other}", use(draft, _groups(draft)))
         return
     if num % groups:
         yield Problem(

@@ -81,10 +81,7 @@ def fp8_modules(draft: Draft) -> DerivedValue:
     if path is None or text is None:
         return DerivedValue(None, _NO_FILE)
     found = recipes_of_modules(
-        text,
-        draft.derived.model_spec,
-        fp8_layers=_layers_of_flags(draft),
-        recipe=recipe_of_flags(draft),
+        text, draft.derived.model_spec, fp8_layers=_layers_of_flags(draft), recipe=recipe_of_flags(draft)
     )
     parts = [f"matcher {name} decides {count}" for name, count in found.deciding.items()]
     others = len(found.linears) - sum(found.deciding.values())

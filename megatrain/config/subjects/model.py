@@ -152,8 +152,7 @@ def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
     if not draft.config.model.use_mup or given == draft.config.model.mup_output_mult:
         return None
     return DerivedValue(
-        given,
-        f"--mup-output-mult 1 with --use-mup means 1 / width multiplier, as in Megatron-LM: {given:g}",
+        given, f"--mup-output-mult 1 with --use-mup means 1 / width multiplier, as in Megatron-LM: {given:g}"
     )
 
 

@@ -28,10 +28,7 @@ def dtypes_agree(draft: Draft) -> Problems:
     if precision.bf16 and precision.fp16:
         yield Problem("--bf16 and --fp16 contradict each other", "remove one of them")
         return
-    for flag, is_on, dtype in (
-        ("--bf16", precision.bf16, "bfloat16"),
-        ("--fp16", precision.fp16, "float16"),
-    ):
+    for flag, is_on, dtype in (("--bf16", precision.bf16, "bfloat16"), ("--fp16", precision.fp16, "float16")):
         if is_on and precision.params_dtype != dtype:
             yield Problem(
                 f"{flag} and --params-dtype {precision.params_dtype} contradict each other",

@@ -319,7 +319,6 @@ def collective_timeout_seconds(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.distributed_timeout_seconds_after_init is not None:
         return DerivedValue(
-            parallel.distributed_timeout_seconds_after_init,
-            "--distributed-timeout-seconds-after-init",
+            parallel.distributed_timeout_seconds_after_init, "--distributed-timeout-seconds-after-init"
         )
     return DerivedValue(60 * parallel.distributed_timeout_minutes, "--distributed-timeout-minutes")
