@@ -147,7 +147,7 @@ def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
             problems.append(Problem(f"{setting.flag} is missing", f"give {setting.flag}: {setting.example}"))
         elif setting.range and value is not None and is_resolved(value):
             try:
-                require_in_range(setting, value)
+                require_in_range(setting, *(value if setting.is_list else (value,)))
             except BadValueError as error:
                 changed[setting.path] = INVALID
                 problems.append(Problem(f"{setting.flag} {value} {error.text}", error.fix))

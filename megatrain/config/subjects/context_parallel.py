@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import lengths, use
@@ -20,8 +20,6 @@ from megatrain.config.subjects.attention import (
     has_documents,
     has_windows,
 )
-
-CP_COMM_TYPES: Final = ("p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather")
 
 
 @derives("derived.cp_comm_types")
@@ -58,15 +56,6 @@ def _why_no_ring(draft: Draft) -> str:
     causes = {"documents": has_documents(draft), "windows": has_windows(draft)}
     found = " and ".join(name for name, is_there in causes.items() if is_there)
     return f"keys and values are all-gathered, as kernels for {found} need keys in order" if found else ""
-
-
-@rule
-def cp_comm_type_is_known(draft: Draft) -> Problems:
-    for comm_type in dict.fromkeys(draft.config.parallel.cp_comm_type):
-        if comm_type not in CP_COMM_TYPES:
-            yield Problem(
-                f"--cp-comm-type {comm_type} is none of {', '.join(CP_COMM_TYPES)}", "use --cp-comm-type p2p"
-            )
 
 
 @rule

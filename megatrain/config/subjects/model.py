@@ -27,8 +27,7 @@ _MAX_NORMS_PERCENT: Final = 0.5
 """Largest part of a step that recomputed norms may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
-_DENSE_MODULES: Final = ("core_attn", "mlp", "layernorm", "mla_up_proj")
-EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
+_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
 
 
 @derives("model.ffn_hidden_size")
@@ -262,23 +261,11 @@ def recomputation_is_complete(draft: Draft) -> Problems:
         )
 
 
-@rule
-def recompute_modules_are_supported(draft: Draft) -> Problems:
-    training = draft.config.training
-    known = (*_DENSE_MODULES, *EXPERT_MODULES)
-    unknown = [name for name in training.recompute_modules if name not in known]
-    if unknown:
-        yield Problem(
-            f"--recompute-modules {' '.join(unknown)} is not supported",
-            f"use one or more of --recompute-modules {' '.join(known)}",
-        )
-
-
 @note
 def modules_without_effect(draft: Draft) -> Notes:
     """Name the parts that the model is asked to recompute and does not have."""
     modules, model = draft.config.training.recompute_modules, draft.config.model
-    names = [name for name in modules if name in EXPERT_MODULES]
+    names = [name for name in modules if name in _EXPERT_MODULES]
     if names and draft.config.experts.num_experts is None:
         yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
     if "mla_up_proj" in modules and not model.multi_latent_attention:

@@ -12,9 +12,6 @@ CASES = {
          ("--seq-length 12", "--context-parallel-size 2", "--sequence-parallel", "--tensor-model-parallel-size 4"),
          ("--seq-length 16",)),
     ],
-    "cp_comm_type_is_known": [
-        ("--cp-comm-type ring", "", None, ("--cp-comm-type ring",), ("--cp-comm-type p2p",)),
-    ],
     "cp_comm_type_is_given_per_layer": [
         ("--cp-comm-type all_gather all_gather all_gather", "", None,
          ("--cp-comm-type", "3", "4"), ("--cp-comm-type all_gather",)),

@@ -83,10 +83,6 @@ CASES = {
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          ("--recompute-granularity full", "--recompute-activations"), ("one of them",)),
     ],
-    "recompute_modules_are_supported": [
-        ("--recompute-activations --recompute-modules mlp attention", "", None,
-         ("--recompute-modules attention",), ("--recompute-modules core_attn mlp layernorm",)),
-    ],
     "attention_backend_is_there": [
         ("--attention-backend flash4", "", None,
          ("--attention-backend flash4", "float32", "cpu"), ("--attention-backend auto",)),
