@@ -1,14 +1,12 @@
 """Rules of the families of models: what BERT and T5 have no counterpart for, and what is missing for them."""
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.registry import Problems, rule
 from megatrain.config.schema.tree import flag_of
-
-Problems = Iterator[Problem]
 
 _WITHOUT_MASKS: Final = (
     "model.multi_latent_attention",
@@ -24,6 +22,7 @@ _WITHOUT_MASKS: Final = (
 _PER_SAMPLE: Final = "training.calculate_per_token_loss"
 
 
+@rule
 def families_have_their_own_samples(draft: Draft) -> Problems:
     family, config = draft.config.model.model_family, draft.config
     if family == "gpt":
@@ -41,6 +40,7 @@ def families_have_their_own_samples(draft: Draft) -> Problems:
         )
 
 
+@rule
 def context_ranks_have_no_padding(draft: Draft) -> Problems:
     family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
     if family != "gpt" and cp > 1:
@@ -51,6 +51,7 @@ def context_ranks_have_no_padding(draft: Draft) -> Problems:
         )
 
 
+@rule
 def decoder_has_a_length(draft: Draft) -> Problems:
     model, parallel, length = draft.config.model, draft.config.parallel, draft.config.data.seq_length
     if model.model_family != "t5":
@@ -76,6 +77,7 @@ def decoder_has_a_length(draft: Draft) -> Problems:
         )
 
 
+@rule
 def stacks_are_equally_deep(draft: Draft) -> Problems:
     model = draft.config.model
     depth = model.decoder_num_layers
@@ -87,6 +89,7 @@ def stacks_are_equally_deep(draft: Draft) -> Problems:
         )
 
 
+@rule
 def cross_attention_has_all_heads(draft: Draft) -> Problems:
     model, parallel = draft.config.model, draft.config.parallel
     if model.model_family != "t5":
@@ -100,6 +103,7 @@ def cross_attention_has_all_heads(draft: Draft) -> Problems:
         yield Problem("--tp-comm-overlap is not supported with --model-family t5", "remove --tp-comm-overlap")
 
 
+@rule
 def relative_positions_are_of_t5(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type != "relative":
@@ -117,13 +121,3 @@ def relative_positions_are_of_t5(draft: Draft) -> Problems:
             f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
             f"use --relative-attention-max-distance {exact + 1} or more",
         )
-
-
-FAMILY_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    families_have_their_own_samples,
-    context_ranks_have_no_padding,
-    decoder_has_a_length,
-    stacks_are_equally_deep,
-    cross_attention_has_all_heads,
-    relative_positions_are_of_t5,
-)
