@@ -50,7 +50,7 @@ from megatrain.training.planning.meta_step import (
     meta_device_as,
     run_with_torch,
 )
-from megatrain.training.planning.model_tree import layer_numbers, segment_name
+from megatrain.training.planning.model_tree import layers_of, segment_name
 
 CUBLAS_BYTES: Final = 32 << 20
 """Workspace of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""
@@ -297,9 +297,10 @@ def _linear_ranges(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
 
 def _structure(engine: Engine) -> list[object]:
     """Return a list that is equal for stages whose tensors have the same sizes."""
-    registry, layers = engine.model.registry, engine.model.spec.layers
+    registry, spec = engine.model.registry, engine.model.spec
+    layers = {spec.layer_name(number): layer for number, layer in enumerate(spec.layers)}
     shapes = [(entry.segment, entry.layout.shape) for entry in registry.entries.values()]
-    return [*shapes, *(layers[number] for number in layer_numbers(registry))]
+    return [*shapes, *(layers[f"{one.stack}.layers.{one.number}"] for one in layers_of(registry))]
 
 
 def allocator_bytes(num_bytes: int) -> int:
