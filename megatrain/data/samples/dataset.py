@@ -19,6 +19,9 @@ from megatrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+NamedArrays = dict[str, npt.NDArray[np.integer]]
+"""A sample of BERT or T5: arrays of one value, or of one a token, by Megatron-LM's names."""
+
 
 @dataclass(frozen=True)
 class Sample:
