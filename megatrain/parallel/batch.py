@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
 import torch
@@ -72,6 +72,9 @@ class Batch:
     """Position of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
     """Documents of the whole samples, on context ranks too. None: attention covers the whole sample."""
+    arrays: Mapping[str, Tensor] = field(default_factory=dict)
+    """All arrays of the samples of BERT or T5, by Megatron-LM's names: int64 [b, s], or [b]. `tokens` and `labels` are those of
+    BERT, or of T5's decoder."""
     ahead: tuple[Batch, ...] = ()
     """The micro-batch one token ahead, two tokens ahead ..., for multi-token prediction: see `with_batches_ahead`."""
     denominator: InitVar[Tensor | None] = None

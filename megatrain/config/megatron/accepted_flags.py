@@ -10,6 +10,10 @@ from megatrain.config.megatron.answer import accepted
 ACCEPTED_FLAGS: Final = (
     # The model
     accepted(
+        "no program of Megatron-LM reads this flag",
+        "--titles-data-path=*",
+    ),
+    accepted(
         "megatrain has one model definition",
         "--use-mcore-models",
     ),

@@ -18,6 +18,7 @@ from megatrain.config.rules.latent_attention import LATENT_RULES
 from megatrain.config.rules.layers import LAYER_RULES
 from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
 from megatrain.config.rules.logging import LOGGING_RULES
+from megatrain.config.rules.masked_samples import MASKED_SAMPLE_RULES
 from megatrain.config.rules.model import MODEL_RULES
 from megatrain.config.rules.parallel import PARALLEL_RULES
 from megatrain.config.rules.resume import RESUME_RULES
@@ -38,6 +39,7 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *TRAINING_RULES,
     *SCHEDULE_RULES,
     *DATA_RULES,
+    *MASKED_SAMPLE_RULES,
     *DEVICE_RULES,
     *LOGGING_RULES,
     *CHECKPOINT_RULES,

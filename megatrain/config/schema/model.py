@@ -33,14 +33,21 @@ _YARN = either(*_YARN_TYPES, words="without YaRN")
 _YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
 _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
+_T5 = one_of("model.model_family", "t5")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
+    model_family: Literal["gpt", "bert", "t5"] = "gpt"
+    """Family of the model: a decoder (gpt), an encoder (bert), or an encoder and a decoder (t5). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model."""
+    bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
+    """BERT: no next-sentence head, no pooler and no token types."""
+    decoder_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE, needs=_T5)
+    """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
     hidden_size: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 768")
     """Width of the residual stream."""
     num_attention_heads: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 12")

@@ -11,6 +11,7 @@ Source: Megatron-LM, core/datasets/bert_dataset.py and t5_dataset.py.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -18,13 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError
-from megatrain.data.samples.dataset import NamedArrays, TokenSpan
+from megatrain.data.samples.dataset import MaskedSample, TokenSpan
 from megatrain.data.samples.masking import MaskOptions, masked_runs
+from megatrain.data.samples.sentence_index import SentenceOrder, build_sentence_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.data.indexed.reader import IndexedDataset
+    from megatrain.data.samples.index_cache import IndexCache
     from megatrain.data.samples.sentence_index import SentenceIndex
     from megatrain.data.tokenizers.mask_tokens import MaskVocabulary
 
@@ -34,6 +37,8 @@ BERT_WORDS: Final = MaskOptions(probability=0.15, max_words=3, is_geometric=Fals
 T5_WORDS: Final = MaskOptions(probability=0.15, max_words=10, is_geometric=True)
 NOT_MASKED: Final = -1
 """Label of a token without loss."""
+FIRST_SAMPLES: Final = 4
+"""Samples that are read when a dataset is built, so that a decoder that holds no spans is found before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +68,75 @@ class MaskedSamples:
         return 2 if self.family == "bert" and self.has_order_head else 1
 
 
+def array_shapes(family: str, seq_length: int, decoder_seq_length: int) -> dict[str, tuple[int, ...]] | None:
+    """Return the shape of each array of a sample; None: the family has no masked samples."""
+    if family == "bert":
+        of_tokens = ("text", "types", "labels", "loss_mask", "padding_mask")
+        return dict.fromkeys(of_tokens, (seq_length,)) | {"is_random": (), "truncated": ()}
+    if family == "t5":
+        encoder = dict.fromkeys(("text_enc", "enc_mask"), (seq_length,))
+        decoder = dict.fromkeys(("text_dec", "labels", "loss_mask", "dec_mask"), (decoder_seq_length,))
+        return encoder | decoder | {"truncated": ()}
+    return None
+
+
+def build_masked_dataset(
+    source: IndexedDataset,
+    part: range,
+    options: MaskedSamples,
+    *,
+    seed: int,
+    num_samples: int | None,
+    cache: IndexCache | None = None,
+) -> MaskedDataset:
+    """Build the samples of the documents in `part`; the arguments are those of `build_sentence_index`.
+
+    Raises:
+        ConfigError: no document gives a sample.
+        InputError: the first samples are not valid.
+    """
+    order = SentenceOrder(
+        max_tokens=options.max_tokens,
+        min_sentences=options.min_sentences,
+        short_probability=options.short_probability,
+        seed=seed,
+    )
+    boundaries = source.document_boundaries
+    index = build_sentence_index(
+        source.lengths, boundaries, part, order, num_samples=num_samples, cache=cache
+    )
+    dataset = MaskedDataset(source, index, options, seed)
+    for k in range(min(len(dataset), FIRST_SAMPLES)):
+        dataset[k]
+    return dataset
+
+
 class MaskedDataset:
     """The samples of one split of one dataset of sentences. Stateless."""
 
-    def __init__(self, source: IndexedDataset, index: SentenceIndex, options: MaskedSamples, seed: int) -> None:
+    def __init__(
+        self, source: IndexedDataset, index: SentenceIndex, options: MaskedSamples, seed: int
+    ) -> None:
         """Combine sentences with an index that was built for the same options and seed."""
         self.source = source
         self.index = index
         self.options = options
         self.seed = seed
+        self._of_thread = threading.local()
 
     def __len__(self) -> int:
         """Return the samples of all epochs."""
         return len(self.index)
 
-    def __getitem__(self, k: int) -> NamedArrays:
+    def __getitem__(self, k: int) -> MaskedSample:
         """Return sample k. Raises InputError if an id is outside the vocabulary, or spans do not fit the decoder."""
         first, end, target = self._row(k)
-        sentences = [self.source.read(sentence).astype(np.int64) for sentence in range(first, end)]
-        for sentence, ids in enumerate(sentences, start=first):
-            self._check_ids(ids, sentence)
-        random = np.random.RandomState((self.seed + k) % 2**32)
+        ids = self.source.read_several(range(first, end)).astype(np.int64)
+        self._check_ids(ids, first)
+        random = self._generator((self.seed + k) % 2**32)
         if self.options.family == "bert":
-            return _bert_sample(sentences, target, self.options, random)
-        return self._t5_sample(k, np.concatenate(sentences), target, random)
+            return _bert_sample(ids, self.source.lengths[first:end], target, self.options, random)
+        return self._t5_sample(k, ids, target, random)
 
     def spans(self, k: int) -> list[TokenSpan]:
         """Return the sentences of sample k, whole: see `SampleDataset`."""
@@ -97,6 +147,14 @@ class MaskedDataset:
             for sentence in range(first, end)
         ]
 
+    def _generator(self, seed: int) -> np.random.RandomState:
+        """Return this thread's generator, seeded; a new one would take longer than the sample."""
+        found: np.random.RandomState | None = getattr(self._of_thread, "random", None)
+        if found is None:
+            found = self._of_thread.random = np.random.RandomState()
+        found.seed(seed)
+        return found
+
     def _row(self, k: int) -> list[int]:
         """Return first sentence, end and target of sample k."""
         if not 0 <= k < len(self):
@@ -104,10 +162,12 @@ class MaskedDataset:
         row: list[int] = self.index.samples[k].tolist()
         return row
 
-    def _t5_sample(self, k: int, ids: Ids, target: int, random: np.random.RandomState) -> NamedArrays:
+    def _t5_sample(self, k: int, ids: Ids, target: int, random: np.random.RandomState) -> MaskedSample:
         options, vocabulary = self.options, self.options.vocabulary
         text = ids[:target]
-        runs = sorted(masked_runs(text, target, vocabulary, options.words, random), key=lambda run: int(run[0]))
+        runs = sorted(
+            masked_runs(text, target, vocabulary, options.words, random), key=lambda run: int(run[0])
+        )
         if len(runs) > len(vocabulary.sentinels):
             raise InputError(
                 f"{self.source.name}: sample {k} has {len(runs)} spans, but there are {len(vocabulary.sentinels)} sentinels",
@@ -130,7 +190,7 @@ class MaskedDataset:
                 " holds the spans of any sample, or a smaller --mask-prob",
             )
         mask = _padded(np.ones(length), room)
-        return {
+        arrays = {
             "text_enc": _padded(encoder, options.seq_length),
             "text_dec": _padded([vocabulary.cls, *spans], room),
             "labels": _padded([*spans, vocabulary.sep], room, NOT_MASKED),
@@ -139,29 +199,40 @@ class MaskedDataset:
             "enc_mask": _padded(np.ones(len(encoder)), options.seq_length),
             "dec_mask": mask.copy(),
         }
+        return MaskedSample(arrays)
 
-    def _check_ids(self, ids: Ids, sentence: int) -> None:
+    def _check_ids(self, ids: Ids, first: int) -> None:
+        """Raise InputError unless the tokens of sentences from `first` on are in the vocabulary."""
         size = self.options.vocabulary.size
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
             raise InputError(
-                f"{self.source.name}: document {self.source.document_of(sentence)} (sequence {sentence}) has an id from"
+                f"{self.source.name}: document {self.source.document_of(first)} (from sequence {first} on) has ids from"
                 f" {ids.min()} to {ids.max()}, outside the vocabulary of {size}",
                 fix="use the tokenizer that the data was made with",
             )
 
 
 def _bert_sample(
-    sentences: Sequence[Ids], target: int, options: MaskedSamples, random: np.random.RandomState
-) -> NamedArrays:
-    """Return [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without the order head, masked."""
+    ids: Ids,
+    lengths: npt.NDArray[np.int32],
+    target: int,
+    options: MaskedSamples,
+    random: np.random.RandomState,
+) -> MaskedSample:
+    """Return [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without the order head, masked.
+
+    Args:
+        ids: tokens of the sentences, concatenated.
+        lengths: tokens of each sentence.
+    """
     vocabulary = options.vocabulary
-    parts, is_swapped = [np.concatenate(sentences)], False
+    parts, is_swapped = [ids], False
     if options.has_order_head:
-        cut = random.randint(1, len(sentences)) if len(sentences) >= 3 else 1
-        parts = [np.concatenate(sentences[:cut]), np.concatenate(sentences[cut:])]
+        cut = random.randint(1, len(lengths)) if len(lengths) >= 3 else 1
+        parts = np.split(ids, [int(lengths[:cut].sum())])
         is_swapped = random.random_sample() < 0.5
         parts = parts[::-1] if is_swapped else parts
-    excess = sum(map(len, parts)) - target
+    excess = len(ids) - target
     parts = _cut(parts, excess, random)
     first = len(parts[0]) + 2
     text = np.concatenate([[vocabulary.cls], *(np.append(part, vocabulary.sep) for part in parts)])
@@ -176,7 +247,7 @@ def _bert_sample(
             elif random.random_sample() >= 0.5:
                 masked[position] = random.randint(0, vocabulary.size)
     length = options.seq_length
-    return {
+    arrays = {
         "text": _padded(masked, length),
         "types": _padded(types, length),
         "labels": _padded(labels, length, NOT_MASKED),
@@ -185,6 +256,7 @@ def _bert_sample(
         "padding_mask": _padded(masked != 0, length),
         "truncated": np.array(int(excess > 0)),
     }
+    return MaskedSample(arrays)
 
 
 def _cut(parts: list[Ids], excess: int, random: np.random.RandomState) -> list[Ids]:

@@ -7,6 +7,8 @@ Source: Megatron-LM, core/datasets/masked_dataset.py.
 
 from __future__ import annotations
 
+import bisect
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +41,17 @@ class MaskOptions:
     whole_words: bool = True
     """False: each token is a word."""
 
+    @functools.cached_property
+    def cumulative_shares(self) -> list[float]:
+        """Return the probability of a run of at most 1, 2, .. words, with the rounding of `RandomState.choice`."""
+        shares = 1.0 / np.arange(1, self.max_words + 1)
+        shares /= shares.sum(keepdims=True)
+        shares = shares[::-1] if self.longer_first else shares
+        cumulative = np.cumsum(shares / shares.sum(keepdims=True))
+        cumulative /= cumulative[-1]
+        found: list[float] = cumulative.tolist()
+        return found
+
 
 def masked_runs(
     ids: Ids, target: int, vocabulary: MaskVocabulary, options: MaskOptions, random: np.random.RandomState
@@ -63,7 +76,7 @@ def masked_runs(
     draw_length = _length_drawer(options, random)
     order = np.arange(num_words)
     random.shuffle(order)
-    is_masked = np.zeros(len(positions), bool)
+    is_masked = bytearray(len(positions))
     num_masked = 0
     for word in order.tolist():
         if num_masked >= budget:
@@ -72,9 +85,9 @@ def masked_runs(
         while length and num_masked + bounds[min(word + length, num_words)] - start > budget:
             length -= 1
         end = bounds[min(word + length, num_words)]
-        if not length or is_masked[start:end].any():
+        if not length or is_masked.find(1, start, end) >= 0:
             continue
-        is_masked[start:end] = True
+        is_masked[start:end] = b"\1" * (end - start)
         num_masked += end - start
         yield positions[start:end]
 
@@ -83,9 +96,5 @@ def _length_drawer(options: MaskOptions, random: np.random.RandomState) -> Calla
     """Return a function that draws the number of words of a run."""
     if options.is_geometric:
         return lambda: min(int(random.geometric(_GEOMETRIC)), options.max_words)
-    shares = 1.0 / np.arange(1, options.max_words + 1)
-    shares /= shares.sum(keepdims=True)
-    shares = shares[::-1] if options.longer_first else shares
-    cumulative = np.cumsum(shares / shares.sum(keepdims=True))  # as `RandomState.choice` does, with its rounding
-    cumulative /= cumulative[-1]
-    return lambda: 1 + int(np.searchsorted(cumulative, random.random_sample(), side="right"))
+    cumulative, draw = options.cumulative_shares, random.random_sample
+    return lambda: 1 + bisect.bisect_right(cumulative, draw())

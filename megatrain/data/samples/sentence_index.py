@@ -180,7 +180,9 @@ def _is_used(sizes: Integers, borders: Integers, least: int) -> npt.NDArray[np.b
     """Return which documents give samples: those with `least` sentences, and no long one among several."""
     counts = np.diff(borders)
     long_before = np.concatenate(([0], np.cumsum(sizes > LONG_SENTENCE)))
-    used: npt.NDArray[np.bool_] = (counts >= max(least, 1)) & ((counts == 1) | ~np.diff(long_before[borders]).astype(bool))
+    used: npt.NDArray[np.bool_] = (counts >= max(least, 1)) & (
+        (counts == 1) | ~np.diff(long_before[borders]).astype(bool)
+    )
     return used
 
 

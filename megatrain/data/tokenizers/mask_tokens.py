@@ -54,7 +54,12 @@ def mask_vocabulary(tokenizer: Tokenizer, *, needs_sentinels: bool) -> MaskVocab
     continues[[number for token, number in ids.items() if token.startswith(_CONTINUATION)]] = True
     cls, sep, mask = (tokenizer.role_ids[role] for role in _ROLES)
     return MaskVocabulary(
-        size=tokenizer.vocab_size, cls=cls, sep=sep, mask=mask, continues=continues, sentinels=_sentinels(tokenizer)
+        size=tokenizer.vocab_size,
+        cls=cls,
+        sep=sep,
+        mask=mask,
+        continues=continues,
+        sentinels=_sentinels(tokenizer),
     )
 
 
@@ -74,7 +79,9 @@ def _problems(tokenizer: Tokenizer, *, needs_sentinels: bool) -> Iterator[Proble
             "put [PAD] in the first line of --vocab-file, and make the data again",
         )
     if needs_sentinels and not _sentinels(tokenizer):
-        yield Problem("the tokenizer has no sentinels <extra_id_0>, <extra_id_1>, .., which stand for spans", fix)
+        yield Problem(
+            "the tokenizer has no sentinels <extra_id_0>, <extra_id_1>, .., which stand for spans", fix
+        )
 
 
 def _sentinels(tokenizer: Tokenizer) -> tuple[int, ...]:
