@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.config import Config
+from megatrain.config.errors import ConfigError
 from megatrain.data.samples.masked_dataset import BERT_WORDS, T5_WORDS, MaskedSamples
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
@@ -14,11 +15,16 @@ def masked_samples(config: Config) -> MaskedSamples | None:
     """Return what the samples are; None: of a GPT.
 
     Raises:
-        ConfigError: the tokenizer lacks a token that they need.
+        ConfigError: there is no data of sentences, or the tokenizer lacks a token that they need.
     """
     model, data = config.model, config.data
     if model.model_family == "gpt":
         return None
+    if data.mock_data:
+        raise ConfigError(
+            f"--mock-data has no sentences, which --model-family {model.model_family} masks",
+            fix="name data of preprocess_data.py --split-sentences with --data-path, and remove --mock-data",
+        )
     is_t5 = model.model_family == "t5"
     words = T5_WORDS if is_t5 else BERT_WORDS
     return MaskedSamples(
