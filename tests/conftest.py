@@ -94,7 +94,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", type=Path, metavar="DIR", help="the whole golden recording, with its text")
-    parser.addoption("--families", type=Path, metavar="DIR", help="recordings of other families than GPT")
+    parser.addoption("--families", type=Path, metavar="DIR", help="recorded runs of BERT, T5 ...")
     parser.addoption("--nightly", action="store_true", help="also run the tests marked `nightly`")
 
 

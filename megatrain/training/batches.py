@@ -22,7 +22,6 @@ from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, 
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
 from megatrain.data.samples.user_dataset import UserDataset, build_user_datasets
@@ -216,9 +215,9 @@ def _build_in_turns(
     Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
-    placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
-    reads = reads or plan.config.data.has_documents
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
+    reads = reads or plan.config.data.has_documents or plan.config.model.model_family != "gpt"
     is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
@@ -326,9 +325,8 @@ class _LoaderBuilder:
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
-            shapes=array_shapes(
-                model.model_family, self.config.data.seq_length, model.decoder_seq_length or 0
-            ),
+            family=model.model_family,
+            decoder_seq_length=model.decoder_seq_length,
         )
 
 

@@ -18,6 +18,10 @@ ACCEPTED_FLAGS: Final = (
         "--use-mcore-models",
     ),
     accepted(
+        "T5 always has the 100 sentinels of its tokenizer, as in Megatron-LM",
+        "--vocab-extra-ids=*",
+    ),
+    accepted(
         "--attention-backend selects the attention kernel, and auto is the fastest available one",
         "--use-flash-attn",
     ),

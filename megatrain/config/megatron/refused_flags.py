@@ -88,8 +88,8 @@ REFUSED_FLAGS: Final = (
         "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
     ),
     refused(
-        "BERT, T5 and retrieval models are not part of megatrain",
-        "--decoder-num-layers= --sample-rate= --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model"
+        "retrieval models are not part of megatrain",
+        "--sample-rate= --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model"
         " --block-data-path= --embedding-path= --evidence-data-path= --ict-head-size= --ict-load="
         " --indexer-batch-size= --indexer-log-interval= --query-in-block-prob="
         " --retriever-report-topk-accuracies=+ --retriever-score-scaling --use-one-sent-docs"

@@ -17,8 +17,10 @@ import torch
 
 from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import MaskedSample, Sample
+from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.family_batches import family_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,8 +42,15 @@ class _HostBatches:
     """The batches of a step in host memory: one tensor [samples, ...] per array, so that device copies are few and large."""
 
     def __init__(
-        self, rows: int, shapes: Mapping[str, tuple[int, ...]], num_microbatches: int, *, is_pinned: bool
+        self,
+        rows: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        num_microbatches: int,
+        *,
+        family: str,
+        is_pinned: bool,
     ) -> None:
+        self._family = family
         self.arrays = {
             name: torch.empty(
                 (rows, *shape),
@@ -63,7 +72,7 @@ class _HostBatches:
             x.to(device, non_blocking=True).tensor_split(len(self.documents)) for x in self.arrays.values()
         ]
         return [
-            _batch_of(
+            self._batch(
                 dict(zip(self.arrays, arrays, strict=True)),
                 documents
                 and replace(documents, cu_seqlens=documents.cu_seqlens.to(device, non_blocking=True)),
@@ -71,23 +80,17 @@ class _HostBatches:
             for *arrays, documents in zip(*moved, self.documents, strict=True)
         ]
 
-
-def _batch_of(arrays: dict[str, torch.Tensor], documents: Documents | None) -> Batch:
-    """Return the micro-batch of the arrays of a GPT, or of BERT or T5."""
-    tokens = next(arrays[name] for name in ("tokens", "text", "text_dec") if name in arrays)
-    is_masked = "tokens" not in arrays
-    if is_masked:
-        position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    else:
-        position_ids = arrays["position_ids"]
-    return Batch(
-        tokens=tokens,
-        labels=arrays["labels"],
-        loss_mask=arrays["loss_mask"],
-        position_ids=position_ids,
-        documents=documents,
-        arrays=arrays if is_masked else {},
-    )
+    def _batch(self, arrays: dict[str, torch.Tensor], documents: Documents | None) -> Batch:
+        """Return a micro-batch from its arrays, [b, ...] each."""
+        if self._family != "gpt":
+            return family_batch(self._family, arrays)
+        return Batch(
+            tokens=arrays["tokens"],
+            labels=arrays["labels"],
+            loss_mask=arrays["loss_mask"],
+            position_ids=arrays["position_ids"],
+            documents=documents,
+        )
 
 
 class BatchLoader:
@@ -102,26 +105,28 @@ class BatchLoader:
         device: torch.device | str = "cpu",
         num_workers: int = 1,
         has_documents: bool = False,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        family: str = "gpt",
+        decoder_seq_length: int | None = None,
     ) -> None:
         """Load the samples that a sampler selects.
 
         Args:
             samples: the dataset.
             sampler: the sample indices of this rank.
-            seq_length: s, tokens of each sample.
+            seq_length: s, tokens of each sample; of T5 those of the encoder.
             device: device of the returned batches.
             num_workers: prefetching threads; 0: each step reads its samples when they are requested.
             has_documents: batches include document boundaries.
-            shapes: shape of each array of a sample of BERT or T5; None: samples are of a GPT.
+            family: the family of the model, see `family_batches`.
+            decoder_seq_length: tokens of T5's decoder.
         """
         self._samples = samples
         self._sampler = sampler
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        self._shapes = shapes or dict.fromkeys(names, (seq_length,))
+        self._family = family
+        self._shapes = array_shapes(family, seq_length, decoder_seq_length)
         self._has_documents = has_documents
         self._threads = (
             ThreadPoolExecutor(num_workers, "batches", initializer=_set_device, initargs=(self._device,))
@@ -194,7 +199,9 @@ class BatchLoader:
     def _allocate(self, step: _Step) -> _HostBatches:
         rows = step.num_microbatches * self._sampler.shard.micro_batch_size
         is_pinned = self._device.type == "cuda"
-        return _HostBatches(rows, self._shapes, step.num_microbatches, is_pinned=is_pinned)
+        return _HostBatches(
+            rows, self._shapes, step.num_microbatches, family=self._family, is_pinned=is_pinned
+        )
 
     def _end(self, step: _Step) -> int:
         """Return the samples consumed after a step, over all ranks."""

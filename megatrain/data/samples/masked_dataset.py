@@ -68,16 +68,19 @@ class MaskedSamples:
         return 2 if self.family == "bert" and self.has_order_head else 1
 
 
-def array_shapes(family: str, seq_length: int, decoder_seq_length: int) -> dict[str, tuple[int, ...]] | None:
-    """Return the shape of each array of a sample; None: the family has no masked samples."""
+def array_shapes(
+    family: str, seq_length: int, decoder_seq_length: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each array of a sample of a family, GPT included."""
+    if family == "gpt":
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (seq_length,))
     if family == "bert":
         of_tokens = ("text", "types", "labels", "loss_mask", "padding_mask")
         return dict.fromkeys(of_tokens, (seq_length,)) | {"is_random": (), "truncated": ()}
-    if family == "t5":
-        encoder = dict.fromkeys(("text_enc", "enc_mask"), (seq_length,))
-        decoder = dict.fromkeys(("text_dec", "labels", "loss_mask", "dec_mask"), (decoder_seq_length,))
-        return encoder | decoder | {"truncated": ()}
-    return None
+    assert decoder_seq_length is not None, "a rule asks for it"
+    encoder = dict.fromkeys(("text_enc", "enc_mask"), (seq_length,))
+    decoder = dict.fromkeys(("text_dec", "labels", "loss_mask", "dec_mask"), (decoder_seq_length,))
+    return encoder | decoder | {"truncated": ()}
 
 
 def build_masked_dataset(
