@@ -95,7 +95,7 @@ def preprocess(
     )
     encoder = _encoder_settings(settings)
     tokenizer = load_tokenizer(settings.tokenizer)
-    _check_inputs(settings, reader, encoder, tokenizer)
+    _check_inputs(settings, reader, tokenizer)
     _log_notes(settings, encoder, tokenizer)
     with (
         Journal(settings.output_prefix, log_to_stderr) as journal,
@@ -160,9 +160,7 @@ def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Output
     )
 
 
-def _check_inputs(
-    settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
-) -> None:
+def _check_inputs(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> None:
     """Raise ConfigError before any work for problems that would appear later."""
     _require_one_key(settings, reader.files)
     reader.require_readable()

@@ -93,7 +93,7 @@ def build_sentence_index(
         while num_epochs == 0 if num_samples is None else count < num_samples:
             of_epoch = list(_cut(lengths, boundaries, part, order.min_sentences, targets))
             if not sum(map(len, of_epoch)):
-                raise _no_samples(lengths, boundaries, part, order.min_sentences)
+                raise _no_samples(boundaries, part, order.min_sentences)
             blocks += of_epoch
             count += sum(map(len, of_epoch))
             num_epochs += 1
@@ -160,7 +160,7 @@ def _cut(
                     close = end
                 rows += (first, close, target)
                 target = next(targets)
-                first = close  # noqa: PLW2901 - a document is cut from its beginning on
+                first = close
         found = np.array(rows, np.int64).reshape(-1, 3)
         found[:, :2] += start
         yield found
@@ -186,7 +186,7 @@ def _is_used(sizes: Integers, borders: Integers, least: int) -> npt.NDArray[np.b
     return used
 
 
-def _no_samples(lengths: Integers, boundaries: Integers, part: range, least: int) -> ConfigError:
+def _no_samples(boundaries: Integers, part: range, least: int) -> ConfigError:
     counts = np.diff(boundaries[part.start : part.stop + 1])
     short = int(np.count_nonzero(counts < least))
     problem = (
