@@ -6,7 +6,6 @@ import pytest
 from test_rules_data import NULL, dataset
 
 from megatrain.config import Facts
-from megatrain.config.rules.masked_samples import MASKED_SAMPLE_RULES
 
 BERT, T5 = "--model-family bert", "--model-family t5 --decoder-seq-length 8"
 CASES = {
@@ -32,7 +31,3 @@ def test_a_split_divides_documents(assert_refused):
     facts = Facts(datasets=(dataclasses.replace(dataset("d", 9000), num_documents=300),))
     named, remedy = ("of the 300 documents of d", "test 0"), ("--split 290,9,1", "--eval-iters")
     assert_refused(f"{BERT} {NULL} --data-path d", named, remedy, without="--mock-data", facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in MASKED_SAMPLE_RULES}

@@ -1,17 +1,18 @@
-"""Rules about the samples of BERT and T5."""
+"""The samples of BERT and T5: sentences of documents, with masked words."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
 from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
-
-Problems = Iterator[Problem]
+from megatrain.config.registry import Problems, rule
 
 _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
 
 
+@rule
 def samples_are_masked_sentences(draft: Draft) -> Problems:
     family, dataset = draft.config.model.model_family, draft.config.data.dataset
     if family != "gpt" and dataset is not None:
@@ -21,6 +22,7 @@ def samples_are_masked_sentences(draft: Draft) -> Problems:
         )
 
 
+@rule
 def samples_hold_text(draft: Draft) -> Problems:
     family, length = draft.config.model.model_family, draft.config.data.seq_length
     if length < _SHORTEST.get(family, 0):
@@ -28,9 +30,3 @@ def samples_hold_text(draft: Draft) -> Problems:
             f"--seq-length {length} is too short for samples of --model-family {family}, which have special tokens",
             f"use --seq-length {_SHORTEST[family]} or more",
         )
-
-
-MASKED_SAMPLE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    samples_are_masked_sentences,
-    samples_hold_text,
-)
