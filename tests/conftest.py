@@ -2,6 +2,7 @@
 
 pytest                                     uses tests/golden; tests that need text or its token ids are skipped
 pytest --golden=/path/to/golden/data       uses the whole recording, and runs all of them
+pytest --families=/path/to/families        uses recordings of BERT, T5 and other families, ../shared/golden/families by default
 """
 
 from __future__ import annotations
@@ -141,6 +142,15 @@ def golden_text(pytestconfig: pytest.Config) -> Path:
     if given is None:
         pytest.skip("needs text: run with --golden DIR")
     return given.resolve()
+
+
+@pytest.fixture(scope="session")
+def families(pytestconfig: pytest.Config) -> Path:
+    """The folder of recordings of BERT, T5 and other families; skips the test where there is none."""
+    folder: Path = pytestconfig.getoption("families") or Path(__file__).parents[2] / "shared/golden/families"
+    if not folder.is_dir():
+        pytest.skip("needs recordings: run with --families DIR")
+    return folder.resolve()
 
 
 @pytest.fixture(scope="session")

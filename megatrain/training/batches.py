@@ -29,6 +29,7 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.masked_samples import masked_samples
 
 
 class Batches(Protocol):
@@ -134,6 +135,7 @@ def build_samples(
         digests={one.prefix: one.digest for one in facts.datasets} if checks_files else None,
         log=log,
         on_built=on_built,
+        masked=masked_samples(plan.config),
     )
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
@@ -315,6 +317,7 @@ class _LoaderBuilder:
     def _batches(self, samples: SampleDataset | None, sampler: Sampler) -> Batches:
         if samples is None:
             return _EmptyBatches(self.ranks.device)
+        model = self.config.model
         return BatchLoader(
             samples,
             sampler,
@@ -322,6 +325,8 @@ class _LoaderBuilder:
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
+            family=model.model_family,
+            decoder_seq_length=model.decoder_seq_length,
         )
 
 

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
+from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
-from megatrain.parallel.family_batches import empty_arrays, family_batch
+from megatrain.parallel.family_batches import family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import Executor
@@ -351,7 +352,10 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s, model = data.seq_length, plan.config.model
     if model.model_family != "gpt":
-        arrays = empty_arrays(model.model_family, b, s, model.decoder_seq_length or s, device)
+        shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
+        arrays = {
+            name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()
+        }
         return family_batch(model.model_family, arrays)
     documents = None
     if data.has_documents:
