@@ -30,10 +30,8 @@ from megatrain.config.subjects import (
     data_plans,
     device,
     experts,
-    families,
     fp8,
     layers,
-    masked_samples,
     model,
     model_spec,
     pipeline,
@@ -44,10 +42,11 @@ from megatrain.config.subjects import (
     schedule,
     transformer_engine,
 )
+from megatrain.config.subjects.families import masked_samples, stacks
 
 _SUBJECTS: Final = (
     device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, precision, fp8,
-    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
+    transformer_engine, attention_kernel, experts, stacks, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

@@ -11,6 +11,7 @@ from torch.autograd import Function
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels import output_gate
+from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
@@ -20,7 +21,6 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
-from megatrain.model.masked_attention import MaskedAttention
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
 

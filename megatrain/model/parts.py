@@ -18,8 +18,8 @@ from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.model.cross_attention import CrossAttention
 from megatrain.model.experts.build import expert_branch
+from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext

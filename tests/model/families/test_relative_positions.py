@@ -8,7 +8,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
-from megatrain.model.relative_positions import bucket_of
+from megatrain.model.families.relative_positions import bucket_of
 
 
 def test_buckets_are_the_recorded_ones(families: Path) -> None:

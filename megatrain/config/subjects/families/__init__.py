@@ -1,0 +1,1 @@
+"""Families of models: their stacks, and their samples."""
