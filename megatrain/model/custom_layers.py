@@ -3,14 +3,13 @@
     def my_spec(model: ModelConfig, layers: tuple[LayerSpec, ...]) -> Sequence[LayerSpec]: ...
 
 The function receives the resolved settings of the model and the layers that they describe, and returns as many layers. Every
-rank calls it; rank 0's digest of the file is in the plan, and a different digest on any rank is an error. A digest is always
-compared before the file is run.
+rank calls it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -32,12 +31,12 @@ def apply_custom_layers(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     function = layer_function(model.spec)
     if function is None:
         return spec
-    return dataclasses.replace(spec, layers=load_layers(function)(model, spec.layers))
+    call = layers_of(function, function.load(model.spec_digest))
+    return dataclasses.replace(spec, layers=call(model, spec.layers))
 
 
-def load_layers(function: UserFunction) -> Layers:
-    """Load the function. What is returned calls it, and checks its result. Raises ConfigError, both do."""
-    found = function.load()
+def layers_of(function: UserFunction, found: Callable[..., Any]) -> Layers:
+    """Return what calls the loaded function, and checks its result. It raises ConfigError."""
 
     def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
         try:

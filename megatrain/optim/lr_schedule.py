@@ -39,8 +39,8 @@ class LrSchedule(ScheduleValues):
         function = values.function
         if function is None:
             return cls(**values.to_dict(), formula=LR_FORMULAS[values.lr_decay_style])
-        function.require_digest(values.lr_decay_digest)
-        schedule = cls(**values.to_dict(), formula=_of_user(function))
+        formula = _checked(function, function.load(values.lr_decay_digest))
+        schedule = cls(**values.to_dict(), formula=formula)
         warmup, end = int(schedule.lr_warmup_samples), schedule.lr_decay_samples
         for samples in (0, warmup + 1, (warmup + end) // 2, end):  # errors show at the start, not after days
             schedule.at(samples)
@@ -103,9 +103,8 @@ LR_FORMULAS: Final[Mapping[str, LrFormula]] = {
 """Formulas of `LR_STYLES`."""
 
 
-def _of_user(function: UserFunction) -> LrFormula:
-    """Load the user's own schedule, and check what it returns. Raises ConfigError."""
-    formula = function.load()
+def _checked(function: UserFunction, formula: LrFormula) -> LrFormula:
+    """Check what the user's own schedule returns. Raises ConfigError."""
 
     def checked(samples: int, schedule: LrSchedule) -> float:
         try:

@@ -123,7 +123,6 @@ def build_samples(
     )
     function = user_function(plan.config, "data.dataset")
     if function is not None:
-        function.require_digest(data.dataset_digest)
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)
     builder = SplitBuilder(
         options,

@@ -71,8 +71,7 @@ def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:
     function = user_function(plan.config, "training.loss")
     if function is None:
         return None
-    function.require_digest(plan.config.training.loss_digest)
-    return UserLoss(function, plan.derived.vocab_size, device)
+    return UserLoss(function, plan.derived.vocab_size, device, digest=plan.config.training.loss_digest)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:

@@ -54,10 +54,10 @@ def test_a_schedule_in_a_file_of_the_user_s_own(tmp_path: Path, file: Path) -> N
     file.write_text(text_of_run.replace("** 3", "** 2"))
     exit_code, text = run(tmp_path, f"{mine} --train-iters 6")
     assert exit_code == 2
-    assert "digest of the file of --lr-decay-style: the checkpoint has" in text
-    exit_code, text = run(tmp_path, f"{mine} --train-iters 6 --use-checkpoint-opt-param-scheduler")
-    assert exit_code == 2
     assert f"--lr-decay-style {file}:cubic: the file has changed" in text
+    assert "or add --override-opt-param-scheduler to run the changed file" in text
+    accepted = f"{mine} --train-iters 6 --override-opt-param-scheduler --dry-run"
+    assert run(tmp_path, accepted)[0] == 0
 
     file.write_text(text_of_run)
     assert run(tmp_path, f"{mine} --train-iters 6")[0] == 0

@@ -14,7 +14,7 @@ from megatrain.tools.parity.compare import judge
 from megatrain.tools.parity.measure import Job, measure, plan_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.user_files import add_user_files
 
 DEPTHS = f"{Path(__file__).parent / 'mixture_of_depths.py'}:with_depths"
 LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2")
@@ -144,4 +144,4 @@ def test_a_part_that_cannot_be_used_is_named(tmp_path, old, new, words):
     )
     request = parse(f"{flags} --spec {path}:f".split())
     with pytest.raises(ConfigError, match=rf"--spec[\s\S]*{words}"):
-        resolve(request, add_custom_layers(request, Facts(vocab_size=101, eod_id=100, world_size=2)))
+        resolve(request, add_user_files(request, Facts(vocab_size=101, eod_id=100, world_size=2)))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.user_function import UserFunction
+from megatrain.config.user_function import UserFunction, function_of
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
 _PLAIN_GPT_LAYERS: Final = (
@@ -29,16 +29,6 @@ Layers = Callable[[ModelConfig, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
 """Returns the layers of a model from its settings and the layers that flags describe. Raises ConfigError."""
 
 
-@dataclass(frozen=True)
-class CustomLayers:
-    """The function of --spec. Every rank loads it from its own file, whose digest is that of rank 0."""
-
-    digest: str
-    """Digest of the file with the function."""
-    function: Layers | None = field(compare=False)
-    """None: those of another rank, as JSON has them."""
-
-
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:
     """Return whether --spec is one of Megatron-LM's names of a plain GPT layer."""
     return (tuple(words[0].split()) if len(words) == 1 else tuple(words)) in _PLAIN_GPT_LAYERS
@@ -46,8 +36,7 @@ def is_plain_gpt_layer(words: Sequence[str]) -> bool:
 
 def layer_function(words: Sequence[str]) -> UserFunction | None:
     """Return the function that --spec names; None: it names none, or one of Megatron-LM."""
-    function = UserFunction.parse(words, "--spec") if words else None
-    return None if function is None or function.module.startswith("megatron.") else function
+    return function_of("model.spec", words)
 
 
 def differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:

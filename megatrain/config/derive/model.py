@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
+from megatrain.config.derive.custom_layers import is_plain_gpt_layer
 from megatrain.config.derive.layer_blocks import condensed
 from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.latent_attention import LatentSizes
@@ -24,6 +24,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
+from megatrain.config.user_function import user_function
 
 _WITHOUT_MUP: Final = "--use-mup is off"
 _MAX_NORMS_PERCENT: Final = 0.5
@@ -130,25 +131,16 @@ def heterogeneous_layers_config_encoded_json(draft: Draft) -> DerivedValue:
     return DerivedValue(condensed(text), f"read from {path}")
 
 
-def spec_digest(draft: Draft) -> DerivedValue:
-    function = layer_function(draft.config.model.spec)
-    if function is None:
-        return DerivedValue(None, "--spec is not given")
-    if draft.facts.custom_layers is None:
-        raise UnresolvedError  # `data_problems` has the reason.
-    return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
-
-
 def digest_of(setting: str) -> Callable[[Draft], DerivedValue]:
     """Return the derivation of the digest of the file that one of `USER_FUNCTIONS` names."""
 
     def derive(draft: Draft) -> DerivedValue:
-        given = draft.config.get(setting)
-        if given is None:
-            return DerivedValue(None, f"{flag_of(setting)} is not given")
+        function = user_function(draft.config, setting)
+        if function is None:
+            return DerivedValue(None, f"{flag_of(setting)} names no file")
         if setting not in draft.facts.digests:
-            raise UnresolvedError  # `data_problems` or the rule `functions_are_named` has the reason.
-        return DerivedValue(draft.facts.digests[setting], f"of {given}")
+            raise UnresolvedError  # `data_problems` has the reason.
+        return DerivedValue(draft.facts.digests[setting], f"of {function}")
 
     return derive
 

@@ -43,7 +43,6 @@ from megatrain.config.derive.model import (
     recompute_norms,
     rope_type,
     selective_for_experts,
-    spec_digest,
     vocab_size,
     yarn_original_max_position_embeddings,
 )
@@ -100,7 +99,6 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("experts.moe_ffn_hidden_size", moe_ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
     ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
-    ("model.spec_digest", spec_digest),
     *((f"{setting}_digest", digest_of(setting)) for setting in USER_FUNCTIONS),
     ("model.mup_base_hidden_size", mup_base_hidden_size),
     ("model.mup_width_mult", mup_width_mult),

@@ -12,6 +12,7 @@ from megatrain.config.errors import ConfigError
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.values import UnresolvedError, whole
+from megatrain.config.user_function import LR_FUNCTION
 
 
 def split(draft: Draft) -> DerivedValue:
@@ -192,7 +193,7 @@ def schedule(draft: Draft) -> DerivedValue:
             entry.name: getattr(derived if hasattr(derived, entry.name) else config, entry.name)
             for entry in dataclasses.fields(LrDecay)
         },
-        lr_decay_digest=draft.facts.lr_decay_digest,
+        lr_decay_digest=draft.facts.digests.get(LR_FUNCTION),
         lr_warmup_samples=derived.lr_warmup_samples,
         lr_decay_samples=derived.lr_decay_samples,
         start_weight_decay=start,

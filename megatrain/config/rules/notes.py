@@ -244,11 +244,11 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def custom_layers_are_used(draft: Draft) -> Iterator[str]:
-    function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
-    if function is not None and custom is not None:
+    function, digest = layer_function(draft.config.model.spec), draft.config.model.spec_digest
+    if function is not None:
         found = differences(draft.derived.model_spec.layers, spec_of_flags(draft).layers)
         differences_text = "; ".join(found) or "the same as the flags describe"
-        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences_text}"
+        yield f"--spec {function} (digest {digest}) defines the layers: {differences_text}"
 
 
 def mup_base_is_this_model(draft: Draft) -> Iterator[str]:

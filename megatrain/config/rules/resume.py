@@ -245,19 +245,13 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
 
 
 def schedule_of_checkpoint_is_available(draft: Draft) -> Iterator[Problem]:
-    """No code is run that only a checkpoint names, or that has changed."""
+    """No code is run that only a checkpoint names."""
     schedule, given = draft.derived.schedule, draft.config.schedule.lr_decay_style
-    name, found = schedule.lr_decay_style, draft.facts.lr_decay_digest
+    name = schedule.lr_decay_style
     if schedule.function is not None and given != name:
         yield Problem(
             f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
             f"add --lr-decay-style {name} if you trust that code",
-        )
-    elif schedule.lr_decay_digest not in (None, found):
-        yield Problem(
-            f"--lr-decay-style {name}: the file has changed, its digest is {found}, and that of the checkpoint is"
-            f" {schedule.lr_decay_digest}",
-            "use the file of that run, or replace --use-checkpoint-opt-param-scheduler by --override-opt-param-scheduler",
         )
 
 

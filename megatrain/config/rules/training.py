@@ -230,7 +230,9 @@ def bad_step_policies_are_valid(draft: Draft) -> Problems:
 def functions_are_named(draft: Draft) -> Problems:
     for setting in USER_FUNCTIONS:
         given = draft.config.get(setting)
-        if given is not None and user_function(draft.config, setting) is None:
+        if (
+            isinstance(given, str) and user_function(draft.config, setting) is None
+        ):  # see `spec_names_a_function`
             kind = "Class" if setting == "logging.callbacks" else "function"
             prefix = ", or --data-path for the prefix of .bin and .idx files" * (setting == "data.dataset")
             yield Problem(

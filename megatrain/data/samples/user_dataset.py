@@ -82,7 +82,7 @@ def build_user_datasets(
         data=data,
         tokenizer_config=tokenizer,
     )
-    call = function.load()
+    call = function.load(data.dataset_digest)
     built: dict[str, SampleDataset | None] = {}
     for split in SPLIT_NAMES:
         counts, first = getattr(plans, split), 0

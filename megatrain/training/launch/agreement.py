@@ -29,10 +29,10 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.optim.lr_schedule import LrSchedule
-from megatrain.training.launch.custom_layers import with_own_layers
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
+from megatrain.training.launch.user_files import with_own_files
 from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
@@ -186,7 +186,7 @@ def _plan_of_another_rank(
     if answer["facts"] is None:
         raise _reported_elsewhere(answer["exit_code"])
     try:
-        facts = with_own_layers(request, Facts.from_json(answer["facts"]))
+        facts = with_own_files(request, Facts.from_json(answer["facts"]))
         plan = resolve(request, facts)
     except ConfigError as error:
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
