@@ -135,12 +135,17 @@ class UserFunction:
         )
 
     def where(self, error: Exception) -> str:
-        """Return the error with the last line of the user's file that led to it, or else the line that raised it."""
-        if isinstance(error, SyntaxError) and error.lineno is not None:
-            return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-        frames = traceback.extract_tb(error.__traceback__)
-        last = ([frame for frame in frames if frame.filename == str(_file_of(self.module))] or frames)[-1]
-        return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        """Return the error with the line of the user's file that led to it."""
+        return describe_line(error, str(_file_of(self.module)))
+
+
+def describe_line(error: Exception, file: str) -> str:
+    """Return the error with the last line of a file that led to it, or else the line that raised it."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def user_function(config: Config, setting: str) -> UserFunction | None:

@@ -41,10 +41,13 @@ class LrSchedule(ScheduleValues):
             return cls(**values.to_dict(), formula=LR_FORMULAS[values.lr_decay_style])
         formula = _checked(function, function.load(values.lr_decay_digest))
         schedule = cls(**values.to_dict(), formula=formula)
-        warmup, end = int(schedule.lr_warmup_samples), schedule.lr_decay_samples
-        for samples in (0, warmup + 1, (warmup + end) // 2, end):  # errors show at the start, not after days
-            schedule.at(samples)
+        schedule.trial()  # errors show at the start, not after days
         return schedule
+
+    def trial(self) -> dict[int, float]:
+        """Return some of the learning rates, by samples."""
+        warmup, end = int(self.lr_warmup_samples), self.lr_decay_samples
+        return {samples: self.at(samples) for samples in (0, warmup + 1, (warmup + end) // 2, end)}
 
     def at(self, samples: int) -> float:
         """Return the learning rate of the step that starts after `samples` samples."""

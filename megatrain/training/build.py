@@ -39,11 +39,14 @@ from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.training.trial_parts import try_parts
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
+    if device.type != "meta":
+        try_parts(plan, device)
     return build_model(
         plan.derived.model_spec,
         grid,

@@ -9,7 +9,7 @@ from megatrain.config.derive.attention_features import layers_with_softcap_or_dr
 from megatrain.config.derive.batch_sizes import micro_batches
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.cuda_graphs import cuda_graphs_have_no_effect
-from megatrain.config.derive.custom_layers import differences, layer_function
+from megatrain.config.derive.custom_layers import differences, layer_function, values_of
 from megatrain.config.derive.fp8 import fp8_recipes
 from megatrain.config.derive.model_spec import spec_of_flags
 from megatrain.config.derive.transformer_engine import local_fp8_layers, local_leaves
@@ -246,7 +246,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 def custom_layers_are_used(draft: Draft) -> Iterator[str]:
     function, digest = layer_function(draft.config.model.spec), draft.config.model.spec_digest
     if function is not None:
-        found = differences(draft.derived.model_spec.layers, spec_of_flags(draft).layers)
+        own, of_flags = (values_of(spec.layers) for spec in (draft.derived.model_spec, spec_of_flags(draft)))
+        found = differences(own, of_flags, "by the flags")
         differences_text = "; ".join(found) or "the same as the flags describe"
         yield f"--spec {function} (digest {digest}) defines the layers: {differences_text}"
 

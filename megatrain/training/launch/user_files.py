@@ -9,12 +9,21 @@ A run that resumes expects the digest in its checkpoint, unless the setting of t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Final
 
-from megatrain.config import ConfigError, Facts, Problem, Request, StoredRun
+from megatrain.config import ConfigError, Facts, Plan, Problem, Request, StoredRun
+from megatrain.config.derive.custom_layers import Values, differences, values_of
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.user_function import LR_FUNCTION, USER_FUNCTIONS, UserFunction, function_of
+from megatrain.config.user_function import (
+    LR_FUNCTION,
+    USER_FUNCTIONS,
+    UserFunction,
+    function_of,
+    user_function,
+)
 from megatrain.model.custom_layers import layers_of
+from megatrain.optim.lr_schedule import LrSchedule
 
 _OWN_SCHEDULE: Final = (
     "schedule.override_opt_param_scheduler",
@@ -44,6 +53,29 @@ def with_own_files(request: Request, facts: Facts) -> Facts:
         if setting in facts.digests:  # `data_problems` has the problem of another one
             facts = _loaded(facts, setting, function, facts.digests[setting])
     return facts
+
+
+def results_of(plan: Plan) -> dict[str, list[Values]]:
+    """Return what functions of the user gave by setting, which must be equal on all ranks: layers, and some learning rates."""
+    found: dict[str, list[Values]] = {}
+    if user_function(plan.config, "model.spec") is not None:
+        found["model.spec"] = values_of(plan.derived.model_spec.layers)
+    if plan.derived.schedule.function is not None:
+        rates = LrSchedule.of(plan.derived.schedule).trial()
+        found[LR_FUNCTION] = [{f"after {samples} samples": str(rate) for samples, rate in rates.items()}]
+    return found
+
+
+def require_results(plan: Plan, of_rank_0: Mapping[str, list[Values]]) -> None:
+    """Raise a ConfigError if this rank's functions gave other values."""
+    for setting, found in results_of(plan).items():
+        lines = differences(found, of_rank_0[setting], "on rank 0")
+        differing = "; ".join(lines).removeprefix("" if setting == "model.spec" else "layer 0: ")
+        if differing:
+            raise ConfigError(
+                f"{flag_of(setting)} {user_function(plan.config, setting)} gives other values on this rank: {differing}",
+                fix="compute them from the arguments of the function alone, not from the rank, the host or the time",
+            )
 
 
 def _functions(request: Request) -> dict[str, UserFunction]:
