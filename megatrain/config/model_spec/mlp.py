@@ -40,11 +40,6 @@ class MlpSpec(Part):
         """Width that a token uses."""
         return self.ffn_hidden_size
 
-    @property
-    def fc1_names(self) -> list[str]:
-        """Canonical names of the tensors that the first linear layer fuses."""
-        return ["gate", "up"] if self.is_gated else ["up"]
-
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         yield from mlp_linears(hidden_size, self.ffn_hidden_size, is_gated=self.is_gated)
 
