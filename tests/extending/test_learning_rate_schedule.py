@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from forked_job import ForkedJob
+from user_files import write_example
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer"
     " --vocab-size 101 --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-4 --decoupled-lr 2e-3"
@@ -18,11 +18,7 @@ RUN = (
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """The example of the page in a file."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (text,) = (block for block in blocks if "def cubic" in block)
-    path = tmp_path / "my_schedule.py"
-    path.write_text(text)
-    return path
+    return write_example(tmp_path, "my_schedule.py")
 
 
 def run(folder: Path, flags: str, *, num_ranks: int = 1) -> tuple[int, str]:
