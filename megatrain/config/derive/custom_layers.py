@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.user_function import UserFunction, function_of
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
@@ -30,6 +32,30 @@ _ADDRESS: Final = re.compile(" at 0x[0-9a-f]+")
 
 Layers = Callable[[ModelConfig, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
 """Returns the layers of a model from its settings and the layers that flags describe. Raises ConfigError."""
+
+
+def called_once(function: Layers) -> Layers:
+    """Return a function that calls the user's once; with other arguments later, it raises UnresolvedError."""
+    calls: list[tuple[object, tuple[LayerSpec, ...] | ConfigError]] = []
+
+    def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        given = (
+            model.replaced({"padded_vocab_size": 0}),
+            default,
+        )  # its rows depend on the tensor-parallel size
+        if not calls:
+            try:
+                calls.append((given, function(model, default)))
+            except ConfigError as error:
+                calls.append((given, error))
+        known, result = calls[0]
+        if known != given:
+            raise UnresolvedError
+        if isinstance(result, ConfigError):
+            raise result
+        return result
+
+    return layers
 
 
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:

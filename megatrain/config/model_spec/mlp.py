@@ -35,11 +35,6 @@ class MlpSpec(Part):
     def is_gated(self) -> bool:
         return self.activation in GATED
 
-    @property
-    def active_width(self) -> int:
-        """Width that a token uses."""
-        return self.ffn_hidden_size
-
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         yield from mlp_linears(hidden_size, self.ffn_hidden_size, is_gated=self.is_gated)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forked_job import ForkedJob
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope --hidden-dropout 0"
     " --attention-dropout 0 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2"
