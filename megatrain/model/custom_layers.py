@@ -32,7 +32,7 @@ def apply_custom_layers(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     if function is None:
         return spec
     call = layers_of(function, function.load(model.spec_digest))
-    return dataclasses.replace(spec, layers=call(model, spec.layers))
+    return spec.with_layers(call(model, spec.layers))
 
 
 def layers_of(function: UserFunction, found: Callable[..., Any]) -> Layers:

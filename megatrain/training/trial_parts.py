@@ -8,9 +8,8 @@ a part that sees later tokens, leaves `delta` out, or has a parameter that is no
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -35,26 +34,34 @@ _MOST_WEIGHTS: Final = 1 << 30
 def try_parts(plan: Plan, device: torch.device) -> None:
     """Try each of the user's own parts once. Raises ConfigError."""
     spec, config = plan.derived.model_spec, plan.config
-    layers = {part: layer for layer in spec.layers for part in layer.parts if type(part).module is not None}
-    if not layers:
+    tried = {
+        part: (replace(layer, parts=(part,)), stack.name == "decoder")
+        for stack in spec.stacks
+        for layer in stack.layers
+        for part in layer.parts
+        if type(part).module is not None
+    }
+    if not tried:
         return
     num_tokens = config.data.seq_length // config.parallel.context_parallel_size
+    stack = replace(spec.stacks[-1], layers=tuple(layer for layer, _ in tried.values()), memory=None)
     model = build_model(
-        dataclasses.replace(spec, layers=tuple(layers.values()), mtp=None),
+        replace(spec, stacks=(stack,), mtp=None),
         build_grid(GridShape(), 0),
         seq_length=num_tokens,
         sequence_parallel=False,
         dtype=getattr(torch, config.precision.params_dtype),
         device=device,
     )
-    built = [
+    layers = [
         one for segment in model.segments for one in segment.modules() if isinstance(one, TransformerLayer)
     ]
-    for (part, layer), of_layer in zip(layers.items(), built, strict=True):
-        module = of_layer.branches[layer.parts.index(part)]
+    for layer, (part, (_, is_causal)) in zip(layers, tried.items(), strict=True):
+        (module,) = layer.branches
         if _allocate(module, device):
             shape = (num_tokens, config.training.micro_batch_size, spec.hidden_size)
-            _Trial(part, module, torch.rand(shape, device=device, dtype=model.hidden_dtype)).run()
+            x = torch.rand(shape, device=device, dtype=model.hidden_dtype)
+            _Trial(part, module, x, is_causal=is_causal).run()
 
 
 def _allocate(module: nn.Module, device: torch.device) -> bool:
@@ -82,6 +89,8 @@ class _Trial:
     module: nn.Module
     x: Tensor
     """Random numbers [s, b, h]."""
+    is_causal: bool
+    """Later tokens have no effect: the part is of a decoder."""
 
     def run(self) -> None:
         """Raises ConfigError."""
@@ -95,6 +104,7 @@ class _Trial:
         residual, added = self._forward(half, half)
         self._require_equal(residual, x, "the residual stream", "residual + delta")
         self._require_equal(added, output, "its output for residual and delta", "that for their sum alone")
+        first = first if self.is_causal else len(x)
         later = torch.cat([x[:first], x[first:].flip(-1)])
         seen = self._forward(later, None)[1][:first]
         self._require_equal(
