@@ -140,12 +140,12 @@ class UserFunction:
 
 
 def describe_line(error: Exception, file: str) -> str:
-    """Return the error with the last line of a file that led to it, or else the line that raised it."""
+    """Return the error with the last line of a file that led to it, or else, as for wrong arguments, with the file."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    frames, path = traceback.extract_tb(error.__traceback__), Path(file).resolve()
+    lines = [f"{file}:{frame.lineno}" for frame in frames if Path(frame.filename).resolve() == path]
+    return f"{type(error).__name__}: {error} ({[file, *lines][-1]})"
 
 
 def user_function(config: Config, setting: str) -> UserFunction | None:

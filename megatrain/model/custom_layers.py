@@ -88,7 +88,9 @@ def _problems(function: UserFunction, layer: LayerSpec, hidden_size: int) -> Ite
     names = [getattr(part, "name", None) for part in layer.parts]
     for part, name in zip(layer.parts, names, strict=True):
         kind = type(part).__name__
-        if not isinstance(part, Part):
+        if isinstance(part, type):
+            yield f"{part.__name__} is a class: create a part, {part.__name__}(...)"
+        elif not isinstance(part, Part):
             yield f"{kind} is no part of a layer: derive it from megatrain.config.model_spec.part.Part"
         elif not _is_frozen(part) or getattr(part, "role", None) not in get_args(Role) or not name:
             yield f"{kind} must be a frozen dataclass with a class attribute `name`, and `role` of {get_args(Role)}"

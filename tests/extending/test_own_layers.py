@@ -98,7 +98,7 @@ def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, 
     ("old", "new", "words"),
     [
         ("chunk(3", "chunk(2", r"ValueError: not enough values to unpack .*mine.py:\d+\)"),
-        ("info):", "info, mask):", r"TypeError: .* missing 1 required positional argument: 'mask'"),
+        ("info):", "info, mask):", r"TypeError: .* missing 1 required positional argument: 'mask' \(.*mine.py\)"),
         ('linears["b"]', 'linears["gates"]', r"KeyError: 'gates' \(.*mine.py:\d+\)"),
         ("return residual, self", "return self", "forward returned Tensor, not two tensors"),
         ("return residual, ", "return residual.transpose(0, 1), ", r"returned \[2, 16, 32\] and .* here \[16, 2, 32\]"),
@@ -148,6 +148,7 @@ def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ("Mine()) for", "Mine) for", "Mine is a class: create a part"),
         ("Mine()) for", "Other()) for", r"AttributeError: 'Other' object has no attribute 'role'"),
         ("class Mine(Part)", "class Mine", "Mine is no part of a layer: derive it from .*Part"),
         ("@dataclass(frozen=True)", "", "Mine must be a frozen dataclass"),
