@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Final
 
 from megatrain.config.errors import Problem
@@ -19,7 +20,8 @@ from megatrain.config.registry import (
     rule,
 )
 from megatrain.config.schema.needs import Need
-from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.tree import Setting, flag_of, settings
+from megatrain.config.schema.values import is_resolved
 from megatrain.config.subjects import (
     attention,
     attention_kernel,
@@ -73,7 +75,36 @@ def reason_of(need: Need) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return ""
-    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f" {textwrap.shorten(text, 60)}"
+
+
+@rule
+def conflicting_settings(draft: Draft) -> Problems:
+    by_path = {setting.path: setting for setting in settings()}
+    for setting in by_path.values():
+        for one in setting.conflicts:
+            given, other = (
+                _given(draft, setting, one.of),
+                _given(draft, by_path[one.path], one.values),
+            )
+            if given and other and (one.when is None or one.when.holds(draft.config.raw)):
+                also = f", or {flag_of(one.path)}" if draft.is_given(one.path) else ""
+                yield Problem(
+                    f"{given} is not supported together with {other}{one.why}",
+                    one.fix or f"remove {setting.flag}{also}",
+                )
+
+
+def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
+    """Return a setting with those of its values that are among these, or, without any, with its given value; empty: it has none."""
+    value = draft.config.raw(setting.path)
+    if not is_resolved(value):
+        return ""
+    if values:
+        found = [one for one in (value if isinstance(value, tuple) else (value,)) if one in values]
+        return f"{setting.flag} {' '.join(found)}" if found else ""
+    return f"{setting.flag}{_value(value)}" if value and draft.origins[setting.path].kind != "derived" else ""
 
 
 @note
@@ -96,5 +127,5 @@ def parity_is_required(draft: Draft) -> Problems:
 DERIVATIONS: Final = registered(Derivation, _SUBJECTS)
 OVERRIDES: Final = registered(Override, _SUBJECTS)
 UNPROVEN: Final = registered(Unproven, _SUBJECTS)
-RULES: Final = (*registered(Rule, _SUBJECTS), parity_is_required)
+RULES: Final = (conflicting_settings, *registered(Rule, _SUBJECTS), parity_is_required)
 NOTES: Final = (unproven_combinations, settings_without_effect, *registered(Note, _SUBJECTS))

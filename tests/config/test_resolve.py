@@ -146,7 +146,7 @@ def test_all_problems_come_at_once(problems_of):
         "--num-attention-heads 6",
         "--tensor-model-parallel-size 4",
         "3 ranks were started",
-        "--train-iters 10 and --train-samples 5",
+        "--train-samples 5 is not supported together with --train-iters 10",
     ):
         assert words in found
 

@@ -187,11 +187,14 @@ def yarn_original_max_position_embeddings(draft: Draft) -> DerivedValue:
 @rule
 def yarn_has_an_original_length(draft: Draft) -> Problems:
     model = draft.config.model
-    if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
+    is_of_latents = model.multi_latent_attention and model.rope_type == "yarn"
+    if (
+        is_of_latents or model.position_embedding_type == "yarn"
+    ) and not model.yarn_original_max_position_embeddings:
+        flag = "--rope-type" if is_of_latents else "--position-embedding-type"
         yield Problem(
-            "--position-embedding-type yarn requires --yarn-original-max-position-embeddings",
-            "give the maximum sequence length of the original training, such as"
-            " --yarn-original-max-position-embeddings 4096",
+            f"{flag} yarn requires --yarn-original-max-position-embeddings",
+            "give the sequence length of the original training, such as --yarn-original-max-position-embeddings 4096",
         )
 
 
@@ -218,68 +221,6 @@ def window_is_causal(draft: Draft) -> Problems:
         yield Problem(
             f"--window-size: {error}",
             "give the tokens to the left and 0 to the right, such as --window-size 128,0",
-        )
-
-
-@rule
-def all_heads_norm_is_rms(draft: Draft) -> Problems:
-    model = draft.config.model
-    is_whole = model.qk_layernorm and model.qk_layernorm_width == "all_heads"
-    if is_whole and model.normalization != "RMSNorm":
-        yield Problem(
-            f"--qk-layernorm-width all_heads is not supported together with --normalization {model.normalization}",
-            "use --normalization RMSNorm, or --qk-layernorm-width head",
-        )
-
-
-@rule
-def latents_exclude_other_heads(draft: Draft) -> Problems:
-    """Name the settings of heads that multi-latent attention does not have, or that are missing with it."""
-    model, optimizer = draft.config.model, draft.config.optimizer
-    if not model.multi_latent_attention:
-        return
-    path = model.heterogeneous_layers_config_path
-    layers = f"--heterogeneous-layers-config-{'encoded-json' if path is None else 'path'}"
-    found = {
-        "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
-        "--rotary-interleaved": (model.rotary_interleaved, "adjacent channels always form a pair"),
-        "--no-rope-freq": (model.no_rope_freq is not None, "all layers have RoPE"),
-        "--qk-layernorm-width all_heads": (
-            model.qk_layernorm and model.qk_layernorm_width == "all_heads",
-            "--qk-layernorm normalizes the latents",
-        ),
-        "--apply-wd-to-qk-layernorm": (
-            model.qk_layernorm and optimizer.apply_wd_to_qk_layernorm,
-            "norms of latents have no weight decay",
-        ),
-        "--attention-output-gate": (model.attention_output_gate, "latents have no gate"),
-        "--experimental-attention-variant": (
-            model.experimental_attention_variant is not None,
-            "linear attention replaces attention by heads",
-        ),
-        "--use-mup": (model.use_mup, "no rule scales the latents"),
-        layers: (model.heterogeneous_layers_config_encoded_json is not None, "its layers have no latents"),
-    }
-    for flag, (is_given, reason) in found.items():
-        if is_given:
-            also = " and --num-query-groups" if flag == "--group-query-attention" else ""
-            yield Problem(f"{flag} is not supported together with {_FLAG}: {reason}", f"remove {flag}{also}")
-
-
-@rule
-def latents_have_rope_of_their_own(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.multi_latent_attention and model.position_embedding_type == "yarn":
-        yield Problem(
-            f"--position-embedding-type yarn is not supported together with {_FLAG}, which has RoPE of its own",
-            "use --position-embedding-type rope --rope-type yarn",
-        )
-    if not model.multi_latent_attention or model.rope_type != "yarn":
-        return
-    if model.yarn_original_max_position_embeddings is None:
-        yield Problem(
-            "--rope-type yarn requires --yarn-original-max-position-embeddings",
-            "give the sequence length of the original training, such as --yarn-original-max-position-embeddings 4096",
         )
 
 

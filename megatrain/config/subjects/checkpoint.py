@@ -73,15 +73,6 @@ def stop_without_saving(draft: Draft) -> Notes:
         yield "the run exits early without a checkpoint, since --save is not given"
 
 
-@rule
-def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
-        yield Problem(
-            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "remove one of them"
-        )
-
-
 @note
 def first_start_is_over(draft: Draft) -> Notes:
     stored = draft.facts.checkpoint

@@ -145,16 +145,6 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
 
 
 @rule
-def overlapped_products_have_one_stream(draft: Draft) -> Problems:
-    if draft.config.parallel.tp_comm_overlap and draft.config.experts.moe_shared_expert_overlap:
-        yield Problem(
-            "--tp-comm-overlap is not supported together with --moe-shared-expert-overlap: layers on two streams would"
-            " use the same peer memory",
-            "remove --tp-comm-overlap or --moe-shared-expert-overlap",
-        )
-
-
-@rule
 def overlapped_products_are_on_one_host(draft: Draft) -> Problems:
     parallel, per_node = draft.config.parallel, draft.facts.ranks_per_node
     size = parallel.tensor_model_parallel_size
@@ -293,15 +283,6 @@ def gloo_without_gpu(draft: Draft) -> DerivedValue | None:
         if is_nccl_on_cpu
         else None
     )
-
-
-@rule
-def gpus_require_nccl(draft: Draft) -> Problems:
-    if draft.config.training.device == "cuda" and draft.config.parallel.distributed_backend == "gloo":
-        yield Problem(
-            "--distributed-backend gloo is not supported together with --device cuda",
-            "remove --distributed-backend (or set it to auto), or use --device cpu",
-        )
 
 
 @derives("derived.startup_timeout_seconds")

@@ -506,12 +506,12 @@ TESTED_HERE = (
 )
 """Rules that tests of this file break without CASES."""
 CASES = {
+    "conflicting_settings": [
+        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
+         ("--load-or-start", "--exit-on-missing-checkpoint"), ("remove --", ", or --")),
+    ],
     "vocabulary_is_in_the_folder": [
         ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
-    ],
-    "missing_checkpoint_has_one_answer": [
-        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
-         ("--load-or-start", "--exit-on-missing-checkpoint"), ("one of them",)),
     ],
 }  # fmt: skip
 
