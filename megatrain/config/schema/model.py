@@ -35,8 +35,8 @@ _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
 
 
-def _excludes_latents(why: str, fix: str = "", *of: str, when: Need | None = None) -> Conflict:
-    return conflict("model.multi_latent_attention", of=of, when=when, why=f": {why}", fix=fix)
+def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
+    return conflict("model.multi_latent_attention", of=of, when=when, why=f": {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class ModelConfig(Section, on_resume=SHAPE):
         "head",
         needs=on("model.qk_layernorm"),
         conflicts=(
-            _excludes_latents("it normalizes the latents", "", "all_heads", when=on("model.qk_layernorm")),
+            _excludes_latents("it normalizes the latents", "all_heads", when=on("model.qk_layernorm")),
             conflict(
                 "model.normalization",
                 "LayerNorm",
@@ -137,8 +137,11 @@ class ModelConfig(Section, on_resume=SHAPE):
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = setting(
         "learned_absolute",
         adapts=has_no_position_weights,
-        conflicts=_excludes_latents(
-            "it has RoPE of its own", "use --position-embedding-type rope --rope-type yarn", "yarn"
+        conflicts=conflict(
+            "model.multi_latent_attention",
+            of=("yarn",),
+            why=", which has RoPE of its own",
+            fix="use --position-embedding-type rope --rope-type yarn",
         ),
     )
     """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
