@@ -201,14 +201,14 @@ def yarn_has_an_original_length(draft: Draft) -> Problems:
 @rule
 def layer_patterns_are_valid(draft: Draft) -> Problems:
     model = draft.config.model
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
-        text = getattr(model, name)
+    for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
+        which = "all but every" if name == "linear_attention_freq" else "every"
         try:
-            parse_layer_pattern(text, model.num_layers, one_means=True)
+            parse_layer_pattern(getattr(model, name), model.num_layers, one_means=True)
         except PatternError as error:
             yield Problem(
                 f"{flag_of(name)}: {error}",
-                f"give {flag_of(name)} a number N for every Nth layer, or a list such as {flag_of(name)} [1]*{model.num_layers - 1}+[0]",
+                f"give {flag_of(name)} a number N for {which} Nth layer, or a list such as {flag_of(name)} [1]*{model.num_layers - 1}+[0]",
             )
 
 
@@ -253,18 +253,11 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 @rule
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
-    variant, freq = model.experimental_attention_variant, model.linear_attention_freq
-    if variant is not None and freq is None:
+    variant = model.experimental_attention_variant
+    if variant is not None and model.linear_attention_freq is None:
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
-        )
-    try:
-        parse_layer_pattern(freq, model.num_layers, one_means=True)
-    except PatternError as error:
-        yield Problem(
-            f"--linear-attention-freq: {error}",
-            f"give a number N for all but every Nth layer, or a list such as --linear-attention-freq [1]*{model.num_layers - 1}+[0]",
         )
 
 

@@ -33,17 +33,13 @@ def world_size_is_for_dry_runs(draft: Draft) -> Problems:
         )
 
 
-@derives("derived.model_parallel_size")
-def model_parallel_size(draft: Draft) -> DerivedValue:
-    parallel = draft.config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return DerivedValue(tp * pp, f"tp {tp} * pp {pp}")
-
-
 @derives("derived.data_parallel_size")
 def data_parallel_size(draft: Draft) -> DerivedValue:
-    world, replica = draft.derived.world_size, draft.derived.model_parallel_size
-    cp = draft.config.parallel.context_parallel_size
+    world, parallel = draft.derived.world_size, draft.config.parallel
+    replica, cp = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
     if cp == 1:
         return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
     return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")

@@ -208,29 +208,24 @@ def lr_groups(draft: Draft) -> DerivedValue:
 
 
 @note
-def run_ends_before_the_decay(draft: Draft) -> Notes:
+def decay_ends_with_the_run(draft: Draft) -> Notes:
+    """Name the end of the decay if iterations follow it without a learning rate, or if the run ends before."""
     derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
+    if draft.config.training.only_evaluates or not schedule.style.decays:
+        return
+    batch, decay = draft.config.training.global_batch_size, schedule.lr_decay_samples
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    if is_trained and schedule.style.decays and schedule.lr_decay_samples - end >= batch:
+    past = (end - decay - (not schedule.style.reaches_min_lr)) // batch
+    if decay - end >= batch:
         yield (
             f"the run ends at sample {end}, before the decay of the learning rate to --min-lr {schedule.min_lr:g} ends at"
-            f" sample {schedule.lr_decay_samples}"
+            f" sample {decay}"
         )
-
-
-@note
-def last_iterations_have_no_learning_rate(draft: Draft) -> Notes:
-    derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
-    restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
-    end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    past = (end - schedule.lr_decay_samples - (not schedule.style.reaches_min_lr)) // batch
-    if is_trained and schedule.style.decays and past > 0 and schedule.min_lr == 0:
+    elif past > 0 and schedule.min_lr == 0:
         which = f"the last {past} iterations have" if past > 1 else "the last iteration has"
         yield (
-            f"{which} a learning rate of 0, since the decay ends at sample {schedule.lr_decay_samples} of {end}"
+            f"{which} a learning rate of 0, since the decay ends at sample {decay} of {end}"
             " (--lr-decay-iters, --lr-decay-samples) and --min-lr is 0: no weight changes then"
         )
 
