@@ -6,6 +6,7 @@ import textwrap
 from typing import Final
 
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.registry import (
     Derivation,
@@ -96,6 +97,23 @@ def conflicting_settings(draft: Draft) -> Problems:
                 )
 
 
+@rule
+def multiples_are_multiples(draft: Draft) -> Problems:
+    for setting in settings():
+        if not setting.multiple_of or not all(need.holds(draft.config.raw) for need in setting.needs):
+            continue
+        number, factor = draft.config.raw(setting.path), draft.config.raw(setting.multiple_of)
+        if isinstance(number, int) and isinstance(factor, int) and number % factor:
+            yield Problem(
+                f"{setting.flag} {number} is not divisible by {flag_of(setting.multiple_of)} {factor}",
+                use(
+                    draft,
+                    divisors(setting.multiple_of, number, factor),
+                    multiples(setting.path, number, factor),
+                ),
+            )
+
+
 def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
     """Return a setting with those of its values that are among these, or, without any, with its given value; empty: it has none."""
     value = draft.config.raw(setting.path)
@@ -127,5 +145,10 @@ def parity_is_required(draft: Draft) -> Problems:
 DERIVATIONS: Final = registered(Derivation, _SUBJECTS)
 OVERRIDES: Final = registered(Override, _SUBJECTS)
 UNPROVEN: Final = registered(Unproven, _SUBJECTS)
-RULES: Final = (conflicting_settings, *registered(Rule, _SUBJECTS), parity_is_required)
+RULES: Final = (
+    conflicting_settings,
+    multiples_are_multiples,
+    *registered(Rule, _SUBJECTS),
+    parity_is_required,
+)
 NOTES: Final = (unproven_combinations, settings_without_effect, *registered(Note, _SUBJECTS))

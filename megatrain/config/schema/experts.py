@@ -24,7 +24,9 @@ _CAPACITY = on("experts.moe_expert_capacity_factor", why=", since no assignment 
 class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")):
     """Mixture of experts (MoE): layers, sizes, router, load balancing, capacity."""
 
-    num_experts: int | None = setting(None, at_least=1, on_resume=SHAPE)
+    num_experts: int | None = setting(
+        None, at_least=1, on_resume=SHAPE, multiple_of="parallel.expert_model_parallel_size"
+    )
     """Experts per MoE layer. none: a dense model."""
     moe_layer_freq: str = setting("1", joins_words=True, on_resume=SHAPE)
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""

@@ -45,9 +45,16 @@ class ModelConfig(Section, on_resume=SHAPE):
 
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model."""
-    hidden_size: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 768")
+    hidden_size: int = setting(
+        REQUIRED,
+        at_least=1,
+        example="GPT-2 small has 768",
+        multiple_of="parallel.tensor_model_parallel_size",
+    )
     """Width of the residual stream."""
-    num_attention_heads: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 12")
+    num_attention_heads: int = setting(
+        REQUIRED, at_least=1, example="GPT-2 small has 12", multiple_of="model.num_query_groups"
+    )
     """Query heads per attention layer."""
     ffn_hidden_size: int = setting(AUTO, at_least=1)
     """Width of the MLP. auto: 4 * hidden size; with --swiglu or --geglu two thirds of that, rounded down to a multiple of 64."""
@@ -132,7 +139,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Linear attention: channels per head of values."""
     linear_num_key_heads: int = setting(16, at_least=1, needs=_LINEAR)
     """Linear attention: heads of queries and keys."""
-    linear_num_value_heads: int = setting(32, at_least=1, needs=_LINEAR)
+    linear_num_value_heads: int = setting(
+        32, at_least=1, needs=_LINEAR, multiple_of="model.linear_num_key_heads"
+    )
     """Linear attention: heads of values, a multiple of the heads of queries and keys."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = setting(
         "learned_absolute",
@@ -294,7 +303,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)
     """Pad the vocabulary to a multiple of this * tensor-parallel size."""
-    padded_vocab_size: int = setting(AUTO, at_least=1, on_resume=SILENT)
+    padded_vocab_size: int = setting(
+        AUTO, at_least=1, on_resume=SILENT, multiple_of="parallel.tensor_model_parallel_size"
+    )
     """Rows of the embedding. auto: vocabulary of the tokenizer, padded."""
     transformer_impl: Literal["local", "transformer_engine"] = setting("local", on_resume=SAFE)
     """Implementation of layers: megatrain's own (local), or NVIDIA Transformer Engine."""

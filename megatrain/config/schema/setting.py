@@ -58,6 +58,7 @@ def setting(
     taken_by: str | None = None,
     needs: Needs = (),
     conflicts: Conflict | tuple[Conflict, ...] = (),
+    multiple_of: str | None = None,
 ) -> Any:
     """Return a field of a section; `tree.Setting` says what each argument means. Typed Any, as `dataclasses.field` is."""
     bounds = Range(at_least=at_least, above=above, at_most=at_most, below=below)
@@ -73,6 +74,7 @@ def setting(
         "adapts": adapts,
         "taken_by": taken_by,
         "needs": _all(needs),
+        "multiple_of": multiple_of,
         "conflicts": conflicts if isinstance(conflicts, tuple) else (conflicts,),
     }
     return field(

@@ -163,7 +163,9 @@ class CheckpointConfig(Section, on_resume=SAFE):
     """Load the checkpoint of this iteration. none: the newest valid one."""
     save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
-    save_retain_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save_interval"))
+    save_retain_interval: int | None = setting(
+        None, at_least=1, needs=on("checkpoint.save_interval"), multiple_of="checkpoint.save_interval"
+    )
     """Keep the checkpoints at multiples of this many iterations and the newest two; each save removes the third newest otherwise. none: all are kept."""
     keep_last: int | None = setting(None, at_least=2, needs=on("checkpoint.save_interval"))
     """Keep this many of the newest checkpoints, and those of --save-retain-interval; each save removes all others. none: all are kept. Not in Megatron-LM."""

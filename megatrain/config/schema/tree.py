@@ -132,6 +132,8 @@ class Setting:
     """Flag that takes the value of a checkpoint where none is given. Those of SHAPE and FUNCTION are taken by ARGS too; empty: none."""
     needs: tuple[Need, ...] = ()
     """When the setting has an effect."""
+    multiple_of: str = ""
+    """Path of a setting of which it is a multiple; empty: there is none."""
     conflicts: tuple[Conflict, ...] = ()
     """Settings with which it is not supported."""
 

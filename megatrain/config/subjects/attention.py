@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import divisors, multiples, use
+from megatrain.config.fixes import multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, overrides, rule
@@ -69,21 +69,6 @@ def num_query_groups(draft: Draft) -> DerivedValue:
     if model.group_query_attention:
         raise UnresolvedError  # The rule `query_groups_are_given` asks for it.
     return DerivedValue(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
-
-
-@rule
-def heads_divide_over_query_groups(draft: Draft) -> Problems:
-    model = draft.config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.group_query_attention and heads % groups:
-        yield Problem(
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}",
-            use(
-                draft,
-                divisors("model.num_query_groups", heads, groups),
-                multiples("model.num_attention_heads", heads, groups),
-            ),
-        )
 
 
 @rule
@@ -258,23 +243,6 @@ def linear_attention_has_layers(draft: Draft) -> Problems:
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
-        )
-
-
-@rule
-def linear_heads_share_keys(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.experimental_attention_variant is None:
-        return
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
-        yield Problem(
-            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}",
-            use(
-                draft,
-                multiples("model.linear_num_value_heads", values, keys),
-                divisors("model.linear_num_key_heads", values, keys),
-            ),
         )
 
 

@@ -14,7 +14,6 @@ from megatrain.config.derive.datasets import (
     split_problems,
 )
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.data import SOURCES
@@ -275,14 +274,4 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
         yield Problem(
             f"--padded-vocab-size {rows} is too small for a vocabulary of {vocabulary} tokens",
             "remove --padded-vocab-size (or set it to auto), so that it is derived",
-        )
-
-
-@rule
-def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
-    rows, tp = draft.config.model.padded_vocab_size, draft.config.parallel.tensor_model_parallel_size
-    if rows % tp:
-        yield Problem(
-            f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
-            f"{use(draft, multiples('model.padded_vocab_size', rows, tp))}, or remove it (or set it to auto)",
         )

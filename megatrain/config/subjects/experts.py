@@ -255,20 +255,6 @@ def expert_ranks_have_experts(draft: Draft) -> Problems:
         )
 
 
-@rule
-def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
-    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
-    if number is not None and number % ep:
-        yield Problem(
-            f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
-            use(
-                draft,
-                divisors("parallel.expert_model_parallel_size", number, ep),
-                multiples("experts.num_experts", number, ep),
-            ),
-        )
-
-
 @overrides("experts.moe_token_dispatcher_type")
 def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
     """Override the dispatcher that needs DeepEP or HybridEP by the one that sends the same tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import Change, best, divisors, fewer_ranks, lengths, multiples, use, words
+from megatrain.config.fixes import Change, best, divisors, lengths, multiples, use, words
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
@@ -116,16 +116,6 @@ def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
             f" --context-parallel-size {cp} = {tp * cp}",
             "remove --use-tp-pp-dp-mapping, or make the products equal"
             f" (--expert-tensor-parallel-size 1 --expert-model-parallel-size {tp * cp})",
-        )
-
-
-@rule
-def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
-    size, tp = draft.config.model.hidden_size, draft.config.parallel.tensor_model_parallel_size
-    if size % tp:
-        yield Problem(
-            f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, fewer_ranks(draft, TP), multiples("model.hidden_size", size, tp)),
         )
 
 

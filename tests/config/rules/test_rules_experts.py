@@ -22,6 +22,11 @@ ETP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FOUR = "--num-experts 4"
 
 CASES = {
+    "multiples_are_multiples": [
+        (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
+         ("--num-experts 4", "--expert-model-parallel-size 3"),
+         ("--expert-model-parallel-size 1", "--num-experts 6")),
+    ],
     "conflicting_settings": [
         ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
          ("--moe-router-enable-expert-bias", "--moe-router-score-function softmax"),
@@ -90,11 +95,6 @@ CASES = {
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),
          ("--expert-model-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-model-parallel-size")),
-    ],
-    "experts_divide_over_ep_ranks": [
-        (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
-         ("--num-experts 4", "--expert-model-parallel-size 3"),
-         ("--expert-model-parallel-size 1", "--num-experts 6")),
     ],
     "experts_require_uniform_layers": [
         (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
