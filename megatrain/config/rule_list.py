@@ -76,8 +76,7 @@ def reason_of(need: Need) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return ""
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f" {textwrap.shorten(text, 60)}"
+    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
 @rule
@@ -122,7 +121,8 @@ def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
     if values:
         found = [one for one in (value if isinstance(value, tuple) else (value,)) if one in values]
         return f"{setting.flag} {' '.join(found)}" if found else ""
-    return f"{setting.flag}{_value(value)}" if value and draft.origins[setting.path].kind != "derived" else ""
+    is_given = value and draft.origins[setting.path].kind != "derived"
+    return textwrap.shorten(f"{setting.flag}{_value(value)}", 100) if is_given else ""
 
 
 @note

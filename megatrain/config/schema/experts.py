@@ -32,7 +32,12 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""
     moe_ffn_hidden_size: int | None = setting(AUTO, at_least=1, on_resume=SHAPE)
     """MLP width of each expert. auto: --ffn-hidden-size."""
-    moe_latent_size: int | None = setting(None, at_least=1, on_resume=SHAPE)
+    moe_latent_size: int | None = setting(
+        None,
+        at_least=1,
+        on_resume=SHAPE,
+        conflicts=conflict("experts.moe_use_upcycling", why=": the dense model has no projections"),
+    )
     """Width of the routed experts' inputs and outputs: a projection before the dispatch reduces the hidden size to it, and one after the combination restores it. none: the hidden size."""
     moe_router_topk: int = setting(2, at_least=1)
     """Experts per token."""

@@ -161,9 +161,8 @@ def _plan(draft: Draft, split: str, requested: int | None) -> DerivedValue:
         return DerivedValue(tuple(stored_plan), "the checkpoint's, which the cyclic order repeats")
     plan = extended(stored_plan, requested)
     if len(plan) > len(stored_plan):
-        return DerivedValue(
-            plan, f"the checkpoint's {_sum(stored_plan)}, and {plan[-1]} more with another seed"
-        )
+        before = " + ".join(map(str, stored_plan))
+        return DerivedValue(plan, f"the checkpoint's {before}, and {plan[-1]} more with another seed")
     return DerivedValue(
         plan, "the checkpoint's" + (", more than are read" if requested < sum(stored_plan) else "")
     )
@@ -173,10 +172,6 @@ def extended(plan: Sequence[int], requested: int) -> tuple[int, ...]:
     """Return the plan with at least `requested` samples that starts with this one."""
     missing = requested - sum(plan)
     return (*plan, missing) if missing > 0 else tuple(plan)
-
-
-def _sum(counts: Sequence[int]) -> str:
-    return " + ".join(map(str, counts))
 
 
 @rule

@@ -68,16 +68,13 @@ def kernels_can_be_compiled(draft: Draft) -> Problems:
 
 @rule
 def cublas_is_deterministic(draft: Draft) -> Problems:
-    given = draft.facts.cublas_workspace
-    if _is_deterministic(draft) and given is not None and given not in _CUBLAS_WORKSPACES:
+    given, training = draft.facts.cublas_workspace, draft.config.training
+    is_deterministic = training.deterministic_mode and training.device == "cuda"
+    if is_deterministic and given is not None and given not in _CUBLAS_WORKSPACES:
         yield Problem(
             f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
             f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
         )
-
-
-def _is_deterministic(draft: Draft) -> bool:
-    return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
 
 
 @derives("derived.cuda_graphs")

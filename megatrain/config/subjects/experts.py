@@ -374,8 +374,3 @@ def upcycling_fits_the_dense_model(draft: Draft) -> Problems:
             f" {dense}",
             f"use --ffn-hidden-size {dense}",
         )
-    if experts.moe_latent_size is not None:
-        yield Problem(
-            "--moe-use-upcycling is not supported together with --moe-latent-size: the dense model has no projections",
-            "remove one of them",
-        )

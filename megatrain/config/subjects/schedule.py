@@ -83,12 +83,8 @@ def wsd_decay_has_one_length(draft: Draft) -> Problems:
     if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
         yield Problem(
             "--lr-decay-style WSD requires the length of its final decay",
-            f"add --lr-wsd-decay-samples {_tenth(draft)}, a tenth of the schedule, for example, or --lr-wsd-decay-iters",
+            f"add --lr-wsd-decay-samples {max(1, draft.derived.lr_decay_samples // 10)}, a tenth of the schedule, for example, or --lr-wsd-decay-iters",
         )
-
-
-def _tenth(draft: Draft) -> int:
-    return max(1, draft.derived.lr_decay_samples // 10)
 
 
 @rule

@@ -82,7 +82,7 @@ UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
         (f"{UPCYCLED} 64 --moe-layer-freq 2 --ffn-hidden-size 96 --pretrained-checkpoint d", dense_start(),
          ("--ffn-hidden-size 96", "64"), ("--ffn-hidden-size 64",)),
         (f"{UPCYCLED} 64 --moe-latent-size 8 --pretrained-checkpoint d", dense_start(),
-         ("--moe-use-upcycling", "--moe-latent-size"), ("one of them",)),
+         ("--moe-use-upcycling", "--moe-latent-size"), ("remove --moe-latent-size",)),
         (f"{UPCYCLED} 64 --save d --load d", dense_start(), ("--save d", "dense model"), ("another folder",)),
     ],
 )  # fmt: skip
