@@ -133,7 +133,7 @@ class Setting:
     needs: tuple[Need, ...] = ()
     """When the setting has an effect."""
     multiple_of: str = ""
-    """Path of a setting of which it is a multiple; empty: there is none."""
+    """Path of another setting that divides it; empty: there is none."""
     conflicts: tuple[Conflict, ...] = ()
     """Settings with which it is not supported."""
 
