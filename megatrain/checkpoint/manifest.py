@@ -97,7 +97,7 @@ class Manifest:
     consumed_train_samples: int
     optimizer_step_count: int
     state: Mapping[str, Any]
-    """JSON values that the caller of `save_checkpoint` stores."""
+    """JSON values that the run stores, besides tensors and its configuration."""
     config: Mapping[str, Any]
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]

@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoint_hashes import hash_tensors
 from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
-from megatrain.checkpoint.reader import hash_tensors
 from megatrain.optim.loss_scale import DynamicLossScale
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan

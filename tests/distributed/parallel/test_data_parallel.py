@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_hashes import hash_tensors
 from everyday import one_in
 from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.reader import hash_tensors
 from megatrain.parallel.data_parallel import BucketMemory, DataParallel
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan

@@ -10,10 +10,10 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Fp8, Product
-from megatrain.tools.plan.measured import MEASURED, Measured, predicted
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
 from megatrain.tools.plan.step_time import rank_weights, step_time
+from scripts.benchmarks.plan_accuracy import MEASURED, Measured, predicted
 from tests.everyday import one_in
 
 TOLERANCE = 0.10
