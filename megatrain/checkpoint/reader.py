@@ -211,7 +211,7 @@ class CheckpointReader(TensorReader):
         ).view(box_shape(part))
 
     def _wait_for_lanes(self) -> list[list[ReadBuffer]]:
-        """Let the caller's stream wait for those of the lanes; return the buffers of each device."""
+        """Let the caller's stream wait for the streams of the lanes; return the buffers of each device."""
         found = []
         for device, lanes in self._lanes.items():
             found.append(buffers := list[ReadBuffer]())

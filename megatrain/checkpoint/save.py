@@ -103,7 +103,7 @@ class Save:
     Args:
         folder: folder on storage that all ranks share; created if missing.
         optimizer_step_count: of the state that is saved.
-        state, config: JSON values; those of rank 0 are stored.
+        state, config: JSON values; the values of rank 0 are stored.
         disk: of rank 0: creates the folder and commits.
     """
 

@@ -29,7 +29,7 @@ _WITHOUT_ORIGIN = re.compile(r".*\.mlp\.(router|shared|shared_gate)\..*")
 
 @dataclass(frozen=True)
 class Upcycling:
-    """Relation of the tensors of a model with experts to those of a dense model."""
+    """Relation of the tensors of a model with experts to the tensors of a dense model."""
 
     granularity: int
     """Experts that a copy of the MLP is cut into."""

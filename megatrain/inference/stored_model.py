@@ -56,7 +56,7 @@ class ModelOptions:
 
     Attributes:
         spec: words of --spec, for a model with custom layers.
-        spec_digest: digest of the file of --spec; None: that of the checkpoint.
+        spec_digest: digest of the file of --spec; None: the digest of the checkpoint.
         is_unlimited: experts have no capacity, so that no token depends on other sequences.
     """
 
@@ -211,7 +211,7 @@ def _with_user_spec(path: Path, config: ModelConfig, options: ModelOptions) -> M
         )
     digest, expected = given.digest(), options.spec_digest or config.spec_digest
     if digest != expected:
-        source = "that of the checkpoint" if options.spec_digest is None else "--spec-digest"
+        source = "the digest of the checkpoint" if options.spec_digest is None else "--spec-digest"
         raise ConfigError(
             f"--spec {given}: the file has changed, its digest is {digest}, and {source} is {expected}",
             fix=f"use the file of the training run, or add --spec-digest {digest} to run the changed file",

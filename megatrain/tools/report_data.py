@@ -228,7 +228,7 @@ def _columns(
 
 
 def _tokens(row: dict[str, Any], seq_length: float | None) -> float | None:
-    """Return the consumed tokens of a row; without the field, those of its samples."""
+    """Return the consumed tokens of a row; without the field, the tokens of its samples."""
     tokens, samples = _number(row.get("consumed_tokens")), _number(row.get("consumed_samples"))
     if tokens is None and samples is not None and seq_length is not None:
         return _number(samples * seq_length)

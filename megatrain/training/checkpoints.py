@@ -48,8 +48,8 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     if checkpoint.save is None or plan.config.training.only_evaluates:
         return None
     plan_of_rank = plan_chunks(engine.optimizer, ranks.grid, saved_kinds(plan, engine))
-    own_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
-    of_ranks = ranks.grid.messages.gather(own_bytes)
+    local_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
+    of_ranks = ranks.grid.messages.gather(local_bytes)
     found = (sum(of_ranks), Disk().free_bytes(Path(checkpoint.save))) if ranks.is_main else None
     num_bytes, free = ranks.grid.messages.broadcast(found)
     text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"

@@ -39,7 +39,7 @@ from megatrain.training.iterations import Iterations
 from megatrain.training.launch.out_of_memory import allocation_errors
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.liveness.failure import exit_code_of
-from megatrain.training.liveness.flight_recorder import FOLDER, write_collectives
+from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_collectives
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.planning.model_summary import model_summary
@@ -342,7 +342,7 @@ class Trainer:
         try:
             with self.phases.phase("preparing the data"):
                 self.batches = build_batches(self.ranks, self.plan, self._print)
-        except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
+        except MegatrainError as error:  # nothing was started: the exit code stays the code of wrong input
             self.status.record_refused_start(error.exit_code, error.problems[0].text)
             raise
 
@@ -383,7 +383,7 @@ class Trainer:
     def _write_collectives(self) -> None:
         """Write what this rank's collectives are, for a run that hangs."""
         if self.save_folder is not None and self.save_folder.is_dir():
-            write_collectives(self.save_folder / FOLDER, self.ranks.grid.rank)
+            write_collectives(self.save_folder / COLLECTIVES_FOLDER, self.ranks.grid.rank)
 
     def _open_log(self) -> RunLog:
         with self.phases.phase("opening logs"):

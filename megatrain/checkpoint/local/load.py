@@ -86,7 +86,7 @@ def complete_node(
 def find_replaceable_files(path: Path, node: Node, messages: Messages) -> list[OfNode]:
     """Return the files that do not match their checksums on one node and do on another; `complete_node` copies them again.
 
-    All ranks call it, and get the same; those of a node share the reading of its files.
+    All ranks call it, and get the same; the ranks of a node share the reading of its files.
     """
 
     def listed() -> list[str]:
@@ -187,7 +187,7 @@ def _is_divided(path: Path) -> bool:
 
 
 def _whole(path: Path, manifest: Manifest, names: Iterable[str]) -> set[str]:
-    """Return those of the files that are in the folder, as a whole by their size."""
+    """Return the files that are in the folder, as a whole by their size."""
     found = set()
     for name in names:
         with contextlib.suppress(OSError, DamagedError):

@@ -99,7 +99,7 @@ _DESCRIBED: Final = ("documents", "sequences", "tokens", "largest_id", "bin_crc3
 
 
 def _end_of_document(description: dict[str, Any] | None, tokenizer: Tokenizer | None) -> int | None:
-    """Return the end-of-document id of the given tokenizer, or else that of the description."""
+    """Return the end-of-document id of the given tokenizer, or else of the description."""
     if tokenizer is not None:
         return tokenizer.eod
     eod = (description or {}).get("eod")
@@ -134,7 +134,7 @@ def _problems(
     made_with = described.get("tokenizer_fingerprint")
     if tokenizer is not None and made_with and not is_same_tokenizer(made_with, tokenizer.fingerprint):
         yield Problem(
-            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but that of the given tokenizer is"
+            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but the fingerprint of the given tokenizer is"
             f" {tokenizer.fingerprint}",
             "give the tokenizer that the data was made with",
         )

@@ -88,7 +88,7 @@ def add_flags(commands: Any) -> None:
         "--log-probs",
         type=int,
         metavar="N",
-        help="report the log-probability of each token, and those of the N most likely ones",
+        help="report the log-probability of each token, and of the N most likely ones",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 

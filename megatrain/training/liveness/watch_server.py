@@ -4,7 +4,7 @@
                                       ─> the failed rank prints its error ─> it has exited ─> all exit
     a rank reports that it makes no progress ─> the late ranks are searched (`faults/late_ranks.py`) ─> root cause
 
-The kernel closes the connections of a process that dies in any way, and keeps those of one that computes, holds Python's
+The kernel closes the connections of a process that dies in any way, and keeps the connections of one that computes, holds Python's
 lock or is stopped in a debugger: a long pause is not a failure. Keep-alive packets detect a host that loses power.
 
 Anyone who reaches the port can connect, as to torch's store. A peer is unknown until it says which rank it is: its message is small,
