@@ -14,7 +14,7 @@ from typing import Final
 from megatrain.training.logging.metrics import PEAK_TFLOPS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """A GPU, from NVIDIA's data sheets (SXM)."""
 
@@ -47,38 +47,11 @@ RESERVED_BYTES: Final = 4e9
 GPUS: Final = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            name="A100",
-            memory_bytes=85.0e9,
-            memory_rate=2.04e12,
-            link_rate=300e9,
-            network_rate=25e9,
-            capability=(8, 0),
-        ),
-        Gpu(
-            name="H100",
-            memory_bytes=85.0e9,
-            memory_rate=3.35e12,
-            link_rate=450e9,
-            network_rate=50e9,
-            capability=(9, 0),
-        ),
-        Gpu(
-            name="H200",
-            memory_bytes=150.1e9,
-            memory_rate=4.8e12,
-            link_rate=450e9,
-            network_rate=50e9,
-            capability=(9, 0),
-        ),
-        Gpu(
-            name="B200",
-            memory_bytes=191.5e9,
-            memory_rate=8.0e12,
-            link_rate=900e9,
-            network_rate=50e9,
-            capability=(10, 0),
-        ),
+        # name, memory_bytes, memory_rate, link_rate, network_rate, capability
+        Gpu("A100", 85.0e9, 2.04e12, 300e9, 25e9, (8, 0)),
+        Gpu("H100", 85.0e9, 3.35e12, 450e9, 50e9, (9, 0)),
+        Gpu("H200", 150.1e9, 4.8e12, 450e9, 50e9, (9, 0)),
+        Gpu("B200", 191.5e9, 8.0e12, 900e9, 50e9, (10, 0)),
     )
 }
 
