@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatrain.config import Plan
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.parallel.batch import Batch
 from megatrain.training.batches import Batches
@@ -27,11 +26,8 @@ from megatrain.training.faults.bad_steps import (
     record_bad_step,
 )
 from megatrain.training.faults.reruns import Reruns, recompute
-from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
-from megatrain.training.run_log import RunLog
-from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
+from megatrain.training.training_run import TrainingRun
 
 REFERENCE_STEPS, FACTOR = 100, 10.0
 """Steps after a start whose largest value is recorded, and the multiple of it that is a spike. The numbers are Megatron-LM's."""
@@ -62,14 +58,9 @@ class FaultResponses:
     """The responses of one rank; all ranks make the same calls.
 
     Args:
-        ranks: this process among its peers.
-        plan: the resolved configuration.
-        engine: computes steps again.
+        run: its progress returns to the iteration before a rejected one.
         batches: training data, which knows the documents of a sample.
         schedules: hyperparameters of a spike that is updated after all.
-        log: flushed before a save.
-        progress: position of the run; returns to the iteration before a rejected one.
-        saves: saves of the run.
         pending: iterations that have begun and are not read.
         flags: returns what all ranks must know of this rank after a step.
         passed_over: iterations that are not computed.
@@ -77,33 +68,27 @@ class FaultResponses:
 
     def __init__(
         self,
-        ranks: Ranks,
-        plan: Plan,
-        engine: Engine,
+        run: TrainingRun,
         batches: Batches,
         *,
         schedules: HyperparamSchedules,
-        log: RunLog,
-        progress: Progress,
-        saves: RunSaves,
         pending: deque[Iteration],
         flags: Callable[[], tuple[int, ...]],
         passed_over: Collection[int],
     ) -> None:
-        self.ranks, self.plan, self.engine = ranks, plan, engine
-        self.schedules, self.log, self.progress, self.saves = schedules, log, progress, saves
-        self.pending, self.flags = pending, flags
-        training, save = plan.config.training, plan.config.checkpoint.save
+        self.ranks, self.plan, self.engine, self.batches = run.ranks, run.plan, run.engine, batches
+        self.log, self.progress, self.saves = run.log, run.progress, run.saves
+        self.schedules, self.pending, self.flags = schedules, pending, flags
+        training, save = run.plan.config.training, run.plan.config.checkpoint.save
         self.spikes = {"grad_norm": SpikeDetector("gradient norm")} if training.check_for_large_grads else {}
         self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
         self.save = None if save is None else Path(save)
-        self.batches = batches
         self.reruns = Reruns(
-            ranks,
-            plan.config.resilience,
+            run.ranks,
+            run.plan.config.resilience,
             seed=training.seed,
             save=self.save,
-            start=progress.iteration,
+            start=run.progress.iteration,
             passed_over=passed_over,
         )
         self.num_explained = 0
