@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     Rank,
     assert_same,

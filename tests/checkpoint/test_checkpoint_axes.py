@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from checkpoint_helpers import STATE_KINDS, assert_same, build_ranks, fill_all, save_all, small_spec
 from everyday import one_in
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     CPU,
     STATE_KINDS,

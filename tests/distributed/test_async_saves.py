@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 from test_resume import EACH_LAYOUT, STATE_KINDS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import MODEL as LARGER_MODEL
 from run_here import folder_flags, train_here

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store

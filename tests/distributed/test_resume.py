@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 

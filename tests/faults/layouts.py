@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from run_here import make_trainer, metrics
 
 from faults.case import Cases, judge, require

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from stale_casts import casting_once
 
 from megatrain.checkpoint.find import newest_valid

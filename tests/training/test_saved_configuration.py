@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_hashes import hash_tensors
+from canonical_weights import hash_tensors
 from run_helpers import ROOT
 
 from megatrain.checkpoint.find import newest_valid

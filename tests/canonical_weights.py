@@ -1,15 +1,31 @@
-"""Hashes of the tensors of a checkpoint, equal for every layout that wrote it."""
+"""Whole tensors by canonical name: the source of a model's weights, and what a checkpoint has of them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.parallel.layout import whole_box
+from megatrain.parallel.layout import BoxRange, ParamLayout, whole_box
+
+
+class CopiedWeights:
+    """Weights of another program; a `TensorSource`. `unused` has the names that no box was copied from."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+        self.unused = set(weights)
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        whole = self.weights[box.piece.name]
+        assert whole.shape == box.piece.shape, box.piece.name
+        out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
+        self.unused.discard(box.piece.name)
 
 
 def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
