@@ -114,17 +114,6 @@ def functions_are_named(draft: Draft) -> Problems:
             )
 
 
-@rule
-def losses_are_not_mixed(draft: Draft) -> Problems:
-    config = draft.config
-    if config.training.loss is not None and config.model.z_loss_coeff:
-        yield Problem(
-            f"--z-loss-coeff {config.model.z_loss_coeff} is not supported together with --loss, whose function has the"
-            " cross-entropy only",
-            "remove one of them",
-        )
-
-
 @unproven
 def custom_loss(draft: Draft) -> Notes:
     if draft.config.training.loss is not None:

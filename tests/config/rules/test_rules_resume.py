@@ -82,7 +82,7 @@ UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
         (f"{UPCYCLED} 64 --moe-layer-freq 2 --ffn-hidden-size 96 --pretrained-checkpoint d", dense_start(),
          ("--ffn-hidden-size 96", "64"), ("--ffn-hidden-size 64",)),
         (f"{UPCYCLED} 64 --moe-latent-size 8 --pretrained-checkpoint d", dense_start(),
-         ("--moe-use-upcycling", "--moe-latent-size"), ("one of them",)),
+         ("--moe-use-upcycling", "--moe-latent-size"), ("remove --moe-latent-size",)),
         (f"{UPCYCLED} 64 --save d --load d", dense_start(), ("--save d", "dense model"), ("another folder",)),
     ],
 )  # fmt: skip
@@ -506,12 +506,12 @@ TESTED_HERE = (
 )
 """Rules that tests of this file break without CASES."""
 CASES = {
+    "conflicting_settings": [
+        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
+         ("--load-or-start", "--exit-on-missing-checkpoint"), ("remove --", ", or --")),
+    ],
     "vocabulary_is_in_the_folder": [
         ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
-    ],
-    "missing_checkpoint_has_one_answer": [
-        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
-         ("--load-or-start", "--exit-on-missing-checkpoint"), ("one of them",)),
     ],
 }  # fmt: skip
 
