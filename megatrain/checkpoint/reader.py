@@ -83,7 +83,8 @@ class TensorReader(Protocol):
         return
 
     def close(self) -> None:
-        """Release files and threads."""
+        """Release files and threads; here there are none."""
+        return
 
 
 class CheckpointReader(TensorReader):

@@ -130,7 +130,7 @@ _OF_LAYOUT: Final[dict[str, dict[str, str]]] = {
 process; `toone`: its second part does. `chunkedloss`: the loss is computed in chunks of a few tokens, as with a large vocabulary.
 A number format is compared bit by bit with the same layout that was not stopped (`DTYPES`)."""
 
-DTYPES: Final = {name: PRECISION_FLAGS[name] for name in LOW_PRECISIONS}
+DTYPES: Final[dict[str, str]] = {name: PRECISION_FLAGS[name] for name in LOW_PRECISIONS}
 
 _ADDED = {**ALWAYS, **_SINGLE, **_OF_LAYOUT}
 OPTIONS: Final[dict[str, dict[str, str]]] = {
