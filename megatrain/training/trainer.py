@@ -27,7 +27,7 @@ from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.callbacks import RunCallbacks
-from megatrain.training.checkpoints import require_space, resume_run, rewind_run
+from megatrain.training.checkpoints import Progress, require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
@@ -43,7 +43,6 @@ from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_col
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.planning.model_summary import model_summary
-from megatrain.training.progress import Progress
 from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves, SaveTimes
 from megatrain.training.stopping import StopRequest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.config import Plan
+from megatrain.training.checkpoints import Progress
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
 from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest
