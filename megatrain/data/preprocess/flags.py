@@ -75,9 +75,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     given = {name: value for name, value in vars(values).items() if value not in (None, False)}
     flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no other list
     problems = _unknown_flags(unknown, arguments, flags)
-    loaded = given | _load_values(_SETTINGS, given, problems)
-    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | _load_values(
-        _tokenizer_settings(), given, problems
+    loaded = given | load_values(_SETTINGS, given, problems)
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | load_values(
+        tokenizer_settings(), given, problems
     )
     problems += _missing_flags(given) + _invalid_values(loaded)
     if problems:
@@ -122,9 +122,7 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
             else:
                 group.add_argument(flag, nargs="*", metavar=metavar, help=text + _default_of(flag))
     group = parser.add_argument_group("tokenizer")
-    texts = field_help() if with_help else {}
-    for setting in _tokenizer_settings().values():
-        _add_tokenizer_flag(group, setting, texts.get(setting.path, "").replace("%", "%%"))
+    add_tokenizer_flags(group, field_help() if with_help else {}, nargs="*")
     return parser
 
 
@@ -137,18 +135,28 @@ def _default_of(flag: str) -> str:
     return f" (default: {' '.join(value) if isinstance(value, tuple) else value})"
 
 
-def _add_tokenizer_flag(group: Any, setting: Setting, text: str) -> None:
-    """Add a tokenizer flag. A missing flag stays None; the field has the default."""
-    if setting.kind is bool:
-        group.add_argument(setting.flag, dest=setting.name, action="store_const", const=["true"], help=text)
-        off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
-        group.add_argument(
-            setting.opposite_flag, dest=setting.name, action="store_const", const=["false"], help=off
-        )
-        return
-    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.kind.__name__.upper()
-    metavar += " ..." * setting.is_list
-    group.add_argument(setting.flag, dest=setting.name, metavar=metavar, nargs="*", help=text)
+def add_tokenizer_flags(group: Any, texts: Mapping[str, str], *, nargs: Literal["*"] | None = None) -> None:
+    """Add the tokenizer's flags. A missing flag stays None; `load_values` reads the others.
+
+    Args:
+        texts: help texts by path of the setting.
+        nargs: `*` where no positional argument follows: a flag with a wrong number of values is then reported by its name.
+    """
+    for setting in tokenizer_settings().values():
+        text = texts.get(setting.path, "").replace("%", "%%")
+        if setting.kind is bool:
+            group.add_argument(
+                setting.flag, dest=setting.name, action="store_const", const=["true"], help=text
+            )
+            off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
+            group.add_argument(
+                setting.opposite_flag, dest=setting.name, action="store_const", const=["false"], help=off
+            )
+            continue
+        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.kind.__name__.upper()
+        metavar += " ..." * setting.is_list
+        count = nargs or ("+" if setting.is_list else 1)
+        group.add_argument(setting.flag, dest=setting.name, metavar=metavar, nargs=count, help=text)
 
 
 _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
@@ -252,14 +260,15 @@ _SETTINGS: Final = {
         _text("dataset_impl", choices=("mmap",)),
     )
 }
-"""The flags with a value, without those of the tokenizer."""
+"""The flags with a value, without the flags of the tokenizer."""
 
 
-def _tokenizer_settings() -> dict[str, Setting]:
+def tokenizer_settings() -> dict[str, Setting]:
+    """Return the settings of the tokenizer by name."""
     return {setting.name: setting for setting in settings() if setting.section == "tokenizer"}
 
 
-def _load_values(
+def load_values(
     settings: Mapping[str, Setting], given: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     """Load the values of the given settings; append problems for invalid ones."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
-from megatrain.checkpoint.reader import TensorReader, stored_kind
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -133,10 +133,6 @@ class HfCheckpoint(TensorReader):
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
-
-    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-        """Return the dtype of a tensor; it has no chunks."""
-        return stored_kind(self, name, shape, kind)
 
     def close(self) -> None:
         """Do nothing: files are open only while they are read."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
-from megatrain.checkpoint.reader import TensorReader, stored_kind
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
@@ -111,10 +111,6 @@ class MegatronCheckpoint(TensorReader):
     def close(self) -> None:
         """Free the chunks in memory; files are open only while they are read."""
         self._folder.close()
-
-    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-        """Return the dtype of one kind of state of a tensor; it has no chunks."""
-        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
