@@ -79,9 +79,9 @@ class LayerContext:
     ranks: LayerRanks
     rope_of: Callable[[AttentionSpec], Any]
     """Returns the `RotaryEmbedding` of an attention, which layers share, or None."""
-    relative_positions_of: Callable[[AttentionSpec], tuple[Any, bool]]
-    """Returns the `RelativePositions` of an attention, which layers share, and whether the caller is the first to get it."""
     recompute: Recompute
+    relative_positions: Any = None
+    """The `RelativePositions` of the layer's stack, which its layers share, or None."""
 
     @property
     def tp(self) -> TensorParallel:

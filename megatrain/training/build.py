@@ -49,7 +49,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     return build_model(
         plan.derived.model_spec,
         grid,
-        seq_length=config.data.seq_length,
+        seq_length=max(config.data.seq_length, config.model.decoder_seq_length or 0),
         sequence_parallel=config.parallel.sequence_parallel,
         overlaps_tp=config.parallel.tp_comm_overlap,
         dtype=getattr(torch, plan.config.precision.params_dtype),

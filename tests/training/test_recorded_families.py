@@ -136,6 +136,13 @@ def test_families_train_to_the_recorded_digits(case: Case) -> None:
         assert_recorded(train(trainer, case), case)
 
 
+def test_a_small_fault_is_above_the_bounds(case: Case) -> None:
+    with trainer_of(case, "--weight-decay", "0.11") as trainer:
+        reports = train(trainer, case)
+    with pytest.raises(AssertionError):
+        assert_recorded(reports, case)
+
+
 def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: Case) -> None:
     _, folder, name = case
     with trainer_of(case) as trainer:

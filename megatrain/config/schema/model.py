@@ -44,7 +44,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     model_family: Literal["gpt", "bert", "t5"] = "gpt"
     """Family of the model: a decoder (gpt), an encoder (bert), or an encoder and a decoder (t5). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
-    """Transformer layers of the model; of T5 those of the encoder, and of the decoder."""
+    """Transformer layers of the model. T5 has as many in the encoder as in the decoder."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
     decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_T5)

@@ -27,6 +27,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
+from megatrain.parallel.family_batches import empty_arrays, family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import Executor
@@ -345,9 +346,12 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _batch(plan: Plan, device: torch.device) -> Batch:
-    """Return a micro-batch of the plan's sizes; each sample is one document."""
+    """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
-    s = data.seq_length
+    s, model = data.seq_length, plan.config.model
+    if model.model_family != "gpt":
+        arrays = empty_arrays(model.model_family, b, s, model.decoder_seq_length or s, device)
+        return family_batch(model.model_family, arrays)
     documents = None
     if data.has_documents:
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=device)
