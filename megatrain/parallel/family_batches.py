@@ -40,20 +40,5 @@ def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
     )
 
 
-def empty_arrays(
-    family: str, num_samples: int, seq_length: int, decoder_seq_length: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return arrays of samples without tokens, for plans of memory."""
-
-    def zeros(*lengths: int) -> Tensor:
-        return torch.zeros(num_samples, *lengths, dtype=torch.int64, device=device)
-
-    if family == "bert":
-        names = ("text", "types", "labels", "loss_mask", "padding_mask")
-        return {"is_random": zeros(), **{name: zeros(seq_length) for name in names}}
-    decoder = {name: zeros(decoder_seq_length) for name in ("text_dec", "labels", "loss_mask")}
-    return {**decoder, **{name: zeros(seq_length) for name in ("text_enc", "enc_mask")}}
-
-
 def _positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)

@@ -25,9 +25,9 @@ from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
-from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.facts import library_versions
 from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.launch.user_files import add_user_files
 from megatrain.training.losses import Losses
 from megatrain.training.step_report import StepReport
 
@@ -220,7 +220,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
         libraries=libraries,
         module_precision=FP8_MODULES if has_modules else None,
     )
-    return resolve(request, add_custom_layers(request, facts))
+    return resolve(request, add_user_files(request, facts))
 
 
 _WIDTHS: dict[Device, str] = {
