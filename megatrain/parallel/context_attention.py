@@ -20,22 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.attention.interface import (
-    AttentionKernel,
-    MaskSpec,
-    SoftmaxMerge,
-    sink_gradient,
-)
+from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec, SoftmaxMerge, sink_gradient
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.parallel.block_masks import BlockMasks
-from megatrain.parallel.collectives import (
-    Transfer,
-    begin_all_to_all_into,
-    begin_ring_shift,
-)
+from megatrain.parallel.collectives import Transfer, begin_ring_shift, exchange
 from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
 from megatrain.parallel.gathered_attention import AllGatherAttention
 from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.tensor_parallel import conjugate
 
 
 @dataclass(frozen=True)
@@ -73,16 +65,15 @@ class ContextAttention:
         copies = max(1, size // k.shape[2])
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
         parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
-        out: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self.heads)
-        own_q, own_k, own_v = out.split([x.shape[3] for x in parts], dim=2)
-        return own_q, own_k, own_v
+        out = conjugate(torch.cat(parts, dim=3), self.heads, _heads_of, _rows_of)
+        local_q, local_k, local_v = out.split([x.shape[3] for x in parts], dim=2)
+        return local_q, local_k, local_v
 
     def heads_to_sequence(self, out: Tensor) -> Tensor:
         """Trade all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
         if self.heads.size == 1:
             return out
-        rows: Tensor = _ToSequence.apply(out, self.heads)
-        return rows.flatten(2, 3)
+        return conjugate(out, self.heads, _rows_of, _heads_of).flatten(2, 3)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kernel: AttentionKernel, masks: BlockMasks
@@ -217,41 +208,11 @@ def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Blo
     return _Block(second, whole, masks.between(own[1:], theirs))
 
 
-class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _heads_of(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _rows_of(grads[0], ctx.group), None
-
-
-class _ToSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _rows_of(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads_of(grads[0], ctx.group), None
-
-
 def _heads_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s/c, b, c, heads/c, d] -> [s, b, heads/c, d]."""
-    return to_sequence_order(_exchanged(x.movedim(2, 0), group).flatten(0, 1), group.size)
+    return to_sequence_order(exchange(x.movedim(2, 0), group).flatten(0, 1), group.size)
 
 
 def _rows_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s, b, heads/c, d] -> [s/c, b, c, heads/c, d]."""
-    return _exchanged(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)
-
-
-def _exchanged(x: Tensor, group: RankGroup) -> Tensor:
-    """[c, ...]: row i of rank j becomes row j of rank i."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    begin_all_to_all_into(out, x, group).wait()
-    return out
+    return exchange(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)

@@ -93,25 +93,26 @@ _GroupFn = Callable[[Tensor, RankGroup], Tensor]
 
 def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the whole sequence on every rank: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
-    return all_gather_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _copy, _sum)
+    return all_gather_rows(x, tp.group) if tp.sequence_parallel else conjugate(x, tp.group, _copy, _sum)
 
 
 def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
-    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _sum, _copy)
+    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else conjugate(x, tp.group, _sum, _copy)
 
 
 def all_gather_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' rows, differentiably: [n, ...] -> [n * size, ...]."""
-    return _conjugate(x, group, all_gather, reduce_scatter)
+    return conjugate(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks and keep this rank's rows, differentiably: [n * size, ...] -> [n, ...]."""
-    return _conjugate(x, group, reduce_scatter, all_gather)
+    return conjugate(x, group, reduce_scatter, all_gather)
 
 
-def _conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+def conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+    """Apply `forward_fn` to x, and `backward_fn` to the gradient of the result; return x if the group has one rank."""
     return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)
 
 
@@ -203,8 +204,6 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
 
 
 class _Conjugate(Function):
-    """Apply `forward_fn` to x, and `backward_fn` to its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
         ctx.group, ctx.backward_fn = group, backward_fn

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.cublaslt import multiply
+from megatrain.kernels.cublaslt import accumulate
 from megatrain.kernels.dtypes import accumulation_dtype
 
 
@@ -70,8 +70,7 @@ def accumulate_product(total: Tensor, a: Operand, b: Operand, *, is_zero: bool =
         is_zero: `total` is known to be zero, and may be overwritten.
     """
     if total.is_cuda and total.dtype is torch.float32:
-        scales, beta = (a.scale[0], b.scale[0]), 0.0 if is_zero else 1.0
-        multiply(total, a.codes, b.codes, beta=beta, transposes_b=True, scales=scales)
+        accumulate(total, a.codes, b.codes, (a.scale[0], b.scale[0]), beta=0.0 if is_zero else 1.0)
     elif is_zero:
         product(a, b, total.dtype, fast=False, out=total)
     else:
