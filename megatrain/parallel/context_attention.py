@@ -56,7 +56,7 @@ class ContextAttention:
             rank 0  rows 0 7, heads 0 1 2 3  ─┐                ┌─  rank 0  rows 0 .. 7, heads 0
             rank 1  rows 1 6, heads 0 1 2 3  ─┼─ all-to-all  ──┼─  rank 1  rows 0 .. 7, heads 1
 
-        Keys and values with fewer heads than ranks are repeated first, so that each rank has those of its queries.
+        Keys and values with fewer heads than ranks are repeated first, so that each rank has the ones of its queries.
         With two levels the consecutive chunks of these ranks form the two larger chunks of a rank of the ring.
         """
         size = self.heads.size
@@ -173,7 +173,7 @@ class _RingAttention(Function):
 
 
 def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor, Transfer]:
-    """Begin to pass keys and values to the next rank, and to receive those of the previous one."""
+    """Begin to pass keys and values to the next rank, and to receive the ones of the previous rank."""
     if is_last:
         return kv, Transfer()
     next_kv = torch.empty_like(kv)
@@ -181,7 +181,7 @@ def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor,
 
 
 def _begin_sums(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
-    """Begin to pass the gradient sums after their keys and values, and to receive those of the previous rank."""
+    """Begin to pass the gradient sums after their keys and values, and to receive the sums of the previous rank."""
     received = torch.empty_like(sums)
     return received, begin_ring_shift(sums, received, group)
 

@@ -24,7 +24,7 @@ class AllGatherAttention(Function):
 
     Each of a rank's two chunks attends causally to the range of keys that ends with it: windows and documents are plain
     variable-length cases, and no kernel needs an explicit mask. The backward pass gathers again, and reduce-scatters the
-    gradients of keys and values, those of second chunks while first chunks are computed.
+    gradients of keys and values, of second chunks while first chunks are computed.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from timing import milliseconds
 
-from megatrain.kernels.fp8.products import Operand, accumulate_product, product
+from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm
 from megatrain.kernels.fp8.quantize import current_scale, quantize, transposed
 from megatrain.kernels.fused.fp8_scales import tensors as fused
 
@@ -80,10 +80,10 @@ def products(tokens: int) -> None:
         total = torch.zeros(outputs, inputs, device="cuda")
         flops = 2 * tokens * outputs * inputs
         times = (
-            milliseconds(lambda x=x, w=w: product(x, w, torch.bfloat16, fast=True)),
-            milliseconds(lambda dy=dy, wt=wt: product(dy, wt, torch.bfloat16, fast=False)),
-            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_product(t, dyt, xt, is_zero=True)),
-            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_product(t, dyt, xt)),
+            milliseconds(lambda x=x, w=w: gemm(x, w, torch.bfloat16, fast=True)),
+            milliseconds(lambda dy=dy, wt=wt: gemm(dy, wt, torch.bfloat16, fast=False)),
+            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_gemm(t, dyt, xt, is_zero=True)),
+            milliseconds(lambda t=total, dyt=dyt, xt=xt: accumulate_gemm(t, dyt, xt)),
         )
         print(f"{name:>14} " + " ".join(f"{flops / ms / 1e9:10.0f}" for ms in times))
 

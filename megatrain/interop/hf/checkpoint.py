@@ -78,7 +78,7 @@ class HfCheckpoint(TensorReader):
 
     @functools.cached_property
     def tokenizer(self) -> TokenizerConfig:
-        """Settings of the folder's tokenizer if its size is that of the vocabulary, else of one without text."""
+        """Settings of the folder's tokenizer if its size equals the vocabulary's, else of one without text."""
         text = TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
         )
@@ -161,7 +161,7 @@ class HfCheckpoint(TensorReader):
         return (whole.t() if theirs.is_transposed else whole)[rows.start : rows.stop : rows.step]
 
     def _read_whole(self, name: str, place: int | None) -> Tensor:
-        """Return a whole tensor, or that of an expert."""
+        """Return a whole tensor, or the tensor of an expert."""
         stored = self._stored_names[name]
         if place is not None:
             return self._folder.rows(stored, place, place + 1)[0]
@@ -215,7 +215,7 @@ class HfCheckpoint(TensorReader):
         return next(f"{theirs}.{kind}" for theirs, name in self.family.modules.items() if name == module)
 
     def _check_tensors(self) -> None:
-        """Compare the model's tensors with those of the files.
+        """Compare the model's tensors with the tensors of the files.
 
         Raises:
             InputError: some are missing, unused or have another shape; all of them are named.

@@ -132,7 +132,7 @@ class Fused:
 
     names: tuple[str, ...]
     by_head: bool = False
-    """Rows are those of each module for the first head, then for the second ..."""
+    """Rows of each module for the first head, then for the second ..."""
     is_transposed: bool = False
     """Their weight is [inputs, outputs]."""
     in_turns: bool = False
@@ -160,7 +160,7 @@ class Family:
     has_mxfp4: bool = False
     """Files may store experts in MXFP4."""
     more_layers: str | None = None
-    """Key with the number of layers in the files after those of the model, which transformers leaves out: multi-token prediction."""
+    """Key with the number of layers in the files after the layers of the model, which transformers leaves out: multi-token prediction."""
 
 
 def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:

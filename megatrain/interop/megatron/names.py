@@ -67,7 +67,7 @@ _RENAMED: Final = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
+"""The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
 GATED: Final = ("swiglu", "geglu", "quick_geglu")
 """Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")

@@ -137,7 +137,7 @@ def test_an_all_gather_of_tokens_replaces_the_all_to_all_where_a_run_does_so() -
     assert estimated_bytes(workload, layout) > estimated_bytes(without, layout) + 5e9
 
 
-def test_overlapped_products_hide_the_collectives_of_tensor_ranks() -> None:
+def test_overlapped_gemms_hide_the_collectives_of_tensor_ranks() -> None:
     plain, layout = planned(case_of("B3 tp2"))
     overlapped, _ = planned(case_of("B3 tp2, overlap"))
     slow, fast = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (plain, overlapped))

@@ -27,9 +27,9 @@ _MAX_LAYERS: Final = 1 << 16
 
 
 def _epsilon(value: Any, name: str) -> None:
-    """Describe the epsilon of all norms, which is that of the norms of latents in transformers."""
+    """Describe the epsilon of all norms, which the norms of latents have in transformers."""
     if value != 1e-6:
-        raise InvalidError(f"{name} {shown(value)} is not 1e-06, that of the norms of its latents")
+        raise InvalidError(f"{name} {shown(value)} is not 1e-06, which the norms of its latents have")
 
 
 @dataclass(frozen=True)
