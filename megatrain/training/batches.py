@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Facts, Plan
-from megatrain.config.derive.data_plans import train_end
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan

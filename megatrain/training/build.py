@@ -11,10 +11,10 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
-from megatrain.config.derive.pipeline import layer_ranges
-from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.module_precision import Recipe
+from megatrain.config.subjects.experts import experts_are_split
+from megatrain.config.subjects.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
+from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model.gpt import Model, build_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
-from megatrain.config.derive.data_plans import evaluations
+from megatrain.config.subjects.data_plans import evaluations
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet

@@ -9,9 +9,9 @@ import torch
 from transformer_engine_stand_in import stand_in
 
 from megatrain.config import ConfigError, Plan, parse, resolve
-from megatrain.config.derive.fp8 import fp8_recipes
 from megatrain.config.environment import read_environment
 from megatrain.config.module_precision import linear_layers
+from megatrain.config.subjects.fp8 import fp8_recipes
 from megatrain.model.gpt import Model
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes

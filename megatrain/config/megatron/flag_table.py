@@ -58,6 +58,6 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 REPLACED_CHOICES: Final[Mapping[str, Mapping[str, str]]] = {
     "--optimizer": {
         "dist_muon": "use --optimizer muon; --use-distributed-optimizer, the default, shards its state"
-    },
+    }
 }
 """Choices of Megatron-LM with another name here, and the remedy."""

@@ -8,6 +8,9 @@ from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, 
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
+BalancingType = Literal[
+    "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
+]
 _UNEQUAL_LOADS = either(
     off("experts.moe_pad_expert_input_to_capacity"),
     off("experts.moe_expert_capacity_factor"),
@@ -49,10 +52,11 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     """Factor of the routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(None, on_resume=SAFE)
     """Dtype of router logits and scores. none: logits in that of the model."""
-    moe_router_load_balancing_type: tuple[str, ...] = setting(("aux_loss",), on_resume=SAFE)
+    moe_router_load_balancing_type: tuple[BalancingType, ...] = setting(("aux_loss",), on_resume=SAFE)
     """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn, quantile_balancing (biases of experts, replaced after each step so that loads become equal) or none. Several losses can be combined."""
     moe_aux_loss_coeff: tuple[float, ...] = setting(
         (0.0,),
+        at_least=0,
         on_resume=SAFE,
         needs=one_of(
             "experts.moe_router_load_balancing_type",

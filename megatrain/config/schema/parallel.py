@@ -50,7 +50,9 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap communication between pipeline stages with computation: post each receive before the pass that precedes the one that needs it. Off: begin to receive when the message is needed."""
     context_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Context-parallel size (cp): ranks over which each sequence is split."""
-    cp_comm_type: tuple[str, ...] = setting((), needs=_CONTEXT)
+    cp_comm_type: tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather"], ...] = setting(
+        (), needs=_CONTEXT
+    )
     """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: p2p; all_gather with windows or documents."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
         (),

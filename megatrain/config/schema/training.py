@@ -8,6 +8,8 @@ from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
+RecomputedModule = Literal["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "shared_experts", "moe_act"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section, on_resume=SAFE):
@@ -93,7 +95,7 @@ class TrainingConfig(Section, on_resume=SAFE):
         None, at_least=1, needs=one_of("training.recompute_granularity", "full")
     )
     """Layers per chunk (uniform), or recomputed layers per stage (block)."""
-    recompute_modules: tuple[str, ...] = setting(
+    recompute_modules: tuple[RecomputedModule, ...] = setting(
         (),
         needs=either(
             one_of("training.recompute_granularity", "selective"),

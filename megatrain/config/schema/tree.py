@@ -24,11 +24,7 @@ from megatrain.config.schema.parallel import ParallelConfig
 from megatrain.config.schema.resume_class import SAFE, ResumeClass
 from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.training import (
-    CheckpointConfig,
-    ResilienceConfig,
-    TrainingConfig,
-)
+from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.schema.values import AUTO, REQUIRED, Range
 
 
@@ -220,9 +216,9 @@ def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", 
     members = typing.get_args(hint) if is_union else (hint,)
     (inner,) = (member for member in members if member is not type(None))
     meanings = entry.metadata.get("meanings", {})
-    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else tuple(meanings)
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else tuple(meanings)
     last_word = entry.name.rpartition("_")[2]
     stated: dict[str, Any] = {"unit": _UNITS.get(last_word, ""), **cls.stated(entry.metadata)}
     return Setting(

@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.tree import Config, flag_of, settings
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.fp8 import gathers_codes
+from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from megatrain.config import Plan, Request
-from megatrain.config.derive.pipeline import balanced_split
-from megatrain.config.derive.ranks import all_gather_of_tokens
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
 from megatrain.config.schema.tree import Setting, settings
+from megatrain.config.subjects.experts import all_gather_of_tokens
+from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 

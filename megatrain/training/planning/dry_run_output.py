@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from megatrain.config import Request, render_plan
 from megatrain.config.derive.batch_sizes import micro_batches
-from megatrain.config.derive.data_plans import train_end
 from megatrain.config.environment import read_environment
+from megatrain.config.subjects.data_plans import train_end
 from megatrain.training.launch.memory_remedies import gigabytes
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine

@@ -6,7 +6,6 @@ import pytest
 
 from megatrain.config import Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.rules.data import DATA_RULES
 
 NULL = "--tokenizer-type NullTokenizer"
 SCHEDULE = "schedule.yaml"
@@ -165,7 +164,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in DATA_RULES}

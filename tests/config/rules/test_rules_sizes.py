@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import ConfigError, Facts
-from megatrain.config.rules.sizes import SIZE_RULES
 
 GQA = "--group-query-attention"
 
@@ -134,10 +133,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in SIZE_RULES}
 
 
 def test_several_problems_of_sizes_offer_the_same_number_of_tensor_ranks_first(plan_of):

@@ -3,7 +3,7 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.without_effect import reason_of
+from megatrain.config.rule_list import reason_of
 from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import settings
 

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
 
 DELTANET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
 CASES = {
@@ -25,10 +24,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in LINEAR_ATTENTION_RULES}
 
 
 def test_every_other_layer_keeps_attention(plan_of):

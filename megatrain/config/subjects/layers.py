@@ -1,25 +1,38 @@
-"""Rules about the layers of the model, those with sizes of their own included (--heterogeneous-layers-config-path, --spec)."""
+"""The layers of the model, those with sizes of their own included (--heterogeneous-layers-config-path, --spec)."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
 from itertools import chain
 from typing import Final
 
-from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
-from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.config.derive.custom_layers import differences, is_plain_gpt_layer, layer_function
+from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
-from megatrain.config.plan import Draft
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.tree import flag_of
+from megatrain.config.schema.values import UnresolvedError
+from megatrain.config.subjects.model_spec import spec_of_flags
+from megatrain.config.subjects.pipeline import layer_ranges
+from megatrain.config.subjects.ranks import TP
 
-Problems = Iterator[Problem]
-
-TP: Final = "parallel.tensor_model_parallel_size"
 ETP: Final = "parallel.expert_tensor_parallel_size"
 
 
+@derives("model.heterogeneous_layers_config_encoded_json")
+def heterogeneous_layers_config_encoded_json(draft: Draft) -> DerivedValue:
+    path, text = draft.config.model.heterogeneous_layers_config_path, draft.facts.layers_config
+    if path is None:
+        return DerivedValue(None, "--heterogeneous-layers-config-path is not given")
+    if text is None:
+        raise UnresolvedError  # `data_problems` has the reason.
+    return DerivedValue(condensed(text), f"read from {path}")
+
+
+@rule
 def layer_sizes_are_valid(draft: Draft) -> Problems:
     try:
         layer_blocks(draft.config.model)
@@ -31,6 +44,7 @@ def layer_sizes_are_valid(draft: Draft) -> Problems:
         )
 
 
+@rule
 def linears_divide_over_ranks(draft: Draft) -> Problems:
     """Check that each rank can hold an equal part of each GEMM, or a copy of its heads."""
     tp, etp = draft.config.parallel.tensor_model_parallel_size, draft.derived.expert_tensor_parallel_size
@@ -81,6 +95,7 @@ def _indivisible(draft: Draft, piece: Piece, linear: Linear, where: str, path: s
     )
 
 
+@rule
 def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
     """Check the groups of layers with sizes of their own, and that all layers have the same number of copies."""
     model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
@@ -106,6 +121,7 @@ def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
         )
 
 
+@rule
 def parts_read_whole_samples(draft: Draft) -> Problems:
     """Some mixers pass no state between context ranks, nor stop at the end of a document."""
     model, data, cp = draft.config.model, draft.config.data, draft.config.parallel.context_parallel_size
@@ -133,23 +149,7 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
             )
 
 
-def spec_names_a_function(draft: Draft) -> Problems:
-    model = draft.config.model
-    words = model.spec
-    if not words or is_plain_gpt_layer(words):
-        return
-    if layer_function(words) is None and words[0].startswith("megatron."):
-        yield Problem(
-            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the GPT layers are",
-            "remove --spec; the run then trains a GPT, which is another model",
-        )
-    elif layer_function(words) is None:
-        yield Problem(
-            f"--spec {' '.join(words)} does not name a function",
-            "give file.py:function, module:function, or module and function",
-        )
-
-
+@rule
 def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
     layers, ranges = draft.derived.model_spec.layers, layer_ranges(draft.derived.pipeline_layers)
@@ -170,11 +170,58 @@ def _source(draft: Draft) -> str:
     return path or "--heterogeneous-layers-config-encoded-json"
 
 
-LAYER_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    layer_sizes_are_valid,
-    linears_divide_over_ranks,
-    query_groups_fit_the_heads_of_layers,
-    parts_read_whole_samples,
-    stages_are_not_empty,
-    spec_names_a_function,
-)
+@rule
+def spec_names_a_function(draft: Draft) -> Problems:
+    model = draft.config.model
+    words = model.spec
+    if not words or is_plain_gpt_layer(words):
+        return
+    if layer_function(words) is None and words[0].startswith("megatron."):
+        yield Problem(
+            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the GPT layers are",
+            "remove --spec; the run then trains a GPT, which is another model",
+        )
+    elif layer_function(words) is None:
+        yield Problem(
+            f"--spec {' '.join(words)} does not name a function",
+            "give file.py:function, module:function, or module and function",
+        )
+
+
+@derives("model.spec_digest")
+def spec_digest(draft: Draft) -> DerivedValue:
+    function = layer_function(draft.config.model.spec)
+    if function is None:
+        return DerivedValue(None, "--spec is not given")
+    if draft.facts.custom_layers is None:
+        raise UnresolvedError  # `data_problems` has the reason.
+    return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
+
+
+@overrides("model.spec")
+def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
+    """Override a --spec that names one of Megatron-LM's plain GPT layers: flags describe these here."""
+    words = draft.config.model.spec
+    if not is_plain_gpt_layer(words):
+        return None
+    return DerivedValue(
+        (),
+        f"--spec {' '.join(words)}: flags such as --normalization and --swiglu describe the GPT layer, and"
+        " --transformer-impl names its implementation",
+    )
+
+
+@note
+def custom_layers_are_used(draft: Draft) -> Notes:
+    function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
+    if function is not None and custom is not None:
+        found = differences(draft.derived.model_spec.layers, spec_of_flags(draft).layers)
+        differences_text = "; ".join(found) or "the same as the flags describe"
+        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences_text}"
+
+
+@unproven
+def custom_layers(draft: Draft) -> Notes:
+    function = layer_function(draft.config.model.spec)
+    if function is not None:
+        yield f"the layers of --spec {function} have no row in `megatrain parity`"

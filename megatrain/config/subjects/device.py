@@ -1,13 +1,21 @@
-"""CUDA graphs of training: used where they are asked for and every kernel of a micro-batch has fixed sizes and arguments."""
+"""The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), CUDA graphs.
+
+CUDA graphs are used where they are asked for and every kernel of a micro-batch has fixed sizes and arguments.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from megatrain.config.derive.attention_features import has_documents
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
+from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.subjects.attention import has_documents
+from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
+_CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 WHOLE: Final = ("local", "full_iteration")
 """Kinds of graphs that are one of a whole micro-batch."""
 _DIVISOR: Final = 8
@@ -16,6 +24,63 @@ _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
 """Major compute capabilities on which `F.grouped_mm` is one kernel; on others the host reads the sizes (pytorch issue 169970)."""
 
 
+@derives("training.device")
+def device(draft: Draft) -> DerivedValue:
+    name = draft.facts.device_name
+    if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
+        return DerivedValue("cuda", "assumed for a dry run")
+    return DerivedValue(draft.facts.device, f"the device found{f', {name}' if name else ''}")
+
+
+@rule
+def device_is_available(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.facts.device != "cuda":
+        yield Problem(
+            "--device cuda requires a GPU, and none was found", "use --device cpu, or check `nvidia-smi`"
+        )
+
+
+@rule
+def each_rank_has_a_gpu(draft: Draft) -> Problems:
+    ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
+    if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
+        yield Problem(
+            f"{ranks} ranks were started on a node with {gpus} visible GPUs",
+            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES); without torchrun, where each"
+            " rank sees a GPU of its own, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 next to RANK and WORLD_SIZE",
+        )
+
+
+@rule
+def kernels_can_be_compiled(draft: Draft) -> Problems:
+    """A dry run does not need the compiler; without a GPU, `device_is_available` reports the problem."""
+    training = draft.config.training
+    if (
+        draft.config.training.device == draft.facts.device == "cuda"
+        and training.compile
+        and not (draft.facts.has_triton or training.dry_run)
+    ):
+        yield Problem(
+            "compiling GPU kernels requires Triton, which is not installed",
+            "install the triton version that this torch requires, or use --no-compile, which is slower",
+        )
+
+
+@rule
+def cublas_is_deterministic(draft: Draft) -> Problems:
+    given = draft.facts.cublas_workspace
+    if _is_deterministic(draft) and given is not None and given not in _CUBLAS_WORKSPACES:
+        yield Problem(
+            f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
+            f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
+        )
+
+
+def _is_deterministic(draft: Draft) -> bool:
+    return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
+
+
+@derives("derived.cuda_graphs")
 def cuda_graphs(draft: Draft) -> DerivedValue:
     """Decide whether the passes of training are CUDA graphs."""
     kind = draft.config.training.cuda_graph_impl
@@ -25,7 +90,8 @@ def cuda_graphs(draft: Draft) -> DerivedValue:
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
 
 
-def cuda_graphs_have_no_effect(draft: Draft) -> Iterator[str]:
+@note
+def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
     """Yield a note if CUDA graphs are asked for and not used, or used later than asked for."""
     kind = draft.config.training.cuda_graph_impl
     if kind == "transformer_engine":
@@ -34,6 +100,12 @@ def cuda_graphs_have_no_effect(draft: Draft) -> Iterator[str]:
         yield f"--cuda-graph-impl {kind} has no effect: {draft.origins['derived.cuda_graphs'].detail}"
     elif draft.derived.cuda_graphs and draft.config.training.cuda_graph_warmup_steps == 0:
         yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
+
+
+@unproven
+def graphs_of_passes(draft: Draft) -> Notes:
+    if draft.derived.cuda_graphs:
+        yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
 
 
 def _obstacles(draft: Draft) -> Iterator[str]:

@@ -7,10 +7,14 @@ derived                 triton (our own), for auto, flash and fused with logit s
 All layers use one kernel, which supports the features of each. A named kernel that cannot be used is an error.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
 from typing import Final
 
-from megatrain.config.derive.attention_features import (
+from megatrain.config.errors import Problem
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule
+from megatrain.config.subjects.attention import (
     EAGER_BACKENDS,
     attentions,
     fits_gpu_kernels,
@@ -23,9 +27,7 @@ from megatrain.config.derive.attention_features import (
     why_not_on_gpu,
     why_not_triton,
 )
-from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, version_key, why_local_attention
-from megatrain.config.errors import Problem
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE, version_key, why_local_attention
 
 _KERNELS: Final = {
     "flash4": "flash-attn-4",
@@ -62,6 +64,7 @@ _GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": 
 """Major compute capabilities that they and their backward passes support: Hopper is 9, Blackwell 10 and 11."""
 
 
+@derives("derived.attention_backend")
 def attention_backend(draft: Draft) -> DerivedValue:
     """Derive the kernel of all layers; without the Triton kernel, some --spec layers use eager attention instead."""
     words = f"--attention-backend {draft.config.model.attention_backend}"
@@ -72,6 +75,13 @@ def attention_backend(draft: Draft) -> DerivedValue:
     if kernel not in ("triton", "math") and layers_with_softcap_or_dropout(draft) == "some":
         why += f"; layers with {softcap_or_dropout_flags(draft)} store all scores"
     return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}{_padded_values(kernel, draft)}")
+
+
+@note
+def attention_kernel(draft: Draft) -> Notes:
+    is_given = not draft.is_default("model.attention_backend")
+    if draft.config.training.device == "cuda" or is_given or layers_with_softcap_or_dropout(draft) != "none":
+        yield draft.origins["derived.attention_backend"].detail
 
 
 def _padded_values(kernel: str, draft: Draft) -> str:
@@ -112,7 +122,8 @@ def _chosen(draft: Draft) -> tuple[str, str]:
     return last, f", as {'; '.join(refused)}" if refused else ""
 
 
-def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
+@rule
+def attention_backend_is_there(draft: Draft) -> Problems:
     """A kernel given by its own name must be usable; Megatron-LM's names are only preferences."""
     model = draft.config.model
     given = model.attention_backend
@@ -136,7 +147,8 @@ def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
         yield Problem(f"{words}: {why}", f"use {remedy}--attention-backend auto")
 
 
-def attention_has_a_kernel(draft: Draft) -> Iterator[Problem]:
+@rule
+def attention_has_a_kernel(draft: Draft) -> Problems:
     """FlashAttention-2 must be usable where it is the only kernel with the features."""
     given = draft.config.model.attention_backend
     if draft.derived.attention_backend != "flash2" or given == "flash2":

@@ -4,20 +4,23 @@
 implementations have the same parameters, so that leaves of both work together. The plan names the leaves and the reasons.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterator
 from typing import Final
 
-from megatrain.config.derive.attention_features import (
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, derives, note, unproven
+from megatrain.config.subjects.attention import (
     has_documents,
     has_sinks,
     layers_with_softcap_or_dropout,
     softcap_or_dropout_flags,
 )
-from megatrain.config.derive.context_parallel import head_exchanges
-from megatrain.config.derive.model import activation_of
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.subjects.context_parallel import head_exchanges
+from megatrain.config.subjects.model_spec import activation_of
 
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 _FLAG: Final = "--transformer-impl transformer_engine"
@@ -25,6 +28,7 @@ _MIN_VERSION: Final = "2.20"
 """First version with the module signatures that megatrain uses."""
 
 
+@derives("derived.transformer_impl")
 def transformer_impl(draft: Draft) -> DerivedValue:
     """Derive the implementation of the layers: `local` where Transformer Engine cannot run."""
     if draft.config.model.transformer_impl == "local":
@@ -53,6 +57,36 @@ def _why_not(draft: Draft) -> str:
     if version_key(version) < version_key(_MIN_VERSION):
         return f"{version} is older than {_MIN_VERSION}"
     return ""
+
+
+@note
+def layers_of_local(draft: Draft) -> Notes:
+    """Name the leaves of `local` under --transformer-impl transformer_engine."""
+    if draft.config.model.transformer_impl == "local":
+        return
+    if draft.derived.transformer_impl == "local":
+        yield draft.origins["derived.transformer_impl"].detail
+    leaves = [f"{leaf} ({reason})" for leaf, reason in local_leaves(draft).items()]
+    if leaves:
+        yield f"--transformer-impl transformer_engine: local supplies {', '.join(leaves)}"
+
+
+@note
+def memory_is_planned_with_local(draft: Draft) -> Notes:
+    if draft.config.training.dry_run and draft.derived.transformer_impl != "local":
+        yield (
+            "the memory plan assumes --transformer-impl local, since the activations that Transformer Engine saves are"
+            " unknown without a GPU"
+        )
+
+
+@unproven
+def layers_of_transformer_engine(draft: Draft) -> Notes:
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield (
+            "the layers of Transformer Engine are compared on GPUs only"
+            " (`megatrain parity --device cuda --transformer-impl transformer_engine`)"
+        )
 
 
 def local_leaves(draft: Draft) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""Rules about data, tokenizers and the files on disk."""
+"""The data: its sources, their split, documents, and the vocabulary."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from __future__ import annotations
 
-from megatrain.config.derive.data_plans import parse_transitions
+import os.path
+from collections import Counter
+from typing import Final
+
 from megatrain.config.derive.datasets import (
     SPLIT_NAMES,
     parse_blend,
@@ -12,17 +14,14 @@ from megatrain.config.derive.datasets import (
     split_problems,
 )
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.facts import DatasetFacts
-from megatrain.config.plan import Draft
+from megatrain.config.fixes import multiples, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.data import SOURCES
 from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.schema.tree import flag_of
+from megatrain.config.schema.values import UnresolvedError
 
-Problems = Iterator[Problem]
-
-MAX_SEED: Final = 2**32 - 1
-"""Largest seed of the generator that shuffles samples."""
-_PHASES: Final = "--phase-transition-iterations"
 _PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
 
@@ -31,6 +30,7 @@ def given_sources(draft: Draft) -> list[str]:
     return [path for path in SOURCES if draft.config.get(path)]
 
 
+@rule
 def data_has_one_source(draft: Draft) -> Problems:
     given = given_sources(draft)
     if not given:
@@ -63,6 +63,7 @@ def data_has_one_source(draft: Draft) -> Problems:
         )
 
 
+@rule
 def blends_have_positive_weights(draft: Draft) -> Problems:
     for path in ("data.data_path", *_PER_SPLIT):
         try:
@@ -71,10 +72,38 @@ def blends_have_positive_weights(draft: Draft) -> Problems:
             yield from error.problems
 
 
+@derives("data.split")
+def split(draft: Draft) -> DerivedValue:
+    if draft.config.data.mock_data:
+        return DerivedValue("1,1,1", "fixed for mock data")
+    reason = "--dataset does not read it" if draft.config.data.dataset else "Megatron-LM's default for files"
+    return DerivedValue("969, 30, 1", reason)
+
+
+@overrides("data.split")
+def even_split_of_mock_data(draft: Draft) -> DerivedValue | None:
+    """Override --split for mock data; a split that is not valid stays, and is reported."""
+    given = draft.config.data.split
+    if not draft.config.data.mock_data or given == "1,1,1" or split_problems(given):
+        return None
+    return DerivedValue(
+        "1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM"
+    )
+
+
+@rule
 def split_is_valid(draft: Draft) -> Problems:
     yield from split_problems(draft.config.data.split)
 
 
+@note
+def split_has_no_effect(draft: Draft) -> Notes:
+    is_separate = any(dataset.split != "all" for dataset in draft.facts.datasets)
+    if is_separate and draft.is_given("data.split"):
+        yield f"--split {draft.config.data.split} has no effect, since each split has its own data"
+
+
+@rule
 def splits_hold_sequences(draft: Draft) -> Problems:
     shared = [dataset for dataset in draft.facts.datasets if dataset.split == "all"]
     if not shared or split_problems(draft.config.data.split):
@@ -95,104 +124,36 @@ def splits_hold_sequences(draft: Draft) -> Problems:
             yield from error.problems
 
 
-def data_schedule_has_an_order(draft: Draft) -> Problems:
-    data = draft.config.data
-    if data.data_schedule is None:
-        return
-    if data.mock_data:
-        yield Problem(
-            "--data-schedule replaces datasets, and --mock-data reads none", "remove --data-schedule"
-        )
-    if data.dataloader_type == "cyclic":
-        yield Problem(
-            "--data-schedule is not supported together with --dataloader-type cyclic, which repeats all samples",
-            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
-        )
+@note
+def datasets_are_duplicated(draft: Draft) -> Notes:
+    keys = [(one.from_iteration, one.split, one.digest) for one in draft.facts.datasets]
+    counts = Counter(keys)
+    duplicates = {one.prefix for one, key in zip(draft.facts.datasets, keys, strict=True) if counts[key] > 1}
+    if duplicates:
+        yield f"{', '.join(sorted(duplicates))}: the same data is given more than once, and its samples are repeated"
 
 
-def phases_are_valid(draft: Draft) -> Problems:
-    try:
-        parse_transitions(draft.config.data.phase_transition_iterations)
-    except ConfigError as error:
-        yield from error.problems
+@derives("data.data_cache_path")
+def data_cache_path(draft: Draft) -> DerivedValue:
+    if not draft.facts.datasets:
+        return DerivedValue(None, "there are no files")
+    if "://" in draft.facts.datasets[0].prefix:
+        folder = draft.config.data.object_storage_cache_path or "."
+        return DerivedValue(os.path.join(folder, "index_cache"), "in --object-storage-cache-path")  # noqa: PTH118
+    folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
+    return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
 
 
-def phases_need_datasets_in_order(draft: Draft) -> Problems:
-    data, training = draft.config.data, draft.config.training
-    if data.phase_transition_iterations is None:
-        return
-    if data.mock_data:
-        yield Problem(f"{_PHASES} replaces datasets, and --mock-data reads none", f"remove {_PHASES}")
-    if data.data_schedule is not None:
-        yield Problem(
-            f"{_PHASES} and --data-schedule both change the training data",
-            f"remove --data-schedule, or {_PHASES}, since --data-schedule needs no restarts",
-        )
-    if data.dataloader_type == "cyclic":
-        yield Problem(
-            f"{_PHASES} is not supported together with --dataloader-type cyclic, which repeats all samples",
-            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
-        )
-    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
-        if getattr(training, name):
-            yield Problem(
-                f"{_PHASES} counts samples as iterations * --global-batch-size, which {flag_of(name)} changes",
-                f"remove {flag_of(name)}, or {_PHASES}; --data-schedule supports growing batches",
-            )
-
-
-def current_phase_is_kept(draft: Draft) -> Problems:
-    stored, given = draft.facts.checkpoint, draft.derived.phase_transitions
-    if stored is None or stored.is_of_megatron or draft.config.training.only_evaluates:
-        return
-    if stored.train_start != draft.derived.train_start and stored.iteration not in given:
-        batch = draft.config.training.global_batch_size
-        before, now = stored.train_start // batch, draft.derived.train_start // batch
-        kept = {before, *(one for one in given if one > stored.iteration)} - {0}
-        yield Problem(
-            f"{_PHASES} cannot change before iteration {stored.iteration} of the checkpoint: its phase started after"
-            f" iteration {before}, that of this run after {now}",
-            (f"use {_PHASES} {','.join(map(str, sorted(kept)))}" if kept else f"remove {_PHASES}")
-            + ", or add --finetune and another --save to start a new run from these weights",
+@unproven
+def order_of_cyclic_samples(draft: Draft) -> Notes:
+    if draft.config.data.dataloader_type == "cyclic":
+        yield (
+            "--dataloader-type cyclic orders samples by the number of replicas, as in Megatron-LM: each of them shuffles its"
+            " part, or with --no-data-sharding takes every so many samples of a micro-batch"
         )
 
 
-def phases_start_at_whole_batches(draft: Draft) -> Problems:
-    stored, given = draft.facts.checkpoint, draft.derived.phase_transitions
-    if stored is None or not given or draft.config.training.only_evaluates:
-        return
-    batch = draft.config.training.global_batch_size
-    iteration, consumed = stored.iteration, stored.consumed_train_samples
-    if iteration * batch != consumed:
-        is_whole = iteration and not consumed % iteration
-        yield Problem(
-            f"{_PHASES} counts samples as iterations * --global-batch-size {batch}, but the checkpoint of iteration"
-            f" {iteration} has consumed {consumed} samples",
-            f"use --global-batch-size {consumed // iteration}"
-            if is_whole
-            else f"remove {_PHASES}; --data-schedule supports growing batches",
-        )
-
-
-def each_phase_has_other_data(draft: Draft) -> Problems:
-    """The same data would be read again from its first sample on."""
-    stored, start = draft.facts.checkpoint, draft.derived.train_start
-    if stored is None or stored.train_start == start or draft.config.training.only_evaluates:
-        return
-    before, now = map(_training_data, (stored.datasets, draft.facts.datasets))
-    if before and before == now:
-        iteration = start // draft.config.training.global_batch_size
-        yield Problem(
-            f"{_PHASES}: a phase starts after iteration {iteration}, but the training data is that of the phase before,"
-            " which would be read again from its first sample on",
-            f"give the data of the new phase (--data-path), or remove {iteration} from {_PHASES}",
-        )
-
-
-def _training_data(datasets: Sequence[DatasetFacts]) -> list[tuple[Any, ...]]:
-    return [(one.digest, one.weight, one.split) for one in datasets if one.split in ("all", "train")]
-
-
+@rule
 def full_validation_excludes_weights(draft: Draft) -> Problems:
     is_weighted = any(
         dataset.weight is not None and dataset.split in ("all", "valid") and not dataset.from_iteration
@@ -205,6 +166,7 @@ def full_validation_excludes_weights(draft: Draft) -> Problems:
         )
 
 
+@rule
 def validation_sets_are_separate(draft: Draft) -> Problems:
     data = draft.config.data
     if not data.multiple_validation_sets:
@@ -221,6 +183,7 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
         )
 
 
+@rule
 def document_ends_have_one_source(draft: Draft) -> Problems:
     data = draft.config.data
     if data.dataloader_inter_document_masking and (data.reset_attention_mask or data.reset_position_ids):
@@ -231,6 +194,7 @@ def document_ends_have_one_source(draft: Draft) -> Problems:
         )
 
 
+@rule
 def functions_of_samples_are_alone(draft: Draft) -> Problems:
     data = draft.config.data
     if data.dataset is None:
@@ -248,6 +212,7 @@ def functions_of_samples_are_alone(draft: Draft) -> Problems:
             )
 
 
+@rule
 def conversations_are_whole(draft: Draft) -> Problems:
     data = draft.config.data
     if not data.sft:
@@ -263,15 +228,27 @@ def conversations_are_whole(draft: Draft) -> Problems:
         )
 
 
-def seed_is_in_range(draft: Draft) -> Problems:
-    derived, seed = draft.derived, draft.config.training.seed
-    plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
-    of_phases = sum(len(phase.plan) for phase in derived.later_phases)
-    largest = MAX_SEED - max(map(len, plans)) - of_phases + 1  # each additional plan uses the next seed
-    if seed > largest:
-        yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed {largest} or less")
+@note
+def loss_masks_are_not_read(draft: Draft) -> Notes:
+    masked = [one.prefix for one in draft.facts.datasets if one.has_loss_mask]
+    if masked and not draft.config.data.sft:
+        yield (
+            f"{', '.join(dict.fromkeys(masked))}: conversations with a loss mask next to them, which is not read without"
+            " --sft: prompts have loss, too"
+        )
 
 
+@derives("derived.vocab_size")
+def vocab_size(draft: Draft) -> DerivedValue:
+    given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
+    if found is not None:
+        return DerivedValue(found, "the tokenizer's")
+    if given is None:
+        raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
+    return DerivedValue(given, "--vocab-size")
+
+
+@rule
 def vocabulary_is_known(draft: Draft) -> Problems:
     tokenizer, facts = draft.config.tokenizer, draft.facts
     has_only_size = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
@@ -288,6 +265,18 @@ def vocabulary_is_known(draft: Draft) -> Problems:
         )
 
 
+@derives("derived.eod_id")
+def eod_id(draft: Draft) -> DerivedValue:
+    if draft.facts.vocab_size is not None or draft.facts.eod_id is not None:
+        reason = "the tokenizer has none" if draft.facts.eod_id is None else "the tokenizer's"
+        return DerivedValue(draft.facts.eod_id, reason)
+    given = draft.config.tokenizer.null_tokenizer_eod_id
+    if given is not None:
+        return DerivedValue(given, "--null-tokenizer-eod-id")
+    return DerivedValue(draft.derived.vocab_size - 1, "the last token, as there is no tokenizer file")
+
+
+@rule
 def end_of_document_is_known(draft: Draft) -> Problems:
     data = draft.config.data
     needs = {
@@ -301,6 +290,30 @@ def end_of_document_is_known(draft: Draft) -> Problems:
             yield missing_end_of_document(draft.config.tokenizer, needed_by=flag)
 
 
+@note
+def end_of_document_was_guessed(draft: Draft) -> Notes:
+    data = draft.config.data
+    if draft.facts.tokenizer_note and (
+        data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    ):
+        yield draft.facts.tokenizer_note
+
+
+@derives("model.padded_vocab_size")
+def padded_vocab_size(draft: Draft) -> DerivedValue:
+    vocabulary, tp = draft.derived.vocab_size, draft.config.parallel.tensor_model_parallel_size
+    multiple = draft.config.model.make_vocab_size_divisible_by
+    rows = padded_vocabulary(vocabulary, divisible_by=multiple, tp_size=tp)
+    return DerivedValue(rows, f"{vocabulary} up to a multiple of {multiple} * tp {tp}")
+
+
+def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
+    """Return the rows of the embedding: each tensor-parallel rank holds a multiple of `divisible_by`."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@rule
 def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
     rows, vocabulary = draft.config.model.padded_vocab_size, draft.derived.vocab_size
     if rows < vocabulary:
@@ -310,24 +323,11 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
         )
 
 
-DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    data_has_one_source,
-    blends_have_positive_weights,
-    split_is_valid,
-    splits_hold_sequences,
-    data_schedule_has_an_order,
-    phases_are_valid,
-    phases_need_datasets_in_order,
-    current_phase_is_kept,
-    phases_start_at_whole_batches,
-    each_phase_has_other_data,
-    full_validation_excludes_weights,
-    validation_sets_are_separate,
-    document_ends_have_one_source,
-    functions_of_samples_are_alone,
-    conversations_are_whole,
-    seed_is_in_range,
-    vocabulary_is_known,
-    end_of_document_is_known,
-    padded_vocabulary_holds_all_tokens,
-)
+@rule
+def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
+    rows, tp = draft.config.model.padded_vocab_size, draft.config.parallel.tensor_model_parallel_size
+    if rows % tp:
+        yield Problem(
+            f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
+            f"{use(draft, multiples('model.padded_vocab_size', rows, tp))}, or remove it (or set it to auto)",
+        )

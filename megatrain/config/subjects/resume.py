@@ -1,20 +1,20 @@
-"""Rules about checkpoints: which settings and data may differ from those of the checkpoint that a run resumes.
+"""Which settings and data may differ from those of the checkpoint that a run resumes.
 
 stored and current value of each setting ──> its class (`schema/resume_class.py`) ──> a note, or a problem with a remedy
 datasets, their weights, the tokenizer   ──> compared by content             ──> a problem
-schedules                                ──> compared by meaning             ──> a problem, unless a flag selects one
+schedules                                ──> compared by meaning (`schedule.py`) ──> a problem, unless a flag selects one
 """
 
-import dataclasses
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.fixes import Change, divisors, multiples, use, words
 from megatrain.config.plan import Draft
+from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.resume_class import (
     FUNCTION,
     OPTIMIZER_STATE,
@@ -31,11 +31,11 @@ from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
-_BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
 _NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
-def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def settings_match_checkpoint(draft: Draft) -> Problems:
     for setting, stored, now in _changes(draft):
         resume_class = _class_of(draft, setting, stored, now)
         kind = resume_class.kind
@@ -54,56 +54,30 @@ def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
 
 
+@note
+def changed_settings(draft: Draft) -> Notes:
+    """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
+    by_label: dict[str, list[str]] = {}
+    for setting, stored, now in _changes(draft):
+        resume_class = _class_of(draft, setting, stored, now)
+        if resume_class.kind == "silent" or (
+            resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
+        ):
+            continue
+        consent = _consent_to(draft, resume_class) if resume_class.kind == "consent" else ""
+        label = f"allowed by {consent}" if consent else "safe"
+        change = f"{setting.flag} {_as_text(stored)} -> {_with_unit(setting, now)}"
+        by_label.setdefault(label, []).append(change)
+    for label, changes in by_label.items():
+        yield f"changed since the checkpoint, {label}: {', '.join(changes)}"
+
+
 def _is_upcycled(draft: Draft) -> bool:
     return draft.facts.checkpoint is not None and draft.facts.checkpoint.is_upcycled
 
 
-def upcycling_fits_the_dense_model(draft: Draft) -> Iterator[Problem]:
-    experts, checkpoint, stored = draft.config.experts, draft.config.checkpoint, draft.facts.checkpoint
-    if not experts.moe_use_upcycling or experts.num_experts is None:
-        return
-    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        yield Problem(
-            "--moe-use-upcycling requires a dense model",
-            "add --pretrained-checkpoint FOLDER with its checkpoint, and --load with the --save folder of this run",
-        )
-    if stored is None or not stored.is_upcycled:
-        return
-    load = checkpoint.load
-    if load is not None and load == checkpoint.save and PurePath(load) in PurePath(stored.path).parents:
-        yield Problem(
-            f"--moe-use-upcycling would save into --save {checkpoint.save}, which has the dense model",
-            "give --save another folder",
-        )
-    granularity, width = experts.moe_upcycling_granularity, experts.moe_ffn_hidden_size or 0
-    dense = stored.config["model"]["ffn_hidden_size"]
-    if dense != width * granularity:
-        yield Problem(
-            f"--moe-upcycling-granularity {granularity} * --moe-ffn-hidden-size {width} is not the dense model's"
-            f" --ffn-hidden-size {dense}",
-            f"use --moe-ffn-hidden-size {-(-dense // granularity)}, or --moe-ffn-hidden-size {dense}"
-            " --moe-upcycling-granularity 1",
-        )
-    if experts.num_experts % granularity:
-        yield Problem(
-            f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
-            use(draft, multiples("experts.num_experts", experts.num_experts, granularity)),
-        )
-    has_dense = any(layer.dense for layer in draft.derived.model_spec.layers)
-    if has_dense and dense != draft.config.model.ffn_hidden_size:
-        yield Problem(
-            f"--ffn-hidden-size {draft.config.model.ffn_hidden_size} of layers without experts is not the dense model's"
-            f" {dense}",
-            f"use --ffn-hidden-size {dense}",
-        )
-    if experts.moe_latent_size is not None:
-        yield Problem(
-            "--moe-use-upcycling is not supported together with --moe-latent-size: the dense model has no projections",
-            "remove one of them",
-        )
-
-
-def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def quantile_balancing_matches_checkpoint(draft: Draft) -> Problems:
     """Its biases are state of the model, and mean something else than other expert biases."""
     path, name = "experts.moe_router_load_balancing_type", "quantile_balancing"
     for changed, stored, now in _changes(draft):
@@ -115,7 +89,8 @@ def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def data_matches_checkpoint(draft: Draft) -> Problems:
     """Training files may move, but their contents, weights and order must not change, in any phase that has begun."""
     stored = draft.facts.checkpoint
     if stored is None or draft.config.training.only_evaluates:
@@ -149,7 +124,8 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def data_schedule_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def data_schedule_matches_checkpoint(draft: Draft) -> Problems:
     """Training data must have changed at the same iterations before that of the checkpoint."""
     stored = draft.facts.checkpoint
     if stored is None or draft.config.training.only_evaluates:
@@ -169,7 +145,8 @@ def _begun(datasets: Sequence[DatasetFacts]) -> list[int]:
     return sorted({dataset.from_iteration for dataset in datasets} - {0})
 
 
-def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Problems:
     stored = draft.facts.checkpoint
     if draft.config.data.dataloader_type != "cyclic" or stored is None or stored.pass_size is None:
         return
@@ -198,7 +175,8 @@ def _counts(datasets: Sequence[DatasetFacts]) -> str:
     return ", ".join(f"{count} for {split}" for split, count in counts.items())
 
 
-def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+@rule
+def tokenizer_matches_checkpoint(draft: Draft) -> Problems:
     stored, now = draft.facts.checkpoint, draft.facts.tokenizer_fingerprint
     before = stored.tokenizer_fingerprint if stored else None
     if before and now and not is_same_tokenizer(before, now):
@@ -209,110 +187,12 @@ def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def vocabulary_is_in_the_folder(draft: Draft) -> Iterator[Problem]:
-    """Weights of transformers may have more rows than the tokenizer has tokens, and never fewer."""
-    stored, size = draft.facts.checkpoint, draft.derived.vocab_size
-    if stored is None or not stored.path.startswith(HF_PREFIX):
-        return
-    rows = stored.config["model"]["padded_vocab_size"]
-    if size > rows:
-        yield Problem(
-            f"{stored.path}: its vocabulary has {rows} rows, and the tokenizer {size} tokens",
-            f"use the tokenizer of the folder, or --vocab-size {rows}",
-        )
-
-
-def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
-    """As in Megatron-LM, a change of the schedule on resume requires a flag."""
-    stored = draft.facts.checkpoint
-    if stored is None or stored.schedule is None or not draft.continues_optimizer:
-        return
-    if draft.config.schedule.override_opt_param_scheduler:
-        return
-    changes = draft.derived.schedule.changes(stored.schedule)
-    if changes:
-        differences = "; ".join(
-            f"{name}: the checkpoint has {before}, this run {now}" for name, before, now in changes
-        )
-        own = draft.derived.schedule
-        former = dataclasses.replace(own, **stored.schedule)
-        yield Problem(
-            f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
-            _batch_of_checkpoint(draft)
-            + "add --override-opt-param-scheduler to use the schedules of this run, or"
-            " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
-        )
-
-
-def schedule_of_checkpoint_is_available(draft: Draft) -> Iterator[Problem]:
-    """No code is run that only a checkpoint names, or that has changed."""
-    schedule, given = draft.derived.schedule, draft.config.schedule.lr_decay_style
-    name, found = schedule.lr_decay_style, draft.facts.lr_decay_digest
-    if schedule.function is not None and given != name:
-        yield Problem(
-            f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
-            f"add --lr-decay-style {name} if you trust that code",
-        )
-    elif schedule.lr_decay_digest not in (None, found):
-        yield Problem(
-            f"--lr-decay-style {name}: the file has changed, its digest is {found}, and that of the checkpoint is"
-            f" {schedule.lr_decay_digest}",
-            "use the file of that run, or replace --use-checkpoint-opt-param-scheduler by --override-opt-param-scheduler",
-        )
-
-
-def _batch_of_checkpoint(draft: Draft) -> str:
-    """Return the start of a fix: the batch size with which the schedules are the checkpoint's, if that is what changed."""
-    training, dp = draft.config.training, draft.derived.data_parallel_size
-    stored = draft.facts.checkpoint.config.get("training", {}) if draft.facts.checkpoint else {}
-    batch, micro = (stored.get(name) for name in ("global_batch_size", "micro_batch_size"))
-    if batch in (None, training.global_batch_size):
-        return ""
-    candidates: list[Change] = [{_BATCH: batch}]
-    if micro != training.micro_batch_size and not draft.is_given(_BATCH):
-        candidates.insert(0, {_MICRO: micro})
-    smaller = divisors(_MICRO, batch // dp, training.micro_batch_size) if batch % dp == 0 else ()
-    candidates += [{**change, _BATCH: batch} for change in smaller]
-    fitting = next((change for change in candidates if draft.breaks(change) == 0), None)
-    return f"use {words(fitting)}, which keeps the schedules of the checkpoint, or " if fitting else ""
-
-
-def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
-    stored = draft.facts.checkpoint
-    if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
-        reason = "since it was saved with --no-save-optim"
-        if stored.is_of_megatron:
-            reason = (
-                "or it is stored by buckets, whose order only Megatron-LM knows: save once more there with --ckpt-format torch_dist"
-                " --dist-ckpt-optim-fully-reshardable, or continue without it"
-            )
-        yield Problem(
-            f"{stored.path} has no optimizer state, {reason}",
-            "add --finetune to start a new run from its weights, or --no-load-optim to continue without the optimizer state",
-        )
-
-
-def changed_settings(draft: Draft) -> Iterator[str]:
-    """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
-    by_label: dict[str, list[str]] = {}
-    for setting, stored, now in _changes(draft):
-        resume_class = _class_of(draft, setting, stored, now)
-        if resume_class.kind == "silent" or (
-            resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
-        ):
-            continue
-        consent = _consent_to(draft, resume_class) if resume_class.kind == "consent" else ""
-        label = f"allowed by {consent}" if consent else "safe"
-        change = f"{setting.flag} {_as_text(stored)} -> {_with_unit(setting, now)}"
-        by_label.setdefault(label, []).append(change)
-    for label, changes in by_label.items():
-        yield f"changed since the checkpoint, {label}: {', '.join(changes)}"
-
-
 def _changes(draft: Draft) -> Iterator[tuple[Setting, Any, Any]]:
     """Yield setting, stored and current value of changed settings. Settings that an older version did not store are skipped."""
     checkpoint = draft.facts.checkpoint
-    stored, is_of_megatron = (checkpoint.config, checkpoint.is_of_megatron) if checkpoint else ({}, False)
+    if checkpoint is None:
+        return
+    stored, is_of_megatron = checkpoint.config, checkpoint.is_of_megatron
     for setting in settings():
         now = draft.config.raw(setting.path)
         if setting.name not in stored.get(setting.section, {}) or not is_resolved(now):
@@ -403,27 +283,3 @@ def _as_flag(setting: Setting, value: Any) -> str:
     if isinstance(value, bool):
         return flag if value else f"without {flag}"
     return f"without {flag}" if value is None or value == [] else f"{flag} {_as_text(value)}"
-
-
-def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
-        yield Problem(
-            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "remove one of them"
-        )
-
-
-RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
-    settings_match_checkpoint,
-    upcycling_fits_the_dense_model,
-    quantile_balancing_matches_checkpoint,
-    data_matches_checkpoint,
-    data_schedule_matches_checkpoint,
-    cyclic_pass_size_matches_checkpoint,
-    tokenizer_matches_checkpoint,
-    vocabulary_is_in_the_folder,
-    schedules_match_checkpoint,
-    schedule_of_checkpoint_is_available,
-    checkpoint_has_optimizer_state,
-    missing_checkpoint_has_one_answer,
-)

@@ -11,22 +11,17 @@ from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
-from megatrain.config.derive.model import (
-    activation_of,
-    attention_scale,
-    latent_sizes,
-    matrix_init_std,
-    output_multiplier,
-)
 from megatrain.config.derive.patterns import (
     PatternError,
     parse_expert_pattern,
     parse_layer_pattern,
     parse_window,
 )
+from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
@@ -34,11 +29,16 @@ from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.rotary import LlamaScaling, RotarySpec, YarnScaling
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import derives
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.values import UnresolvedError, is_resolved
+from megatrain.config.schema.values import UnresolvedError
+
+_SINKS: dict[str, Literal["none", "zero", "learned"]]
+_SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
+@derives("derived.model_spec")
 def model_spec(draft: Draft) -> DerivedValue:
     """Derive the model. Rules report the errors of settings."""
     model, custom = draft.config.model, draft.facts.custom_layers
@@ -46,6 +46,8 @@ def model_spec(draft: Draft) -> DerivedValue:
     if layer_function(model.spec) is not None:
         if custom is None or custom.function is None:
             raise UnresolvedError  # `data_problems` has the reason.
+        for name in vars(model):
+            getattr(model, name)  # The function may read each setting: wait for it.
         layers = custom.function(model, spec.layers)
         return DerivedValue(dataclasses.replace(spec, layers=layers), f"by --spec {' '.join(model.spec)}")
     text = model.heterogeneous_layers_config_encoded_json
@@ -55,9 +57,10 @@ def model_spec(draft: Draft) -> DerivedValue:
 
 def spec_of_flags(draft: Draft) -> ModelSpec:
     """Return the model without --spec. Raises UnresolvedError for settings that rules report."""
-    config, vocab_size = draft.config, draft.derived.raw("vocab_size")
-    model = config.model
-    if not is_resolved(vocab_size):  # `vocabulary_is_known` reports it; rules about layers need no vocabulary
+    config, model = draft.config, draft.config.model
+    try:
+        vocab_size = draft.derived.vocab_size
+    except UnresolvedError:  # `vocabulary_is_known` reports it; rules about layers need no vocabulary
         vocab_size, model = 0, model.replaced({"padded_vocab_size": 0})
     try:
         return describe_model(
@@ -163,6 +166,36 @@ def _attention(model: ModelConfig, *, qk_norm_decays: bool) -> AttentionSpec:
     )
 
 
+def latent_sizes(model: ModelConfig) -> LatentSizes | None:
+    """Return the sizes of multi-latent attention; None: the model does not have it."""
+    if not model.multi_latent_attention:
+        return None
+    return LatentSizes(
+        query_rank=model.q_lora_rank,
+        kv_rank=model.kv_lora_rank,
+        qk_nope_head_dim=model.qk_head_dim,
+        qk_rope_head_dim=model.qk_pos_emb_head_dim,
+        v_head_dim=model.v_head_dim,
+    )
+
+
+def attention_scale(model: ModelConfig) -> float | None:
+    """Return the factor of attention scores. None: 1 / sqrt(kv channels)."""
+    if model.multi_latent_attention and model.softmax_scale is None:
+        channels = float(model.qk_head_dim + model.qk_pos_emb_head_dim)
+        return float(yarn_temperature(model) ** 2 / channels**0.5)
+    if model.softmax_scale is not None or not model.use_mup:
+        return model.softmax_scale
+    root = 1.0 if model.mup_base_head_dim is None else model.mup_base_head_dim**0.5
+    return float(root / model.kv_channels**model.mup_attn_scale_power)
+
+
+def yarn_temperature(model: ModelConfig) -> float:
+    """Return the factor of queries and of keys that multi-latent attention applies in its scores (DeepSeek-V2), in every channel."""
+    factor = model.rotary_scaling_factor
+    return 0.1 * model.mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _linear_attention(model: ModelConfig) -> LinearAttentionSpec:
     """Its GELU is exact, as in Megatron-LM, also where that of the MLP is not."""
     kind = activation_of(model)[0]
@@ -184,6 +217,23 @@ def _mlp(model: ModelConfig, width: int) -> MlpSpec:
         offset=model.glu_linear_offset,
         has_bias=not model.disable_bias_linear,
     )
+
+
+def activation_of(model: ModelConfig) -> tuple[Activation, str]:
+    """Return the activation of the MLP, and the reason."""
+    if model.swiglu:
+        return "swiglu", "--swiglu"
+    if model.geglu:
+        return "geglu_tanh", "--geglu: GELU by tanh"
+    if model.quick_geglu:
+        return "quick_geglu", "--quick-geglu"
+    if model.squared_relu:
+        return "squared_relu", "--squared-relu"
+    if model.disable_bias_linear:
+        return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
+    if model.no_bias_gelu_fusion:
+        return "gelu", "exact, as in Megatron-LM with --no-bias-gelu-fusion"
+    return "gelu_tanh", "GELU by tanh, as in Megatron-LM's fusion of bias and GELU"
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> ExpertsSpec:
@@ -238,8 +288,18 @@ def _qk_norm(model: ModelConfig) -> Literal["none", "head", "all_heads", "latent
     return width if model.qk_layernorm else "none"
 
 
-_SINKS: dict[str, Literal["none", "zero", "learned"]]
-_SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
+def matrix_init_std(model: ModelConfig) -> float:
+    """Return the standard deviation of initial matrices before scaling by depth."""
+    if not model.use_mup or model.mup_width_mult == 1:
+        return model.init_method_std
+    return float(model.init_method_std / model.mup_width_mult**0.5)
+
+
+def output_multiplier(model: ModelConfig) -> float:
+    """Return the factor of the logits."""
+    if not model.use_mup:
+        return 1.0
+    return 1.0 / model.mup_width_mult if model.mup_output_mult == 1 else model.mup_output_mult
 
 
 def _rotary(model: ModelConfig) -> RotarySpec | None:

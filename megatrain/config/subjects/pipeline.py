@@ -12,16 +12,19 @@ The embedding is on the first virtual stage, the head on the last one, as is mul
 elsewhere (m), before the head's stage. Virtual stage k is chunk k // ranks of rank k % ranks.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
 
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Problems, derives, rule
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
 from megatrain.config.schema.values import UnresolvedError
 
@@ -34,6 +37,7 @@ class PipelineError(Exception):
         self.problem = Problem(text, fix)
 
 
+@derives("derived.pipeline_chunks")
 def pipeline_chunks(draft: Draft) -> DerivedValue:
     """Derive the number of model chunks of each rank."""
     try:
@@ -42,6 +46,7 @@ def pipeline_chunks(draft: Draft) -> DerivedValue:
         raise UnresolvedError from error
 
 
+@derives("derived.pipeline_layers")
 def pipeline_layers(draft: Draft) -> DerivedValue:
     """Derive the number of layers of each virtual stage."""
     try:
@@ -52,6 +57,7 @@ def pipeline_layers(draft: Draft) -> DerivedValue:
     return DerivedValue(counts, reason)
 
 
+@derives("derived.mtp_stage")
 def mtp_stage(draft: Draft) -> DerivedValue:
     """Derive the virtual stage of multi-token prediction."""
     try:
@@ -60,6 +66,7 @@ def mtp_stage(draft: Draft) -> DerivedValue:
         raise UnresolvedError from error
 
 
+@derives("parallel.pipeline_schedule")
 def pipeline_schedule(draft: Draft) -> DerivedValue:
     """Derive the schedule for an open --pipeline-schedule."""
     if draft.config.parallel.pipeline_model_parallel_size == 1:
@@ -70,7 +77,8 @@ def pipeline_schedule(draft: Draft) -> DerivedValue:
     return DerivedValue(SEVERAL_CHUNKS, f"{chunks} model chunks per rank")
 
 
-def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
+@rule
+def pipeline_is_valid(draft: Draft) -> Problems:
     """Rule: the settings of the pipeline give every virtual stage something to compute."""
     try:
         chunks, _ = _chunks(draft)
@@ -92,7 +100,7 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def _schedule_problems(draft: Draft, chunks: int) -> Iterator[Problem]:
+def _schedule_problems(draft: Draft, chunks: int) -> Problems:
     """Yield the problem of a schedule that has another number of model chunks."""
     schedule, pp = draft.config.parallel.pipeline_schedule, draft.config.parallel.pipeline_model_parallel_size
     needed = PIPELINE_SCHEDULES[schedule].num_chunks

@@ -1,0 +1,1 @@
+"""What is derived, refused and noted, a file per subject."""
