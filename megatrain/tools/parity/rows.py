@@ -326,7 +326,7 @@ def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 @_rule_of(*dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_NEEDING_EXPERTS]))
 def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
-    """Return whether the known words fit experts and their layout (config/rules/experts.py, sizes.py)."""
+    """Return whether the known words fit experts and their layout (config/subjects/experts.py)."""
     sizes = _sizes_of(known)
     needs = [set(_FEATURE_OF[word].needs) for word in known.values() if word in _FEATURE_OF]
     has_experts = any(not need.isdisjoint({"experts", "ep", "etp"}) for need in needs)

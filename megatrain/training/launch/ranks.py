@@ -362,7 +362,7 @@ def use_deterministic_operations() -> None:
 
         the embedding's gradient (`index_add_`, atomics)     torch's deterministic kernel, which sorts rows first
         attention's backward pass                            deterministic mode of flash-attn-4 and of torch's flash kernels;
-                                                             cuDNN's kernel is not used (`config/derive/attention_backend.py`)
+                                                             cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
         layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; attention is that of `local`
