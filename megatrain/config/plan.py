@@ -164,3 +164,13 @@ class Plan:
     """Origin of each value, by path such as `model.num_layers` or `derived.num_microbatches`."""
     notes: tuple[str, ...]
     """Notes for the user; none is an error."""
+
+    @property
+    def decoder_stage(self) -> int | None:
+        """Virtual stage with the first layer of a decoder after an encoder; None: the model has one stack."""
+        return self.derived.model_spec.decoder_stage(self.derived.pipeline_layers)
+
+    @property
+    def later_embedding_stage(self) -> int | None:
+        """Virtual stage after the first that embeds tokens, for multi-token prediction or a decoder; None: there is none."""
+        return self.derived.mtp_stage if self.derived.mtp_stage is not None else self.decoder_stage

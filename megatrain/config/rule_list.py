@@ -32,6 +32,7 @@ from megatrain.config.subjects import (
     experts,
     fp8,
     layers,
+    masked_samples,
     model,
     model_spec,
     pipeline,
@@ -44,7 +45,7 @@ from megatrain.config.subjects import (
 )
 
 _SUBJECTS: Final = (
-    device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, precision, fp8, transformer_engine,
+    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, precision, fp8, transformer_engine,
     attention_kernel, experts, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""

@@ -79,6 +79,8 @@ class LayerContext:
     ranks: LayerRanks
     rope_of: Callable[[AttentionSpec], Any]
     """Returns the `RotaryEmbedding` of an attention, which layers share, or None."""
+    relative_positions_of: Callable[[AttentionSpec], tuple[Any, bool]]
+    """Returns the `RelativePositions` of an attention, which layers share, and whether the caller is the first to get it."""
     recompute: Recompute
 
     @property

@@ -100,7 +100,8 @@ def cut_buckets(registry: ParamRegistry, grid: RankGrid) -> list[Bucket]:
             at = _aligned(at + entry.layout.numel, _ALIGNMENT)
         family = entries[0].layout.family
         size = _aligned(at, _ALIGNMENT * grid.family(family).shard.size)
-        buckets.append(Bucket(entries[0].users, family, size, tuple(params)))
+        users = sorted({user for entry in entries for user in entry.users})
+        buckets.append(Bucket(tuple(users), family, size, tuple(params)))
     return buckets
 
 

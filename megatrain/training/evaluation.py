@@ -37,7 +37,13 @@ def evaluate(
     """
     batches = engine.shard_batches(batches)
     infos = [
-        PassInfo(microbatch=number, documents=batch.documents, num_samples=samples, is_training=False)
+        PassInfo(
+            microbatch=number,
+            documents=batch.documents,
+            is_token=batch.is_token,
+            num_samples=samples,
+            is_training=False,
+        )
         for number, (batch, samples) in enumerate(
             zip(batches, num_samples or [None] * len(batches), strict=True)
         )

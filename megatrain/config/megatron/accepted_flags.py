@@ -9,7 +9,12 @@ from megatrain.config.megatron.answer import accepted
 
 ACCEPTED_FLAGS: Final = (
     # The model
+    accepted("no program of Megatron-LM reads this flag", "--titles-data-path=*"),
     accepted("megatrain has one model definition", "--use-mcore-models"),
+    accepted(
+        "T5 always has the 100 sentinels of its tokenizer, as in Megatron-LM",
+        "--vocab-extra-ids=*",
+    ),
     accepted(
         "--attention-backend selects the attention kernel, and auto is the fastest available one",
         "--use-flash-attn",

@@ -50,7 +50,7 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
     "--optimizer": ("adaptive_muon", "lion", "soap"),
-    "--position-embedding-type": ("mrope", "relative", "yarn"),
+    "--position-embedding-type": ("mrope", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }
 """Choices of Megatron-LM that are not supported; choices that a setting has take precedence."""

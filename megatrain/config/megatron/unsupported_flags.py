@@ -80,7 +80,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this position embedding is not supported",
-        "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
+        "--mrope-section=+",
         instead="remove the flag, and use --position-embedding-type rope",
     ),
     missing(
@@ -118,7 +118,7 @@ UNSUPPORTED_FLAGS: Final = (
     missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
-        "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
+        "--tokenizer-sentencepiece-legacy"
         " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),

@@ -19,6 +19,10 @@ SOURCES: Final = (
     "data.dataset",
 )
 """Settings that name the data."""
+MASKED_FAMILIES: Final = ("bert", "t5")
+"""Families of models that learn from masked sentences."""
+_GPT: Final = one_of("model.model_family", "gpt")
+_MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,22 +82,29 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Evaluate on each validation dataset separately."""
     reset_position_ids: bool = setting(
         False,
-        needs=none_of(
-            "model.position_embedding_type",
-            "rope",
-            "yarn",
-            why=", as in Megatron-LM: RoPE depends only on distances",
+        needs=(
+            none_of(
+                "model.position_embedding_type",
+                "rope",
+                "yarn",
+                why=", as in Megatron-LM: RoPE depends only on distances",
+            ),
+            _GPT,
         ),
     )
     """Restart position ids after each end-of-document token."""
     reset_attention_mask: bool = False
     """Mask attention across end-of-document tokens."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = setting(False, needs=_GPT)
     """Mask the loss where the input is an end-of-document token."""
     dataloader_inter_document_masking: bool = False
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     sft: bool = setting(False, on_resume=ORDER)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
+    mask_prob: float = setting(0.15, above=0, at_most=1, on_resume=ORDER, needs=_MASKED)
+    """BERT and T5: share of the tokens of a sample that are masked."""
+    short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
+    """BERT and T5: probability that a sample is cut for fewer tokens than it can hold."""
     allow_ambiguous_pad_tokens: bool = False
     """Treat the padding token of the tokenizer as padding even if it has another role."""
 

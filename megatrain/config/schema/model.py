@@ -33,14 +33,24 @@ _YARN = either(*_YARN_TYPES, words="without YaRN")
 _YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
 _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
+_T5 = one_of("model.model_family", "t5")
+_RELATIVE = one_of("model.position_embedding_type", "relative")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
+    model_family: Literal["gpt", "bert", "t5"] = "gpt"
+    """Family of the model: a decoder (gpt), an encoder (bert), or an encoder and a decoder (t5). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
-    """Transformer layers of the model."""
+    """Transformer layers of the model; of T5 those of the encoder, and of the decoder."""
+    bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
+    """BERT: no next-sentence head, no pooler and no token types."""
+    decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_T5)
+    """T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
+    decoder_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE, needs=_T5)
+    """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
     hidden_size: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 768")
     """Width of the residual stream."""
     num_attention_heads: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 12")
@@ -115,10 +125,16 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Linear attention: heads of queries and keys."""
     linear_num_value_heads: int = setting(32, at_least=1, needs=_LINEAR)
     """Linear attention: heads of values, a multiple of the heads of queries and keys."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = setting(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "relative", "none"] = setting(
         "learned_absolute", adapts=has_no_position_weights
     )
-    """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
+    """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, T5's relative position bias, or none."""
+    relative_attention_num_buckets: int = setting(32, at_least=4, needs=_RELATIVE)
+    """Relative positions: buckets of distances, each with a bias per head."""
+    relative_attention_max_distance: int = setting(
+        128, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_RELATIVE
+    )
+    """Relative positions: distance from which all are in the last bucket."""
     rope_type: Literal["rope", "yarn"] = setting(AUTO, on_resume=FUNCTION, needs=_LATENTS)
     """MLA: type of its RoPE, which it has under every --position-embedding-type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
     rotary_base: float = setting(10000.0, above=0, on_resume=FUNCTION, needs=_ROPE)

@@ -53,5 +53,5 @@ def is_decreased(stored: Any, now: Any) -> bool:
 
 
 def has_no_position_weights(stored: Any, now: Any) -> bool:
-    """RoPE becomes YaRN: only learned positions are weights."""
-    return "learned_absolute" not in (stored, now)
+    """RoPE becomes YaRN: only learned positions and relative ones are weights."""
+    return not {"learned_absolute", "relative"} & {stored, now}

@@ -116,10 +116,13 @@ def splits_hold_sequences(draft: Draft) -> Problems:
         for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
     of_training = [is_required[0], False, False]
+    unit = "sequences" if draft.config.model.model_family == "gpt" else "documents"
     for is_later, required in ((False, is_required), (True, of_training)):
-        read = {one.prefix: one.num_sequences for one in shared if bool(one.from_iteration) == is_later}
+        read = {
+            one.prefix: getattr(one, f"num_{unit}") for one in shared if bool(one.from_iteration) == is_later
+        }
         try:
-            require_sequences(split, read, required)
+            require_sequences(split, read, required, unit=unit)
         except ConfigError as error:
             yield from error.problems
 

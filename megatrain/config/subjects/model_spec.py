@@ -10,6 +10,7 @@ import math
 from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.families import head_of, num_token_types, stacks_of
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
     PatternError,
@@ -49,7 +50,7 @@ def model_spec(draft: Draft) -> DerivedValue:
         for name in vars(model):
             getattr(model, name)  # The function may read each setting: wait for it.
         layers = custom.function(model, spec.layers)
-        return DerivedValue(dataclasses.replace(spec, layers=layers), f"by --spec {' '.join(model.spec)}")
+        return DerivedValue(spec.with_layers(layers), f"by --spec {' '.join(model.spec)}")
     text = model.heterogeneous_layers_config_encoded_json
     where = model.heterogeneous_layers_config_path or "--heterogeneous-layers-config-encoded-json"
     return DerivedValue(spec, "equals --num-layers" if text is None else f"by {where}")
@@ -85,7 +86,7 @@ def describe_model(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
         padded_vocab_size=model.padded_vocab_size,
-        layers=_layers(model, experts, qk_norm_decays=qk_norm_decays),
+        stacks=stacks_of(model, _layers(model, experts, qk_norm_decays=qk_norm_decays)),
         is_tied=not model.untie_embeddings_and_output_weights,
         init_std=init_std,
         output_init_std=init_std / math.sqrt(2 * model.num_layers),
@@ -95,6 +96,8 @@ def describe_model(
             kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
         ),
         num_positions=model.max_position_embeddings if has_positions else None,
+        num_token_types=num_token_types(model),
+        head=head_of(model),
         embedding_multiplier=model.embedding_multiplier,
         width_multiplier=model.mup_embedding_mult if model.use_mup else 1.0,
         hidden_dropout=model.hidden_dropout,

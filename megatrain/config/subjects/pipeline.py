@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
 
+from megatrain.config.derive.families import num_layers
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
@@ -118,7 +119,7 @@ def _schedule_problems(draft: Draft, chunks: int) -> Problems:
 
 def _chunks(draft: Draft) -> tuple[int, str]:
     """Return the chunks per rank, and the reason."""
-    parallel, layers = draft.config.parallel, draft.config.model.num_layers
+    parallel, layers = draft.config.parallel, num_layers(draft.config.model)
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     given, per_stage = (
         parallel.num_virtual_stages_per_pipeline_rank,
@@ -160,7 +161,7 @@ def _chunks(draft: Draft) -> tuple[int, str]:
 
 def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], str]:
     """Return the number of layers of each virtual stage, and the reason."""
-    parallel, layers = draft.config.parallel, draft.config.model.num_layers
+    parallel, layers = draft.config.parallel, num_layers(draft.config.model)
     pp = parallel.pipeline_model_parallel_size
     chunks = draft.derived.pipeline_chunks if chunks is None else chunks
     stages, layout = pp * chunks, parallel.pipeline_model_parallel_layout
@@ -198,7 +199,7 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
 
 def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> tuple[int, ...]:
     """Return the layers of each virtual stage, given those of the first and the last rank."""
-    layers, pp = draft.config.model.num_layers, draft.config.parallel.pipeline_model_parallel_size
+    layers, pp = num_layers(draft.config.model), draft.config.parallel.pipeline_model_parallel_size
     given = {0: first} if first is not None else {}
     given |= {pp - 1: last} if last is not None else {}
     rest, others = layers - sum(given.values()), pp - len(given)

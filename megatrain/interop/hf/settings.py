@@ -151,8 +151,7 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
     spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     return replace(
-        spec,
-        layers=tuple(map(_layer, spec.layers)),
+        spec.with_layers(tuple(map(_layer, spec.layers))),
         padded_vocab_size=0,
         init_std=0.0,
         output_init_std=0.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -277,16 +276,7 @@ def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to a device."""
-    documents = batch.documents
-    return Batch(
-        tokens=batch.tokens.to(device),
-        labels=batch.labels.to(device),
-        loss_mask=batch.loss_mask.to(device),
-        position_ids=batch.position_ids.to(device),
-        documents=None
-        if documents is None
-        else dataclasses.replace(documents, cu_seqlens=documents.cu_seqlens.to(device)),
-    )
+    return batch.mapped(lambda x: x.to(device))
 
 
 def _documents(tokens: torch.Tensor) -> Documents:

@@ -150,7 +150,7 @@ class _SecondRun:
             hooks=self,
             chunks=engine.model.chunks,
             placement=engine.model.placement,
-            num_received=engine.executor.num_received,
+            hidden_rows=engine.executor.hidden_rows,
         )
         with self.inputs:
             executor.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)

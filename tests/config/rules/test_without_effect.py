@@ -8,6 +8,10 @@ from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import settings
 
 CASES = [
+    ("--mask-prob 0.2 --short-seq-prob 0.3", "",
+     ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
+    ("--model-family bert --eod-mask-loss --reset-position-ids", "",
+     ("--eod-mask-loss", "--reset-position-ids", "--model-family is gpt")),
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
