@@ -58,7 +58,7 @@ class AllGatherAttention(Function):
         keys = _GatheredKeys(k, v, masks.window, cp)
         dq = torch.empty_like(q)
         sums = torch.zeros_like(keys.kv, dtype=accumulation_dtype(q.dtype))
-        own = sums.new_empty((2, *sums.shape[1:]))
+        local = sums.new_empty((2, *sums.shape[1:]))
         halves = list(enumerate(_halves(q)))
         transfers = []
         for half, rows in reversed(halves):
@@ -71,10 +71,10 @@ class AllGatherAttention(Function):
             total[:, :, 0] += dk
             total[:, :, 1] += dv
             half_sums = sums[cp.size :].flip(0) if half else sums[: cp.size]
-            transfers.append(begin_reduce_scatter_into(own[half : half + 1], half_sums, cp.group))
+            transfers.append(begin_reduce_scatter_into(local[half : half + 1], half_sums, cp.group))
         for transfer in transfers:
             transfer.wait()
-        dk, dv = own.flatten(0, 1).unbind(2)
+        dk, dv = local.flatten(0, 1).unbind(2)
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
@@ -89,11 +89,11 @@ class _GatheredKeys:
     def __init__(self, k: Tensor, v: Tensor, window: int | None, cp: ContextParallel) -> None:
         self.window, self.cp = window, cp
         self.chunks = cp.chunks(k.shape[0])
-        own = torch.stack((k, v), dim=2).unflatten(0, (2, -1))
-        self.kv = own.new_empty((2 * cp.size, *own.shape[1:]))
+        local = torch.stack((k, v), dim=2).unflatten(0, (2, -1))
+        self.kv = local.new_empty((2 * cp.size, *local.shape[1:]))
         self._second = torch.empty_like(self.kv[: cp.size])
         self._transfers = [
-            begin_all_gather_into(target, own[half : half + 1], cp.group)
+            begin_all_gather_into(target, local[half : half + 1], cp.group)
             for half, target in enumerate((self.kv[: cp.size], self._second))
         ]
 

@@ -56,9 +56,9 @@ def gemm_reduce_scatter(
         torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
         received.wait()
         return received.parts.detach()  # detached, it is no view of the slots for autograd
-    own = torch.matmul(rows[peers.group.rank], weight)
-    _sum_into(own, own, received, peers)
-    return own
+    local = torch.matmul(rows[peers.group.rank], weight)
+    _sum_into(local, local, received, peers)
+    return local
 
 
 def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
@@ -68,11 +68,11 @@ def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = Non
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, rows[rank]) for rank in peers.peers)
-    own = rows[peers.group.rank]
+    local = rows[peers.group.rank]
     if term is not None and peers.group.size == 2:
-        return own, Transfer(_Term(term, received, peers))
-    out = torch.empty_like(own)
-    return out, Transfer(_Sum(out, own, received, peers))
+        return local, Transfer(_Term(term, received, peers))
+    out = torch.empty_like(local)
+    return out, Transfer(_Sum(out, local, received, peers))
 
 
 def _gather(x: Tensor, peers: PeerMemory) -> ReceivedParts:
@@ -100,12 +100,12 @@ class _Sum:
     """A sum of received parts, computed when its result is waited for."""
 
     out: Tensor
-    own: Tensor
+    local: Tensor
     received: ReceivedParts
     peers: PeerMemory
 
     def wait(self) -> None:
-        _sum_into(self.out, self.own, self.received, self.peers)
+        _sum_into(self.out, self.local, self.received, self.peers)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class _Term:
         self.term.value = self.received.from_rank(self.peers.peers[0])
 
 
-def _sum_into(out: Tensor, own: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
+def _sum_into(out: Tensor, local: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
     group = peers.group
-    parts = [own if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
+    parts = [local if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
     if group.size == 2:  # the same bits as a stack's sum, in one pass over memory
         torch.add(*parts, out=out)
     else:
