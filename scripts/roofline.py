@@ -108,7 +108,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     head = h * model.padded_vocab_size
     moved += 6 * model.padded_vocab_size
     weights = linear + inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)
-    shards = derived.model_parallel_size
+    shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     expert_shards = (
         parallel.pipeline_model_parallel_size
         * parallel.expert_model_parallel_size

@@ -53,8 +53,6 @@ class Derived(CheckedSection):
     """Attention kernel."""
     world_size: int = OPEN
     """Number of ranks."""
-    model_parallel_size: int = OPEN
-    """Ranks of a model replica: tp * pp."""
     data_parallel_size: int = OPEN
     """Ranks that read different samples: ranks / (tp * cp * pp)."""
     expert_tensor_parallel_size: int = OPEN

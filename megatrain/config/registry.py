@@ -1,4 +1,4 @@
-"""What the files of `subjects/` register, each function by a decorator.
+"""Decorators with which the files of `subjects/` register their functions.
 
     @derives("model.kv_channels")     a value that the user left open, or a field of `Derived`, and its reason
     @overrides("model.kv_channels")   in place of a given value that has no meaning here, as in Megatron-LM; None: it stays

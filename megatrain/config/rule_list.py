@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Final
 
 from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.registry import (
     Derivation,
@@ -19,7 +21,8 @@ from megatrain.config.registry import (
     rule,
 )
 from megatrain.config.schema.needs import Need
-from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.tree import Setting, flag_of, settings
+from megatrain.config.schema.values import is_resolved
 from megatrain.config.subjects import (
     attention,
     attention_kernel,
@@ -30,13 +33,13 @@ from megatrain.config.subjects import (
     data_plans,
     device,
     experts,
+    families,
     fp8,
     layers,
     masked_samples,
     model,
     model_spec,
     pipeline,
-    precision,
     ranks,
     resume,
     run,
@@ -45,8 +48,8 @@ from megatrain.config.subjects import (
 )
 
 _SUBJECTS: Final = (
-    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, precision, fp8, transformer_engine,
-    attention_kernel, experts, batches, data_plans, schedule, run, checkpoint, resume,
+    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, fp8,
+    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 
@@ -77,6 +80,52 @@ def _value(value: object) -> str:
     return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
+@rule
+def conflicting_settings(draft: Draft) -> Problems:
+    by_path = {setting.path: setting for setting in settings()}
+    for setting in by_path.values():
+        for one in setting.conflicts:
+            given, other = (
+                _given(draft, setting, one.of),
+                _given(draft, by_path[one.path], one.values),
+            )
+            if given and other and (one.when is None or one.when.holds(draft.config.raw)):
+                also = f", or {flag_of(one.path)}" if draft.is_given(one.path) else ""
+                yield Problem(
+                    f"{given} is not supported together with {other}{one.why}",
+                    one.fix or f"remove {setting.flag}{also}",
+                )
+
+
+@rule
+def multiples_are_multiples(draft: Draft) -> Problems:
+    for setting in settings():
+        if not setting.multiple_of or not all(need.holds(draft.config.raw) for need in setting.needs):
+            continue
+        number, factor = draft.config.raw(setting.path), draft.config.raw(setting.multiple_of)
+        if isinstance(number, int) and isinstance(factor, int) and number % factor:
+            yield Problem(
+                f"{setting.flag} {number} is not divisible by {flag_of(setting.multiple_of)} {factor}",
+                use(
+                    draft,
+                    divisors(setting.multiple_of, number, factor),
+                    multiples(setting.path, number, factor),
+                ),
+            )
+
+
+def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
+    """Return a setting with those of its values that are among these, or, without any, with its given value; empty: it has none."""
+    value = draft.config.raw(setting.path)
+    if not is_resolved(value):
+        return ""
+    if values:
+        found = [one for one in (value if isinstance(value, tuple) else (value,)) if one in values]
+        return f"{setting.flag} {' '.join(found)}" if found else ""
+    is_given = value and draft.origins[setting.path].kind != "derived"
+    return textwrap.shorten(f"{setting.flag}{_value(value)}", 100) if is_given else ""
+
+
 @note
 def unproven_combinations(draft: Draft) -> Notes:
     if not draft.config.training.require_parity:
@@ -97,5 +146,10 @@ def parity_is_required(draft: Draft) -> Problems:
 DERIVATIONS: Final = registered(Derivation, _SUBJECTS)
 OVERRIDES: Final = registered(Override, _SUBJECTS)
 UNPROVEN: Final = registered(Unproven, _SUBJECTS)
-RULES: Final = (*registered(Rule, _SUBJECTS), parity_is_required)
+RULES: Final = (
+    conflicting_settings,
+    multiples_are_multiples,
+    *registered(Rule, _SUBJECTS),
+    parity_is_required,
+)
 NOTES: Final = (unproven_combinations, settings_without_effect, *registered(Note, _SUBJECTS))

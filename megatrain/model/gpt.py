@@ -158,10 +158,10 @@ def build_model(
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-    shared = _SharedTables(spec, tp, dtype)
+
     later_stage = mtp_stage if spec.mtp is not None else spec.decoder_stage([len(one) for one in stages])
     builder = _StageBuilder(
-        spec, placement, mtp_stage, later_stage, builder_of, ranks, ropes, shared, recompute, user_loss
+        spec, placement, mtp_stage, later_stage, builder_of, ranks, ropes, recompute, user_loss
     )
     segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
@@ -185,7 +185,6 @@ class _StageBuilder:
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
     ropes: _RotaryEmbeddings
-    shared: _SharedTables
     recompute: Recompute
     user_loss: UserLoss | None
 
@@ -203,6 +202,8 @@ class _StageBuilder:
             stage, first = self.placement.stage(rank, chunk), len(segments)
             segments += self.segments(stage, stages[stage], segments)
             chunks.append(range(first, len(segments)))
+        for stack, table in self.relative_positions.items():
+            segments[0].add_module(f"relative_positions_of_{stack}", table)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
@@ -255,10 +256,25 @@ class _StageBuilder:
 
     def _layer(self, number: int) -> TransformerLayer:
         builder = self.builder_of(number)
-        shared = self.shared.of(self.spec.stack_of(number).name)
+        relative = self.relative_positions.get(self.spec.stack_of(number).name)
         return _layer(
-            LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, shared, self.recompute)
+            LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
         )
+
+    @functools.cached_property
+    def relative_positions(self) -> dict[str, RelativePositions]:
+        """The tables of relative position bias by stack; all pipeline ranks hold all of them, in their first segment."""
+        found: dict[str, RelativePositions] = {}
+        for stack in self.spec.stacks:
+            attention = next((layer.attention for layer in stack.layers if layer.attention is not None), None)
+            if attention is None or attention.relative is None:
+                continue
+            name, init = f"{stack.name}.relative_positions.weight", Init(std=self.spec.init_std)
+            found[stack.name] = RelativePositions(
+                attention.relative, name, attention.num_heads, init, self.ranks.split.tp, self.ranks.dtype,
+                is_shared=self.placement.num_ranks > 1,
+            )  # fmt: skip
+        return found
 
     def _embedding_output(self, name: str) -> Sequential:
         """Build the modules that are applied to embedded tokens; `name`: key of their dropout."""
@@ -307,7 +323,7 @@ class _StageBuilder:
         norm = self._final_norm(spec.stacks[-1].name) if spec.mtp is None else None
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
-            transform=HeadTransform(spec, self.builder_of(0), tp) if spec.head.has_transform else None,
+            transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
             binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
             bias=bias if spec.head.has_bias else None,
         )
@@ -321,6 +337,13 @@ class _StageBuilder:
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
         return Head(norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+
+    @property
+    def _plain_builder(self) -> ModuleBuilder:
+        """The builder of modules outside of layers, which are not in FP8."""
+        builder = self.builder_of(0)
+        assert isinstance(builder, LocalBuilder)
+        return dataclasses.replace(builder, fp8_recipe=None)
 
     @property
     def _embedding_holders(self) -> tuple[int, ...]:
@@ -390,25 +413,3 @@ class _RotaryEmbeddings:
         if key not in self.modules:
             self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
         return self.modules[key]
-
-
-class _SharedTables:
-    """Tables of relative position bias; the layers of a stack share one."""
-
-    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype) -> None:
-        self.model, self.tp, self.dtype = spec, tp, dtype
-        self.tables: dict[str, RelativePositions] = {}
-
-    def of(self, stack: str) -> Callable[[AttentionSpec], tuple[RelativePositions, bool]]:
-        """Return a function that returns the table of a stack, and whether it is new."""
-
-        def table(spec: AttentionSpec) -> tuple[RelativePositions, bool]:
-            known = self.tables.get(stack)
-            if known is None:
-                assert spec.relative is not None
-                name, init = f"{stack}.relative_positions.weight", Init(std=self.model.init_std)
-                args = (spec.relative, name, spec.num_heads, init, self.tp, self.dtype)
-                self.tables[stack] = RelativePositions(*args)
-            return self.tables[stack], known is None
-
-        return table

@@ -156,7 +156,8 @@ class Head(ShardedModule):
             info.sums["z_loss"] = (z_losses * mask).sum()
         info.sums[f"{prefix}tokens"] = mask.sum()
         if self.averages_microbatches:
-            info.sums["lm_loss"] = info.sums["lm_loss"] / batch.loss_denominator.clamp(min=1)
+            for name in {"lm_loss", "z_loss"} & info.sums.keys():
+                info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
             info.sums["tokens"] = torch.ones_like(info.sums["tokens"])
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]

@@ -38,10 +38,7 @@ class MaskedAttention(ShardedModule):
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
         self.has_bias = isinstance(spec, AttentionSpec) and spec.relative is not None
         if isinstance(spec, AttentionSpec) and spec.relative is not None:
-            bias, is_new = context.relative_positions_of(spec)
-            self.tied_to = (bias,)
-            if is_new:
-                self.relative_positions = bias
+            self.tied_to = (context.relative_positions,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         mask, bias, kept = self.mask(q, info), self.bias(q, k), self.kept(q, k, info)

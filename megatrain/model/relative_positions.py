@@ -15,7 +15,11 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class RelativePositions(ShardedModule):
-    """A bias per bucket and head, [buckets, n/tp]."""
+    """A bias per bucket and head, [buckets, n/tp].
+
+    Args:
+        is_shared: every pipeline rank holds it.
+    """
 
     def __init__(
         self,
@@ -25,12 +29,15 @@ class RelativePositions(ShardedModule):
         init: Init,
         tp: TensorParallel,
         dtype: torch.dtype,
+        *,
+        is_shared: bool,
     ) -> None:
         super().__init__()
         self.spec = spec
+        groups = ("pp",) if is_shared else ()
         heads = num_heads // tp.size
         box = ((0, spec.num_buckets), (tp.rank * heads, (tp.rank + 1) * heads))
-        piece = Piece(name, (spec.num_buckets, num_heads), box)
+        piece = Piece(name, (spec.num_buckets, num_heads), box, copies=groups, grad_sum_groups=groups)
         shape = (spec.num_buckets, heads)
         self.add_weight(
             "weight", ParamLayout(shape=shape, pieces=(piece,), init=init, kind="positions"), dtype

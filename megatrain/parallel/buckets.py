@@ -112,10 +112,11 @@ def local_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
 
 
 def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
-    """Return the parameters of each bucket, in order."""
-    groups: dict[tuple[int, bool, Family], list[ParamEntry]] = {}
+    """Return the parameters of each bucket, in order. Those of a group of stages are apart: its ranks shard them alike."""
+    groups: dict[tuple[int, bool, tuple[str, ...], Family], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        groups.setdefault((entry.segment, entry.is_shared, entry.layout.family), []).append(entry)
+        key = entry.segment, entry.is_shared, tuple(sorted(entry.stage_groups)), entry.layout.family
+        groups.setdefault(key, []).append(entry)
     return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
 
 

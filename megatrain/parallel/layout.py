@@ -212,9 +212,13 @@ class ParamEntry:
     @property
     def is_shared(self) -> bool:
         """True for a tied embedding: several segments use it, or another stage has a copy."""
-        return len(self.users) > 1 or any(
-            "embedding" in piece.grad_sum_groups for piece in self.layout.pieces
-        )
+        return len(self.users) > 1 or bool(self.stage_groups)
+
+    @property
+    def stage_groups(self) -> frozenset[str]:
+        """Names of the groups of pipeline ranks that hold copies and sum their gradients."""
+        groups = {name for piece in self.layout.pieces for name in piece.grad_sum_groups}
+        return frozenset(groups & {"embedding", "pp"})
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -41,15 +41,18 @@ from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.training.trial_parts import try_parts
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
+    if device.type != "meta":
+        try_parts(plan, device)
     return build_model(
         plan.derived.model_spec,
         grid,
-        seq_length=config.data.seq_length,
+        seq_length=max(config.data.seq_length, config.model.decoder_seq_length or 0),
         sequence_parallel=config.parallel.sequence_parallel,
         overlaps_tp=config.parallel.tp_comm_overlap,
         dtype=getattr(torch, plan.config.precision.params_dtype),
@@ -73,8 +76,7 @@ def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:
     function = user_function(plan.config, "training.loss")
     if function is None:
         return None
-    function.require_digest(plan.config.training.loss_digest)
-    return UserLoss(function, plan.derived.vocab_size, device)
+    return UserLoss(function, plan.derived.vocab_size, device, digest=plan.config.training.loss_digest)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:

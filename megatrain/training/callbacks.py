@@ -50,8 +50,7 @@ class RunCallbacks:
         self._function, self._object = user_function(ranks.plan.config, "logging.callbacks"), None
         if self._function is None:
             return
-        self._function.require_digest(ranks.plan.config.logging.callbacks_digest)
-        made = self._function.load()
+        made = self._function.load(ranks.plan.config.logging.callbacks_digest)
         try:
             self._object = made(RunInfo(ranks.plan, ranks.grid))
         except Exception as error:

@@ -1,15 +1,19 @@
 """Derived values and their reasons; all problems are reported at once."""
 
 import dataclasses
+import importlib
 import math
 
 import pytest
 
-from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, resolve
+from megatrain.config import ConfigError, Facts, Problem, StoredRun, fixes, parse, resolve
 from megatrain.config.plan import Derived
-from megatrain.config.resolve import DERIVATIONS, RULES
+from megatrain.config.registry import rule
+from megatrain.config.rule_list import DERIVATIONS, RULES
 from megatrain.config.schema.tree import Config, settings
 from megatrain.config.schema.values import INVALID, OpenError, UnresolvedError, is_resolved
+
+resolving = importlib.import_module("megatrain.config.resolve")  # the package exports a function of this name
 
 
 def test_derived_values_have_a_reason(plan_of):
@@ -146,7 +150,7 @@ def test_all_problems_come_at_once(problems_of):
         "--num-attention-heads 6",
         "--tensor-model-parallel-size 4",
         "3 ranks were started",
-        "--train-iters 10 and --train-samples 5",
+        "--train-samples 5 is not supported together with --train-iters 10",
     ):
         assert words in found
 
@@ -255,3 +259,33 @@ def test_several_flags_set_the_sharding(plan_of, flags, strategy, is_on):
     parallel = plan_of(flags).config.parallel
     assert parallel.data_parallel_sharding_strategy == strategy
     assert parallel.use_distributed_optimizer is is_on
+
+
+def test_the_function_of_spec_is_called_once_however_many_fixes_are_tried(problems_of):
+    calls = []
+
+    def layers(model, default):
+        calls.append(model)
+        return default
+
+    facts = Facts(world_size=6, digests={"model.spec": "1"}, custom_layers=layers)
+    found = problems_of(
+        "--spec my.py:layers --tensor-model-parallel-size 3 --global-batch-size 12", facts=facts
+    )
+    assert len(calls) == 1
+    assert any("use --tensor-model-parallel-size 2" in problem for problem in found), found
+    assert not any("use --num-attention-heads" in problem for problem in found), "its layers are not known"
+
+
+def test_a_fix_with_a_wrong_value_is_not_the_first_choice(arguments_of):
+    wrong, right = {"model.num_layers": 0}, {"model.num_layers": 2}
+
+    @rule
+    def layers_are_few(draft):
+        if draft.config.model.num_layers > 2:
+            yield Problem("too many", fixes.words(fixes.best(draft, (wrong, right))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolving, "RULES", (*RULES, layers_are_few))
+        with pytest.raises(ConfigError, match="--num-layers 2"):
+            resolve(parse(arguments_of("", "")), Facts())

@@ -45,14 +45,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test for every case in the folders of the families."""
     if "case" not in metafunc.fixturenames:
         return
-    folder: Path | None = metafunc.config.getoption("families")
-    golden: Path | None = metafunc.config.getoption("golden")
-    if folder is None and golden is not None:
-        folder = golden.parent / "families"
+    default = Path(__file__).parents[3] / "shared/golden/families"
+    folder: Path = metafunc.config.getoption("families") or default
     cases = [
         pytest.param((family, folder / family, case), id=case)
         for family in FAMILIES
-        if folder is not None and (folder / family / "flags.json").is_file()
+        if (folder / family / "flags.json").is_file()
         for case in json.loads((folder / family / "flags.json").read_text())
     ]
     metafunc.parametrize("case", cases)
@@ -134,6 +132,13 @@ def assert_recorded(reports: Sequence[StepReport], case: Case) -> None:
 def test_families_train_to_the_recorded_digits(case: Case) -> None:
     with trainer_of(case) as trainer:
         assert_recorded(train(trainer, case), case)
+
+
+def test_a_small_fault_is_above_the_bounds(case: Case) -> None:
+    with trainer_of(case, "--weight-decay", "0.11") as trainer:
+        reports = train(trainer, case)
+    with pytest.raises(AssertionError):
+        assert_recorded(reports, case)
 
 
 def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: Case) -> None:

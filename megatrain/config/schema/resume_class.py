@@ -5,7 +5,7 @@
     consent   a problem, unless a flag allows the change
     refused   a problem                such a run cannot use these weights
 
-Files are compared by contents, not by paths (`rules/resume.py`).
+Files are compared by contents, not by paths (`subjects/resume.py`).
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.logging import LoggingConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.needs import Need
+from megatrain.config.schema.needs import Conflict, Need
 from megatrain.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.schema.parallel import ParallelConfig
 from megatrain.config.schema.resume_class import SAFE, ResumeClass
@@ -132,6 +132,10 @@ class Setting:
     """Flag that takes the value of a checkpoint where none is given. Those of SHAPE and FUNCTION are taken by ARGS too; empty: none."""
     needs: tuple[Need, ...] = ()
     """When the setting has an effect."""
+    multiple_of: str = ""
+    """Path of another setting that divides it; empty: there is none."""
+    conflicts: tuple[Conflict, ...] = ()
+    """Settings with which it is not supported."""
 
     @property
     def path(self) -> str:

@@ -1,1 +1,1 @@
-"""What is derived, refused and noted, a file per subject."""
+"""Derived values, rules and notes, a file per subject."""

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import divisors, multiples, use
+from megatrain.config.fixes import multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, overrides, rule
@@ -69,21 +69,6 @@ def num_query_groups(draft: Draft) -> DerivedValue:
     if model.group_query_attention:
         raise UnresolvedError  # The rule `query_groups_are_given` asks for it.
     return DerivedValue(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
-
-
-@rule
-def heads_divide_over_query_groups(draft: Draft) -> Problems:
-    model = draft.config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.group_query_attention and heads % groups:
-        yield Problem(
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}",
-            use(
-                draft,
-                divisors("model.num_query_groups", heads, groups),
-                multiples("model.num_attention_heads", heads, groups),
-            ),
-        )
 
 
 @rule
@@ -187,25 +172,28 @@ def yarn_original_max_position_embeddings(draft: Draft) -> DerivedValue:
 @rule
 def yarn_has_an_original_length(draft: Draft) -> Problems:
     model = draft.config.model
-    if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
+    is_of_latents = model.multi_latent_attention and model.rope_type == "yarn"
+    if (
+        is_of_latents or model.position_embedding_type == "yarn"
+    ) and not model.yarn_original_max_position_embeddings:
+        flag = "--rope-type" if is_of_latents else "--position-embedding-type"
         yield Problem(
-            "--position-embedding-type yarn requires --yarn-original-max-position-embeddings",
-            "give the maximum sequence length of the original training, such as"
-            " --yarn-original-max-position-embeddings 4096",
+            f"{flag} yarn requires --yarn-original-max-position-embeddings",
+            "give the sequence length of the original training, such as --yarn-original-max-position-embeddings 4096",
         )
 
 
 @rule
 def layer_patterns_are_valid(draft: Draft) -> Problems:
     model = draft.config.model
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
-        text = getattr(model, name)
+    for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
+        which = "all but every" if name == "linear_attention_freq" else "every"
         try:
-            parse_layer_pattern(text, model.num_layers, one_means=True)
+            parse_layer_pattern(getattr(model, name), model.num_layers, one_means=True)
         except PatternError as error:
             yield Problem(
                 f"{flag_of(name)}: {error}",
-                f"give {flag_of(name)} a number N for every Nth layer, or a list such as {flag_of(name)} [1]*{model.num_layers - 1}+[0]",
+                f"give {flag_of(name)} a number N for {which} Nth layer, or a list such as {flag_of(name)} [1]*{model.num_layers - 1}+[0]",
             )
 
 
@@ -218,68 +206,6 @@ def window_is_causal(draft: Draft) -> Problems:
         yield Problem(
             f"--window-size: {error}",
             "give the tokens to the left and 0 to the right, such as --window-size 128,0",
-        )
-
-
-@rule
-def all_heads_norm_is_rms(draft: Draft) -> Problems:
-    model = draft.config.model
-    is_whole = model.qk_layernorm and model.qk_layernorm_width == "all_heads"
-    if is_whole and model.normalization != "RMSNorm":
-        yield Problem(
-            f"--qk-layernorm-width all_heads is not supported together with --normalization {model.normalization}",
-            "use --normalization RMSNorm, or --qk-layernorm-width head",
-        )
-
-
-@rule
-def latents_exclude_other_heads(draft: Draft) -> Problems:
-    """Name the settings of heads that multi-latent attention does not have, or that are missing with it."""
-    model, optimizer = draft.config.model, draft.config.optimizer
-    if not model.multi_latent_attention:
-        return
-    path = model.heterogeneous_layers_config_path
-    layers = f"--heterogeneous-layers-config-{'encoded-json' if path is None else 'path'}"
-    found = {
-        "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
-        "--rotary-interleaved": (model.rotary_interleaved, "adjacent channels always form a pair"),
-        "--no-rope-freq": (model.no_rope_freq is not None, "all layers have RoPE"),
-        "--qk-layernorm-width all_heads": (
-            model.qk_layernorm and model.qk_layernorm_width == "all_heads",
-            "--qk-layernorm normalizes the latents",
-        ),
-        "--apply-wd-to-qk-layernorm": (
-            model.qk_layernorm and optimizer.apply_wd_to_qk_layernorm,
-            "norms of latents have no weight decay",
-        ),
-        "--attention-output-gate": (model.attention_output_gate, "latents have no gate"),
-        "--experimental-attention-variant": (
-            model.experimental_attention_variant is not None,
-            "linear attention replaces attention by heads",
-        ),
-        "--use-mup": (model.use_mup, "no rule scales the latents"),
-        layers: (model.heterogeneous_layers_config_encoded_json is not None, "its layers have no latents"),
-    }
-    for flag, (is_given, reason) in found.items():
-        if is_given:
-            also = " and --num-query-groups" if flag == "--group-query-attention" else ""
-            yield Problem(f"{flag} is not supported together with {_FLAG}: {reason}", f"remove {flag}{also}")
-
-
-@rule
-def latents_have_rope_of_their_own(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.multi_latent_attention and model.position_embedding_type == "yarn":
-        yield Problem(
-            f"--position-embedding-type yarn is not supported together with {_FLAG}, which has RoPE of its own",
-            "use --position-embedding-type rope --rope-type yarn",
-        )
-    if not model.multi_latent_attention or model.rope_type != "yarn":
-        return
-    if model.yarn_original_max_position_embeddings is None:
-        yield Problem(
-            "--rope-type yarn requires --yarn-original-max-position-embeddings",
-            "give the sequence length of the original training, such as --yarn-original-max-position-embeddings 4096",
         )
 
 
@@ -312,35 +238,11 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 @rule
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
-    variant, freq = model.experimental_attention_variant, model.linear_attention_freq
-    if variant is not None and freq is None:
+    variant = model.experimental_attention_variant
+    if variant is not None and model.linear_attention_freq is None:
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
-        )
-    try:
-        parse_layer_pattern(freq, model.num_layers, one_means=True)
-    except PatternError as error:
-        yield Problem(
-            f"--linear-attention-freq: {error}",
-            f"give a number N for all but every Nth layer, or a list such as --linear-attention-freq [1]*{model.num_layers - 1}+[0]",
-        )
-
-
-@rule
-def linear_heads_share_keys(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.experimental_attention_variant is None:
-        return
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
-        yield Problem(
-            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}",
-            use(
-                draft,
-                multiples("model.linear_num_value_heads", values, keys),
-                divisors("model.linear_num_key_heads", values, keys),
-            ),
         )
 
 

@@ -69,17 +69,6 @@ def _smaller_micro_batches(draft: Draft, batch: int) -> Iterator[Change]:
 @rule
 def batch_sizes_are_valid(draft: Draft) -> Problems:
     training = draft.config.training
-    if training.step_batch_size_schedule is not None:
-        others = {
-            "--rampup-batch-size": bool(training.rampup_batch_size),
-            "--global-batch-size": draft.is_given("training.global_batch_size"),
-            "--decrease-batch-size-if-needed": training.decrease_batch_size_if_needed,
-        }
-        for flag, is_given in others.items():
-            if is_given:
-                yield Problem(
-                    f"--step-batch-size-schedule and {flag} both set the batch size", "give one of them"
-                )
     pass_size = training.micro_batch_size * draft.derived.data_parallel_size
     try:
         rule = batch_rule(draft.config, pass_size=pass_size)
@@ -287,11 +276,6 @@ def training_has_one_length(draft: Draft) -> Problems:
         yield Problem(
             "neither --train-iters nor --train-samples is given",
             "give one of them, such as --train-iters 1000",
-        )
-    if training.train_iters is not None and training.train_samples is not None:
-        yield Problem(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both set the length of training",
-            "give one of them",
         )
 
 

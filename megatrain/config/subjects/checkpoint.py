@@ -12,17 +12,6 @@ from megatrain.config.schema.tree import flag_of
 
 
 @rule
-def retained_checkpoints_are_saved(draft: Draft) -> Problems:
-    """As in Megatron-LM: otherwise no checkpoint, or only some, would fall on the interval."""
-    interval, retained = draft.config.checkpoint.save_interval, draft.config.checkpoint.save_retain_interval
-    if interval is not None and retained is not None and retained % interval:
-        yield Problem(
-            f"--save-retain-interval {retained} is not a multiple of --save-interval {interval}",
-            f"use --save-retain-interval {-(-retained // interval) * interval}",
-        )
-
-
-@rule
 def non_persistent_checkpoints_have_a_folder(draft: Draft) -> Problems:
     checkpoint = draft.config.checkpoint
     interval, kind = checkpoint.non_persistent_save_interval, checkpoint.non_persistent_ckpt_type
@@ -71,15 +60,6 @@ def stop_without_saving(draft: Draft) -> Notes:
         or draft.config.data.phase_transition_iterations
     ):
         yield "the run exits early without a checkpoint, since --save is not given"
-
-
-@rule
-def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
-        yield Problem(
-            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "remove one of them"
-        )
 
 
 @note

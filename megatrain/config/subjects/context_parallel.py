@@ -150,15 +150,6 @@ def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
             yield HeadExchange(number, comm_type, ranks, layer.attention.num_heads // tp, groups)
 
 
-@rule
-def chunk_means_exclude_per_token_loss(draft: Draft) -> Problems:
-    if draft.config.parallel.context_parallel_chunk_means and draft.config.training.calculate_per_token_loss:
-        yield Problem(
-            "--context-parallel-chunk-means averages chunk means, and --calculate-per-token-loss averages all tokens",
-            "leave one of them out",
-        )
-
-
 @unproven
 def means_of_context_ranks(draft: Draft) -> Notes:
     parallel = draft.config.parallel

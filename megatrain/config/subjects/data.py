@@ -14,7 +14,6 @@ from megatrain.config.derive.datasets import (
     split_problems,
 )
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.data import SOURCES
@@ -186,51 +185,6 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
         )
 
 
-@rule
-def document_ends_have_one_source(draft: Draft) -> Problems:
-    data = draft.config.data
-    if data.dataloader_inter_document_masking and (data.reset_attention_mask or data.reset_position_ids):
-        yield Problem(
-            "--dataloader-inter-document-masking uses the stored document boundaries, but --reset-attention-mask and"
-            " --reset-position-ids use end-of-document tokens",
-            "remove --dataloader-inter-document-masking, or --reset-attention-mask and --reset-position-ids",
-        )
-
-
-@rule
-def functions_of_samples_are_alone(draft: Draft) -> Problems:
-    data = draft.config.data
-    if data.dataset is None:
-        return
-    reasons = {
-        "data_schedule": "replaces datasets of files",
-        "phase_transition_iterations": "replaces datasets of files",
-        "sft": "reads conversations from files",
-        "multiple_validation_sets": "evaluates on several datasets of files",
-    }
-    for name, reason in reasons.items():
-        if getattr(data, name):
-            yield Problem(
-                f"{flag_of(name)} {reason}, and --dataset {data.dataset} has none", f"remove {flag_of(name)}"
-            )
-
-
-@rule
-def conversations_are_whole(draft: Draft) -> Problems:
-    data = draft.config.data
-    if not data.sft:
-        return
-    if data.mock_data:
-        yield Problem("--sft reads conversations, and --mock-data has none", "remove --sft, or --mock-data")
-    names = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
-    given = [flag_of(name) for name in names if getattr(data, name)]
-    if given:
-        yield Problem(
-            f"--sft has its own attention, positions and loss mask, and {' and '.join(given)} would change them",
-            f"remove {' and '.join(given)}",
-        )
-
-
 @note
 def loss_masks_are_not_read(draft: Draft) -> Notes:
     masked = [one.prefix for one in draft.facts.datasets if one.has_loss_mask]
@@ -323,14 +277,4 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
         yield Problem(
             f"--padded-vocab-size {rows} is too small for a vocabulary of {vocabulary} tokens",
             "remove --padded-vocab-size (or set it to auto), so that it is derived",
-        )
-
-
-@rule
-def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
-    rows, tp = draft.config.model.padded_vocab_size, draft.config.parallel.tensor_model_parallel_size
-    if rows % tp:
-        yield Problem(
-            f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
-            f"{use(draft, multiples('model.padded_vocab_size', rows, tp))}, or remove it (or set it to auto)",
         )

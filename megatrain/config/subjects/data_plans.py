@@ -25,7 +25,6 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import DataPhase, DatasetFacts
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, rule
-from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.batches import sizes_of_batches
 
@@ -162,9 +161,8 @@ def _plan(draft: Draft, split: str, requested: int | None) -> DerivedValue:
         return DerivedValue(tuple(stored_plan), "the checkpoint's, which the cyclic order repeats")
     plan = extended(stored_plan, requested)
     if len(plan) > len(stored_plan):
-        return DerivedValue(
-            plan, f"the checkpoint's {_sum(stored_plan)}, and {plan[-1]} more with another seed"
-        )
+        before = " + ".join(map(str, stored_plan))
+        return DerivedValue(plan, f"the checkpoint's {before}, and {plan[-1]} more with another seed")
     return DerivedValue(
         plan, "the checkpoint's" + (", more than are read" if requested < sum(stored_plan) else "")
     )
@@ -176,10 +174,6 @@ def extended(plan: Sequence[int], requested: int) -> tuple[int, ...]:
     return (*plan, missing) if missing > 0 else tuple(plan)
 
 
-def _sum(counts: Sequence[int]) -> str:
-    return " + ".join(map(str, counts))
-
-
 @rule
 def seed_is_in_range(draft: Draft) -> Problems:
     derived, seed = draft.derived, draft.config.training.seed
@@ -188,22 +182,6 @@ def seed_is_in_range(draft: Draft) -> Problems:
     largest = MAX_SEED - max(map(len, plans)) - of_phases + 1  # each additional plan uses the next seed
     if seed > largest:
         yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed {largest} or less")
-
-
-@rule
-def data_schedule_has_an_order(draft: Draft) -> Problems:
-    data = draft.config.data
-    if data.data_schedule is None:
-        return
-    if data.mock_data:
-        yield Problem(
-            "--data-schedule replaces datasets, and --mock-data reads none", "remove --data-schedule"
-        )
-    if data.dataloader_type == "cyclic":
-        yield Problem(
-            "--data-schedule is not supported together with --dataloader-type cyclic, which repeats all samples",
-            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
-        )
 
 
 @derives("derived.later_phases")
@@ -286,31 +264,6 @@ def phases_are_valid(draft: Draft) -> Problems:
         parse_transitions(draft.config.data.phase_transition_iterations)
     except ConfigError as error:
         yield from error.problems
-
-
-@rule
-def phases_need_datasets_in_order(draft: Draft) -> Problems:
-    data, training = draft.config.data, draft.config.training
-    if data.phase_transition_iterations is None:
-        return
-    if data.mock_data:
-        yield Problem(f"{_PHASES} replaces datasets, and --mock-data reads none", f"remove {_PHASES}")
-    if data.data_schedule is not None:
-        yield Problem(
-            f"{_PHASES} and --data-schedule both change the training data",
-            f"remove --data-schedule, or {_PHASES}, since --data-schedule needs no restarts",
-        )
-    if data.dataloader_type == "cyclic":
-        yield Problem(
-            f"{_PHASES} is not supported together with --dataloader-type cyclic, which repeats all samples",
-            "remove --dataloader-type cyclic; datasets with weights are repeated as often as necessary",
-        )
-    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
-        if getattr(training, name):
-            yield Problem(
-                f"{_PHASES} counts samples as iterations * --global-batch-size, which {flag_of(name)} changes",
-                f"remove {flag_of(name)}, or {_PHASES}; --data-schedule supports growing batches",
-            )
 
 
 @derives("derived.train_start")

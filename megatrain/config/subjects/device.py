@@ -1,4 +1,4 @@
-"""The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), CUDA graphs.
+"""The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), dtypes, CUDA graphs.
 
 CUDA graphs are used where they are asked for and every kernel of a micro-batch has fixed sizes and arguments.
 """
@@ -68,16 +68,73 @@ def kernels_can_be_compiled(draft: Draft) -> Problems:
 
 @rule
 def cublas_is_deterministic(draft: Draft) -> Problems:
-    given = draft.facts.cublas_workspace
-    if _is_deterministic(draft) and given is not None and given not in _CUBLAS_WORKSPACES:
+    given, training = draft.facts.cublas_workspace, draft.config.training
+    is_deterministic = training.deterministic_mode and training.device == "cuda"
+    if is_deterministic and given is not None and given not in _CUBLAS_WORKSPACES:
         yield Problem(
             f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
             f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
         )
 
 
-def _is_deterministic(draft: Draft) -> bool:
-    return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
+@derives("precision.params_dtype")
+def params_dtype(draft: Draft) -> DerivedValue:
+    if draft.config.precision.bf16:
+        return DerivedValue("bfloat16", "--bf16")
+    if draft.config.precision.fp16:
+        return DerivedValue("float16", "--fp16")
+    return DerivedValue("float32", "without --bf16 and --fp16")
+
+
+@derives("derived.master_dtype")
+def master_dtype(draft: Draft) -> DerivedValue:
+    weights = draft.config.precision.params_dtype
+    return DerivedValue("float64" if weights == "float64" else "float32", f"for {weights} weights")
+
+
+@rule
+def dtypes_agree(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.bf16 and precision.fp16:
+        yield Problem("--bf16 and --fp16 contradict each other", "remove one of them")
+        return
+    for flag, is_on, dtype in (("--bf16", precision.bf16, "bfloat16"), ("--fp16", precision.fp16, "float16")):
+        if is_on and precision.params_dtype != dtype:
+            yield Problem(
+                f"{flag} and --params-dtype {precision.params_dtype} contradict each other",
+                "remove one of them",
+            )
+        if not is_on and precision.params_dtype == dtype:
+            yield Problem(f"--params-dtype {dtype} requires {flag}", f"add {flag}")
+
+
+@note
+def float32_by_default(draft: Draft) -> Notes:
+    is_float32 = draft.config.precision.params_dtype == "float32"
+    if is_float32 and draft.config.training.device == "cuda" and not draft.is_given("precision.params_dtype"):
+        yield "--params-dtype float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
+
+
+@rule
+def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.grad_reduce_in_bf16 and precision.params_dtype != "bfloat16":
+        yield Problem(
+            f"--grad-reduce-in-bf16 requires bf16 weights, and they are {precision.params_dtype}: gradients would be less"
+            " precise than the weights that they update",
+            "add --bf16, or remove --grad-reduce-in-bf16",
+        )
+
+
+@rule
+def loss_scale_is_in_range(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield Problem(
+            f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale"
+            f" {precision.initial_loss_scale:g}",
+            f"use --min-loss-scale {precision.initial_loss_scale:g} or less",
+        )
 
 
 @derives("derived.cuda_graphs")

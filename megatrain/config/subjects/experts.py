@@ -195,55 +195,15 @@ def loss_of_global_loads(draft: Draft) -> Notes:
 
 
 @rule
-def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.moe_router_enable_expert_bias and experts.moe_router_score_function == "softmax":
-        yield Problem(
-            "--moe-router-enable-expert-bias is not supported together with --moe-router-score-function softmax, as in"
-            " Megatron-LM",
-            "use --moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias",
-        )
-
-
-@rule
-def sinkhorn_and_quantiles_exclude_expert_bias(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in experts.moe_router_load_balancing_type and experts.moe_router_enable_expert_bias:
-            yield Problem(
-                f"--moe-router-load-balancing-type {kind} is not supported together with --moe-router-enable-expert-bias:"
-                " both balance the routing",
-                "remove one of them",
-            )
-
-
-@rule
 def quantile_balancing_is_possible(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is None or "quantile_balancing" not in experts.moe_router_load_balancing_type:
         return
-    if experts.moe_router_num_groups is not None:
-        yield Problem(
-            "--moe-router-load-balancing-type quantile_balancing is not supported together with --moe-router-num-groups, as"
-            " in Megatron-LM: its quantiles are over all experts",
-            "remove --moe-router-num-groups and --moe-router-group-topk, or use --moe-router-load-balancing-type aux_loss",
-        )
     if experts.moe_router_topk == experts.num_experts:
         yield Problem(
             "--moe-router-load-balancing-type quantile_balancing requires more experts than --moe-router-topk"
             f" {experts.moe_router_topk}: all experts get all tokens",
             "use --moe-router-load-balancing-type none",
-        )
-
-
-@rule
-def experts_overlap_one_way(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.overlap_moe_expert_parallel_comm and experts.moe_shared_expert_overlap:
-        yield Problem(
-            "--overlap-moe-expert-parallel-comm is not supported together with --moe-shared-expert-overlap, as in"
-            " Megatron-LM: the layers of another micro-batch run in place of the shared expert",
-            "remove --moe-shared-expert-overlap",
         )
 
 
@@ -292,20 +252,6 @@ def expert_ranks_have_experts(draft: Draft) -> Problems:
         yield Problem(
             f"--expert-model-parallel-size {size} requires --num-experts",
             "add --num-experts, or remove --expert-model-parallel-size",
-        )
-
-
-@rule
-def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
-    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
-    if number is not None and number % ep:
-        yield Problem(
-            f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
-            use(
-                draft,
-                divisors("parallel.expert_model_parallel_size", number, ep),
-                multiples("experts.num_experts", number, ep),
-            ),
         )
 
 
@@ -427,9 +373,4 @@ def upcycling_fits_the_dense_model(draft: Draft) -> Problems:
             f"--ffn-hidden-size {draft.config.model.ffn_hidden_size} of layers without experts is not the dense model's"
             f" {dense}",
             f"use --ffn-hidden-size {dense}",
-        )
-    if experts.moe_latent_size is not None:
-        yield Problem(
-            "--moe-use-upcycling is not supported together with --moe-latent-size: the dense model has no projections",
-            "remove one of them",
         )

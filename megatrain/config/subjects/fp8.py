@@ -143,11 +143,6 @@ def fp8_recipe_is_supported(draft: Draft) -> Problems:
         return
     if "mxfp8" in _recipe_names(draft):
         yield from _problems_of_mxfp8(draft)
-    if precision.fp16:
-        yield Problem(
-            "--fp8-format is not supported together with --fp16: FP8 gradients have scales of their own",
-            "use --bf16",
-        )
 
 
 def _recipe_names(draft: Draft) -> set[str]:

@@ -71,17 +71,6 @@ def clamp_is_of_quick_geglu(draft: Draft) -> Problems:
         )
 
 
-@rule
-def mtp_has_relative_positions(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
-        yield Problem(
-            f"--mtp-num-layers {model.mtp_num_layers} is not supported with --position-embedding-type learned_absolute, as in"
-            " Megatron-LM",
-            "use --position-embedding-type rope, or remove --mtp-num-layers",
-        )
-
-
 @note
 def dropout_by_default(draft: Draft) -> Notes:
     paths = ("model.hidden_dropout", "model.attention_dropout")
@@ -239,16 +228,6 @@ def recomputation_is_complete(draft: Draft) -> Problems:
         training.recompute_method,
         training.recompute_num_layers,
     )
-    if kind == "full" and training.moe_layer_recompute:
-        yield Problem(
-            "--recompute-granularity full contradicts --moe-layer-recompute, which is selective",
-            "remove one of them",
-        )
-    if kind == "full" and training.recompute_activations:
-        yield Problem(
-            "--recompute-granularity full contradicts --recompute-activations, which is selective",
-            "remove one of them",
-        )
     if kind == "full" and (method is None or layers is None):
         missing = " and ".join(
             flag

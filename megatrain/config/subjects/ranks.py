@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import Change, best, divisors, fewer_ranks, lengths, multiples, use, words
+from megatrain.config.fixes import Change, best, divisors, lengths, multiples, use, words
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
@@ -33,17 +33,13 @@ def world_size_is_for_dry_runs(draft: Draft) -> Problems:
         )
 
 
-@derives("derived.model_parallel_size")
-def model_parallel_size(draft: Draft) -> DerivedValue:
-    parallel = draft.config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return DerivedValue(tp * pp, f"tp {tp} * pp {pp}")
-
-
 @derives("derived.data_parallel_size")
 def data_parallel_size(draft: Draft) -> DerivedValue:
-    world, replica = draft.derived.world_size, draft.derived.model_parallel_size
-    cp = draft.config.parallel.context_parallel_size
+    world, parallel = draft.derived.world_size, draft.config.parallel
+    replica, cp = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
     if cp == 1:
         return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
     return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
@@ -124,16 +120,6 @@ def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
 
 
 @rule
-def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
-    size, tp = draft.config.model.hidden_size, draft.config.parallel.tensor_model_parallel_size
-    if size % tp:
-        yield Problem(
-            f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            use(draft, fewer_ranks(draft, TP), multiples("model.hidden_size", size, tp)),
-        )
-
-
-@rule
 def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     parallel, length = draft.config.parallel, draft.config.data.seq_length
     tp = parallel.tensor_model_parallel_size
@@ -141,16 +127,6 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
         yield Problem(
             f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
             f"{use(draft, lengths(draft, tp))}, or remove --sequence-parallel",
-        )
-
-
-@rule
-def overlapped_products_have_one_stream(draft: Draft) -> Problems:
-    if draft.config.parallel.tp_comm_overlap and draft.config.experts.moe_shared_expert_overlap:
-        yield Problem(
-            "--tp-comm-overlap is not supported together with --moe-shared-expert-overlap: layers on two streams would"
-            " use the same peer memory",
-            "remove --tp-comm-overlap or --moe-shared-expert-overlap",
         )
 
 
@@ -293,15 +269,6 @@ def gloo_without_gpu(draft: Draft) -> DerivedValue | None:
         if is_nccl_on_cpu
         else None
     )
-
-
-@rule
-def gpus_require_nccl(draft: Draft) -> Problems:
-    if draft.config.training.device == "cuda" and draft.config.parallel.distributed_backend == "gloo":
-        yield Problem(
-            "--distributed-backend gloo is not supported together with --device cuda",
-            "remove --distributed-backend (or set it to auto), or use --device cpu",
-        )
 
 
 @derives("derived.startup_timeout_seconds")

@@ -36,12 +36,13 @@ _NEW_RUN: Final = "add --finetune and another --save to start a new run from the
 
 @rule
 def settings_match_checkpoint(draft: Draft) -> Problems:
+    checkpoint = draft.facts.checkpoint
     for setting, stored, now in _changes(draft):
         resume_class = _class_of(draft, setting, stored, now)
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
-        if setting.path == "model.ffn_hidden_size" and _is_upcycled(draft):
+        if setting.path == "model.ffn_hidden_size" and checkpoint and checkpoint.is_upcycled:
             continue  # `upcycling_fits_the_dense_model` compares widths
         alternative = {
             "--finetune": "add --finetune and another --save to start a new run from these weights",
@@ -70,10 +71,6 @@ def changed_settings(draft: Draft) -> Notes:
         by_label.setdefault(label, []).append(change)
     for label, changes in by_label.items():
         yield f"changed since the checkpoint, {label}: {', '.join(changes)}"
-
-
-def _is_upcycled(draft: Draft) -> bool:
-    return draft.facts.checkpoint is not None and draft.facts.checkpoint.is_upcycled
 
 
 @rule

@@ -13,6 +13,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.values import UnresolvedError
+from megatrain.config.user_function import LR_FUNCTION
 
 _BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
 
@@ -32,16 +33,6 @@ def lr_decay_samples(draft: Draft) -> DerivedValue:
     return DerivedValue(samples.value, f"{samples.reason}; training ends at sample {end}")
 
 
-@rule
-def decay_has_one_length(draft: Draft) -> Problems:
-    iterations, samples = draft.config.schedule.lr_decay_iters, draft.config.schedule.lr_decay_samples
-    if iterations is not None and samples is not None:
-        yield Problem(
-            f"--lr-decay-iters {iterations} and --lr-decay-samples {samples} both set the end of the decay",
-            "give one of them",
-        )
-
-
 @derives("derived.lr_warmup_samples")
 def lr_warmup_samples(draft: Draft) -> DerivedValue:
     schedule, stored = draft.config.schedule, _schedule_of_checkpoint(draft)
@@ -55,19 +46,6 @@ def lr_warmup_samples(draft: Draft) -> DerivedValue:
     if schedule.lr_warmup_samples:
         return DerivedValue(schedule.lr_warmup_samples, "--lr-warmup-samples")
     return _samples_of(draft, schedule.lr_warmup_iters)
-
-
-@rule
-def warmup_has_one_length(draft: Draft) -> Problems:
-    schedule = draft.config.schedule
-    given = {
-        "--lr-warmup-fraction": schedule.lr_warmup_fraction,
-        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
-        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
-    }
-    lengths = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-    if len(lengths) > 1:
-        yield Problem(f"{' and '.join(lengths)} each set the length of warm-up", "give one of them")
 
 
 @rule
@@ -103,20 +81,11 @@ def lr_wsd_decay_samples(draft: Draft) -> DerivedValue:
 def wsd_decay_has_one_length(draft: Draft) -> Problems:
     schedule = draft.config.schedule
     iterations, samples = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
-    if iterations is not None and samples is not None:
-        yield Problem(
-            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both set the length of the decay",
-            "give one of them",
-        )
     if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
         yield Problem(
             "--lr-decay-style WSD requires the length of its final decay",
-            f"add --lr-wsd-decay-samples {_tenth(draft)}, a tenth of the schedule, for example, or --lr-wsd-decay-iters",
+            f"add --lr-wsd-decay-samples {max(1, draft.derived.lr_decay_samples // 10)}, a tenth of the schedule, for example, or --lr-wsd-decay-iters",
         )
-
-
-def _tenth(draft: Draft) -> int:
-    return max(1, draft.derived.lr_decay_samples // 10)
 
 
 @rule
@@ -192,7 +161,7 @@ def schedule(draft: Draft) -> DerivedValue:
             entry.name: getattr(derived if hasattr(derived, entry.name) else config, entry.name)
             for entry in dataclasses.fields(LrDecay)
         },
-        lr_decay_digest=draft.facts.lr_decay_digest,
+        lr_decay_digest=draft.facts.digests.get(LR_FUNCTION),
         lr_warmup_samples=derived.lr_warmup_samples,
         lr_decay_samples=derived.lr_decay_samples,
         start_weight_decay=start,
@@ -236,40 +205,25 @@ def lr_groups(draft: Draft) -> DerivedValue:
 
 
 @note
-def run_ends_before_the_decay(draft: Draft) -> Notes:
+def decay_ends_with_the_run(draft: Draft) -> Notes:
+    """Name the end of the decay if iterations follow it without a learning rate, or if the run ends before."""
     derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
+    if draft.config.training.only_evaluates or not schedule.style.decays:
+        return
+    batch, decay = draft.config.training.global_batch_size, schedule.lr_decay_samples
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    if is_trained and schedule.style.decays and schedule.lr_decay_samples - end >= batch:
+    past = (end - decay - (not schedule.style.reaches_min_lr)) // batch
+    if decay - end >= batch:
         yield (
             f"the run ends at sample {end}, before the decay of the learning rate to --min-lr {schedule.min_lr:g} ends at"
-            f" sample {schedule.lr_decay_samples}"
+            f" sample {decay}"
         )
-
-
-@note
-def last_iterations_have_no_learning_rate(draft: Draft) -> Notes:
-    derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
-    restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
-    end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
-    past = (end - schedule.lr_decay_samples - (not schedule.style.reaches_min_lr)) // batch
-    if is_trained and schedule.style.decays and past > 0 and schedule.min_lr == 0:
+    elif past > 0 and schedule.min_lr == 0:
         which = f"the last {past} iterations have" if past > 1 else "the last iteration has"
         yield (
-            f"{which} a learning rate of 0, since the decay ends at sample {schedule.lr_decay_samples} of {end}"
+            f"{which} a learning rate of 0, since the decay ends at sample {decay} of {end}"
             " (--lr-decay-iters, --lr-decay-samples) and --min-lr is 0: no weight changes then"
-        )
-
-
-@rule
-def schedules_have_one_source(draft: Draft) -> Problems:
-    schedule = draft.config.schedule
-    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        yield Problem(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other",
-            "give one of them",
         )
 
 
@@ -316,19 +270,13 @@ def schedules_match_checkpoint(draft: Draft) -> Problems:
 
 @rule
 def schedule_of_checkpoint_is_available(draft: Draft) -> Problems:
-    """No code is run that only a checkpoint names, or that has changed."""
+    """No code is run that only a checkpoint names."""
     schedule, given = draft.derived.schedule, draft.config.schedule.lr_decay_style
-    name, found = schedule.lr_decay_style, draft.facts.lr_decay_digest
+    name = schedule.lr_decay_style
     if schedule.function is not None and given != name:
         yield Problem(
             f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
             f"add --lr-decay-style {name} if you trust that code",
-        )
-    elif schedule.lr_decay_digest not in (None, found):
-        yield Problem(
-            f"--lr-decay-style {name}: the file has changed, its digest is {found}, and that of the checkpoint is"
-            f" {schedule.lr_decay_digest}",
-            "use the file of that run, or replace --use-checkpoint-opt-param-scheduler by --override-opt-param-scheduler",
         )
 
 
@@ -346,14 +294,3 @@ def _batch_of_checkpoint(draft: Draft) -> str:
     candidates += [{**change, _BATCH: batch} for change in smaller]
     fitting = next((change for change in candidates if draft.breaks(change) == 0), None)
     return f"use {words(fitting)}, which keeps the schedules of the checkpoint, or " if fitting else ""
-
-
-@rule
-def muon_updates_on_the_device(draft: Draft) -> Problems:
-    optimizer = draft.config.optimizer
-    if optimizer.optimizer == "muon" and optimizer.optimizer_cpu_offload:
-        yield Problem(
-            "--optimizer-cpu-offload is not supported together with --optimizer muon, whose GEMMs are too slow on"
-            " a CPU",
-            "remove --optimizer-cpu-offload, or use --optimizer adam",
-        )

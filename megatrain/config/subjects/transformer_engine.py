@@ -101,7 +101,7 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         "gated delta rule": "the library has none"
         if draft.config.model.experimental_attention_variant
         else "",
-        "experts": "their GEMMs are grouped in one kernel" if _has_experts(draft) else "",
+        "experts": "their GEMMs are grouped in one kernel" if draft.derived.model_spec.routers else "",
     }
     return {leaf: reason for leaf, reason in leaves.items() if reason}
 
@@ -160,10 +160,6 @@ def _missing_in_head_norms(draft: Draft) -> str:
     model = draft.config.model
     is_split = model.qk_layernorm and model.qk_layernorm_width == "all_heads"
     return "--qk-layernorm-width all_heads" if is_split else ""
-
-
-def _has_experts(draft: Draft) -> bool:
-    return any(layer.experts is not None for layer in draft.derived.model_spec.layers)
 
 
 def version_key(version: str) -> tuple[int, ...]:

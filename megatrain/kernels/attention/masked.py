@@ -25,7 +25,8 @@ def masked_attention(
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
-    return sdpa(q, k, v, "sdpa", scale=scale, mask=mask.expand(-1, -1, q.shape[0], k.shape[0]))
+    backend = "sdpa" if bias is None else "biased"
+    return sdpa(q, k, v, backend, scale=scale, mask=mask.expand(-1, -1, q.shape[0], k.shape[0]))
 
 
 def eager_masked_attention(

@@ -290,12 +290,10 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Print the launcher and its variables.
 
     Raises:
-        ConfigError: the variables contradict each other; reported by rank 0.
+        ConfigError: the variables contradict each other, possibly those of this rank alone.
     """
     if environment.problems:
-        error = ConfigError.of(environment.problems)
-        error.is_reported = environment.rank != 0
-        raise error
+        raise ConfigError.of(environment.problems)
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
         console.print(f"> started by {how}: {environment.description}")

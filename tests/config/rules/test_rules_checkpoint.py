@@ -6,7 +6,6 @@ from megatrain.config import Facts
 
 SAVE = "--save s --save-interval 10"
 TESTED_HERE = (
-    "retained_checkpoints_are_saved",
     "non_persistent_checkpoints_have_a_folder",
     "groups_of_copies_fit_the_ranks",
 )

@@ -5,6 +5,10 @@ import pytest
 from megatrain.config import Facts
 
 CASES = {
+    "conflicting_settings": [
+        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
+         ("--context-parallel-chunk-means", "--calculate-per-token-loss"), ("remove --", ", or --")),
+    ],
     "sequence_divides_over_context_ranks": [
         ("--context-parallel-size 4 --seq-length 20", "", Facts(world_size=4),
          ("--seq-length 20", "--context-parallel-size 4"), ("--seq-length 24",)),
@@ -29,10 +33,6 @@ CASES = {
     "heads_divide_over_context_ranks": [
         ("--cp-comm-type a2a --context-parallel-size 8", "", Facts(world_size=8),
          ("--cp-comm-type a2a", "layer 0", "8", "4 heads"), ("--cp-comm-type p2p",)),
-    ],
-    "chunk_means_exclude_per_token_loss": [
-        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
-         ("--context-parallel-chunk-means", "--calculate-per-token-loss"), ("one of them",)),
     ],
 }  # fmt: skip
 

@@ -24,6 +24,10 @@ def modules(pattern, *more, device="cpu", **facts):
 
 
 CASES = {
+    "conflicting_settings": [
+        ("--distributed-backend gloo", "", CUDA,
+         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
+    ],
     "device_is_available": [
         ("--device cuda", "", Facts(has_triton=False), ("--device cuda",), ("--device cpu",)),
     ],
@@ -34,10 +38,6 @@ CASES = {
     "world_size_is_for_dry_runs": [
         ("--world-size 8", "", None,
          ("--world-size 8", "--dry-run"), ("--dry-run", "--world-size", "--nproc-per-node", "--nnodes")),
-    ],
-    "gpus_require_nccl": [
-        ("--distributed-backend gloo", "", CUDA,
-         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
     ],
     "kernels_can_be_compiled": [
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 
@@ -22,6 +21,24 @@ ETP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FOUR = "--num-experts 4"
 
 CASES = {
+    "multiples_are_multiples": [
+        (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
+         ("--num-experts 4", "--expert-model-parallel-size 3"),
+         ("--expert-model-parallel-size 1", "--num-experts 6")),
+    ],
+    "conflicting_settings": [
+        ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
+         ("--moe-router-enable-expert-bias", "--moe-router-score-function softmax"),
+         ("--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias")),
+        (("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-enable-expert-bias"
+          " --moe-router-score-function sigmoid"), "", None,
+         ("--moe-router-load-balancing-type quantile_balancing", "--moe-router-enable-expert-bias"), ("remove --", ", or --")),
+        (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
+          " --moe-router-score-function sigmoid"), "", None,
+         ("--moe-router-load-balancing-type sinkhorn", "--moe-router-enable-expert-bias"), ("remove --", ", or --")),
+        (f"{FOUR} --overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
+         ("--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"), ("remove --moe-shared-expert-overlap",)),
+    ],
     "expert_layers_are_valid": [
         ("--num-experts 4 --moe-layer-freq [0]*2+[1]", "", None, ("--moe-layer-freq", "3 entries"), ("[0]*1+[1]*3",)),
         ("--num-experts 4 --moe-layer-freq [0]*4", "", None,
@@ -38,10 +55,6 @@ CASES = {
     "top1_routing_has_a_gradient": [
         ("--num-experts 4 --moe-router-topk 1", "", None,
          ("--moe-router-topk 1",), ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid")),
-    ],
-    "experts_overlap_one_way": [
-        (f"{FOUR} --overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
-         ("--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"), ("remove --moe-shared-expert-overlap",)),
     ],
     "overlapped_passes_are_combined": [
         (f"{FOUR} {ETP} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
@@ -71,11 +84,6 @@ CASES = {
         ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2", "", None,
          ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff"), ("--moe-aux-loss-coeff 1e-2 1e-2",)),
     ],
-    "expert_bias_requires_sigmoid": [
-        ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
-         ("--moe-router-enable-expert-bias", "--moe-router-score-function softmax"),
-         ("--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias")),
-    ],
     "quantile_balancing_is_possible": [
         (("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-num-groups 2"
           " --moe-router-group-topk 1"), "", None,
@@ -83,22 +91,9 @@ CASES = {
         ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-topk 4", "", None,
          ("quantile_balancing", "--moe-router-topk 4"), ("--moe-router-load-balancing-type none",)),
     ],
-    "sinkhorn_and_quantiles_exclude_expert_bias": [
-        (("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-enable-expert-bias"
-          " --moe-router-score-function sigmoid"), "", None,
-         ("--moe-router-load-balancing-type quantile_balancing", "--moe-router-enable-expert-bias"), ("one of them",)),
-        (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
-          " --moe-router-score-function sigmoid"), "", None,
-         ("--moe-router-load-balancing-type sinkhorn", "--moe-router-enable-expert-bias"), ("one of them",)),
-    ],
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),
          ("--expert-model-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-model-parallel-size")),
-    ],
-    "experts_divide_over_ep_ranks": [
-        (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
-         ("--num-experts 4", "--expert-model-parallel-size 3"),
-         ("--expert-model-parallel-size 1", "--num-experts 6")),
     ],
     "experts_require_uniform_layers": [
         (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
@@ -109,7 +104,7 @@ CASES = {
          ("--tensor-model-parallel-size 2", "--sequence-parallel"), ("--sequence-parallel",)),
     ],
     "custom_experts_are_those_of_flags": [
-        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers("1", lambda _, layers: tuple(one.with_part(OF_EXPERTS) for one in layers))),
+        ("--spec my.py:layers", "", Facts(digests={"model.spec": "1"}, custom_layers=lambda _, layers: tuple(one.with_part(OF_EXPERTS) for one in layers)),
          ("--spec", "--num-experts", "layer 0", "6 experts"), ("--num-experts 6",)),
     ],
 }  # fmt: skip

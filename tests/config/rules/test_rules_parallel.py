@@ -8,6 +8,10 @@ FOUR = "--num-experts 4"
 HASHES = "--check-weight-hash-across-dp-replicas-interval 5"
 
 CASES = {
+    "conflicting_settings": [
+        (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
+         ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),
+    ],
     "sharding_settings_agree": [
         ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "", Facts(world_size=4),
          ("--data-parallel-sharding-strategy optim_grads", "--no-use-distributed-optimizer"),
@@ -44,10 +48,6 @@ CASES = {
     "gathered_codes_differ_from_own_weights": [
         (f"--fp8-format hybrid --fp8-param-gather {HASHES}", "", Facts(world_size=2),
          ("--check-weight-hash-across-dp-replicas-interval 5", "--fp8-param-gather"), ("remove --check-weight-hash",)),
-    ],
-    "overlapped_products_have_one_stream": [
-        (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
-         ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),
     ],
     "overlapped_products_are_on_one_host": [
         ("--tp-comm-overlap --tensor-model-parallel-size 4 --sequence-parallel", "",

@@ -3,13 +3,13 @@
 import pytest
 
 CASES = {
-    "warmup_has_one_length": [
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "", None,
-         ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"), ("one of them",)),
-    ],
-    "decay_has_one_length": [
+    "conflicting_settings": [
         ("--lr-decay-iters 9 --lr-decay-samples 18", "", None,
-         ("--lr-decay-iters 9", "--lr-decay-samples 18"), ("one of them",)),
+         ("--lr-decay-iters 9", "--lr-decay-samples 18"), ("remove --", ", or --")),
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
+         ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"), ("remove --", ", or --")),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "", None,
+         ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"), ("remove --", ", or --")),
     ],
     "warmup_ends_before_decay": [
         ("--lr-warmup-iters 10", "", None, ("20 samples",), ("shorten", "--lr-warmup-iters", "--lr-decay-iters")),
@@ -28,7 +28,7 @@ CASES = {
         ("--lr-decay-style WSD", "", None,
          ("--lr-decay-style WSD",), ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-samples 4", "", None,
-         ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-samples 4"), ("one of them",)),
+         ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-samples 4"), ("remove --", ", or --")),
     ],
     "wsd_decay_fits_the_schedule": [
         ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "", None,
@@ -39,10 +39,6 @@ CASES = {
          ("--weight-decay-incr-style linear",), ("--start-weight-decay", "--end-weight-decay")),
         ("--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1", "", None,
          ("--end-weight-decay 0.1", "--start-weight-decay 0.2"), ("--end-weight-decay 0.2",)),
-    ],
-    "schedules_have_one_source": [
-        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
-         ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"), ("one of them",)),
     ],
 }  # fmt: skip
 

@@ -116,6 +116,10 @@ CASES = [
     ("--mscale 2", "", ("--mscale 2.0", "without YaRN")),
     ("--rotary-scaling-factor 2", "", ("--rotary-scaling-factor 2.0", "without YaRN")),
     ("--profile-ranks 0", "", ("--profile-ranks 0", "without --profile")),
+    ("--bert-no-binary-head", "", ("--bert-no-binary-head", "unless --model-family is bert")),
+    ("--decoder-seq-length 8", "", ("--decoder-seq-length 8", "unless --model-family is t5")),
+    ("--relative-attention-num-buckets 8", "",
+     ("--relative-attention-num-buckets 8", "unless --position-embedding-type is relative")),
 ]  # fmt: skip
 OTHER_VALUES = {int: "7", float: "0.7"}
 CASES += [

@@ -6,7 +6,7 @@ MLA = "--multi-latent-attention"
 JSON = '{"block_configs":[' + ",".join(['{"attention":{},"mlp":{}}'] * 4) + "]}"
 
 CASES = {
-    "latents_exclude_other_heads": [
+    "conflicting_settings": [
         (f"{MLA} --group-query-attention --num-query-groups 4", "", None,
          ("--group-query-attention", MLA), ("remove --group-query-attention",)),
         (f"{MLA} --rotary-interleaved", "", None, ("--rotary-interleaved", MLA), ("remove",)),
@@ -22,7 +22,7 @@ CASES = {
         (f"{MLA} --heterogeneous-layers-config-encoded-json {JSON}", "", None,
          ("--heterogeneous-layers-config-encoded-json", MLA), ("remove",)),
     ],
-    "latents_have_rope_of_their_own": [
+    "yarn_has_an_original_length": [
         (f"{MLA} --position-embedding-type yarn", "", None,
          ("--position-embedding-type yarn", MLA), ("--position-embedding-type rope --rope-type yarn",)),
         (f"{MLA} --yarn-original-max-position-embeddings none", "", None,
