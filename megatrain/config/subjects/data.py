@@ -22,8 +22,6 @@ from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 
 _PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-_SHORTEST: Final = {"bert": 5, "t5": 4}
-"""Fewest tokens of a sample: two of text, and the special ones."""
 
 
 def given_sources(draft: Draft) -> list[str]:
@@ -279,24 +277,4 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
         yield Problem(
             f"--padded-vocab-size {rows} is too small for a vocabulary of {vocabulary} tokens",
             "remove --padded-vocab-size (or set it to auto), so that it is derived",
-        )
-
-
-@rule
-def samples_are_masked_sentences(draft: Draft) -> Problems:
-    family, dataset = draft.config.model.model_family, draft.config.data.dataset
-    if family != "gpt" and dataset is not None:
-        yield Problem(
-            f"--dataset {dataset} returns samples of a GPT, and --model-family {family} masks sentences of documents",
-            "remove --dataset, and name data of preprocess_data.py --split-sentences with --data-path",
-        )
-
-
-@rule
-def samples_hold_text(draft: Draft) -> Problems:
-    family, length = draft.config.model.model_family, draft.config.data.seq_length
-    if length < _SHORTEST.get(family, 0):
-        yield Problem(
-            f"--seq-length {length} is too short for samples of --model-family {family}, which have special tokens",
-            f"use --seq-length {_SHORTEST[family]} or more",
         )
