@@ -33,6 +33,7 @@ from megatrain.config.subjects import (
     data_plans,
     device,
     experts,
+    families,
     fp8,
     layers,
     model,
@@ -44,11 +45,10 @@ from megatrain.config.subjects import (
     schedule,
     transformer_engine,
 )
-from megatrain.config.subjects.families import masked_samples, stacks
 
 _SUBJECTS: Final = (
-    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, fp8,
-    transformer_engine, attention_kernel, experts, stacks, batches, data_plans, schedule, run, checkpoint, resume,
+    device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,
+    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

@@ -56,7 +56,7 @@ class ModelOptions:
 
     Attributes:
         spec: words of --spec, for a model with custom layers.
-        spec_digest: digest of the file of --spec; None: that of the checkpoint.
+        spec_digest: digest of the file of --spec; None: the digest of the checkpoint.
         is_unlimited: experts have no capacity, so that no token depends on other sequences.
     """
 

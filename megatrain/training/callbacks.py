@@ -2,7 +2,7 @@
 
     start ─> on_start ─> [ on_iteration ─> on_evaluation? ─> on_save? ] ... ─> on_end
 
-All ranks make the same calls. The values are those of `metrics.jsonl`; changing them changes nothing.
+All ranks make the same calls. The values are the fields of `metrics.jsonl`; changing them changes nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from copied_weights import CopiedWeights
+from canonical_weights import CopiedWeights
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -68,7 +68,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 LOW_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
 """Precisions compared with measured noise."""
 Implementation = Literal["local", "transformer_engine"]
-_PRECISION_FLAGS: dict[Precision, str] = {
+PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
     "bf16": "--bf16 --params-dtype bfloat16",
@@ -185,7 +185,7 @@ def engine_of(plan: Plan, rank: int) -> Engine:
 
 def plan_of(job: Job, world_size: int) -> Plan:
     """Resolve the plan of a job."""
-    flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
+    flags = [*PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
         flags += ["--moe-router-force-load-balancing"]
@@ -230,11 +230,11 @@ _WIDTHS: dict[Device, str] = {
 
 
 def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
-    own = own_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
-    return [on_device(batch, engine.device) for batch in own]
+    local = local_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
+    return [on_device(batch, engine.device) for batch in local]
 
 
-def own_batches(
+def local_batches(
     step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
 ) -> Iterator[Batch]:
     """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0."""

@@ -117,7 +117,7 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
 def _with_taken_settings(
     request: Request, described: Mapping[str, Any], file: str
 ) -> tuple[Request, StoredRun | None]:
-    """Return the request with the settings that a file describes and those of --use-checkpoint-args, and the checkpoint.
+    """Return the request with the settings that a file describes and the settings of --use-checkpoint-args, and the checkpoint.
 
     Without the latter flag there is no checkpoint yet.
     """

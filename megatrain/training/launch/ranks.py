@@ -363,7 +363,7 @@ def use_deterministic_operations() -> None:
                                                              cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
-        layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; attention is that of `local`
+        layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; `local` computes attention
         any other operation                                  torch raises an error
 
     Sources: torch.use_deterministic_algorithms; cuBLAS, "Results Reproducibility".

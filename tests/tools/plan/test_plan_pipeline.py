@@ -13,7 +13,9 @@ from megatrain.tools.main import main
 from megatrain.tools.plan.pipeline import Candidate, Case, candidates
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
-CASE = Case(ranks=4, layers=16, microbatches=8, forward=1, backward=1.2, weight=0.8, head=2.5, transfer=0.05)
+CASE = Case(
+    ranks=4, layers=16, microbatches=8, forward=1, backward=1.2, weight_gradient=0.8, head=2.5, transfer=0.05
+)
 WORKING = (
     "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --lr 1e-3 --micro-batch-size 1"
     " --global-batch-size 8 --train-iters 10 --mock-data --vocab-size 100 --max-position-embeddings 128"

@@ -1,1 +1,0 @@
-"""Families of models: their stacks, and their samples."""
