@@ -197,8 +197,8 @@ class Layout:
     @property
     def family(self) -> str:
         """Family of the model, a value of --model-family."""
-        (model,) = self.words_of("model")
-        return OF_FAMILIES.get(model, "gpt")
+        (word,) = self.words_of("model")
+        return OF_FAMILIES.get(word, "gpt")
 
     @property
     def world_size(self) -> int:
