@@ -4,7 +4,8 @@ The gradient of the loss is known before the forward pass (it follows from the l
 as long as the chunk: forward computes the loss, the gradient of the hidden states and, without split backward, the weight
 gradient. With split backward the logits' gradient is kept until the schedule runs the weight gradient.
 
-In evaluation only the loss is computed. Padded ids are masked in the softmax.
+In evaluation only the loss is computed, and the id of the largest logit if accuracy is reported. Padded ids are masked in
+the softmax.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from megatrain.parallel.tensor_parallel import (
     TensorParallel,
     VocabShard,
     enter_tp_region,
+    vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_logits_gradient,
 )
@@ -100,7 +102,10 @@ class Head(ShardedModule):
         super().__init__()
         self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
         self.has_memory = spec.stacks[-1].memory is not None
-        self.averages_microbatches = spec.head.averages_microbatches
+        self.averages_microbatches, self.has_accuracy = (
+            spec.head.averages_microbatches,
+            spec.head.has_accuracy,
+        )
         self.tp = tp
         self.vocab_size = spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
@@ -123,7 +128,8 @@ class Head(ShardedModule):
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
         A next-sentence head adds the mean loss of the samples, and writes `sop_loss`. BERT's losses are means of the micro-batch,
-        and `tokens` is 1.
+        and `tokens` is 1, or 0 for a micro-batch of padding. For accuracy, evaluation writes `labels`, the number that count, and
+        `hits`, the number of them that have the largest logit.
         """
         if self.has_memory:
             hidden, _ = split_memory(hidden, batch, self.tp)
@@ -146,23 +152,25 @@ class Head(ShardedModule):
         if isinstance(scale, Tensor):
             scale = scale.to(kind)  # as torch does with a number
         token_scale = mask.to(kind) * (batch.loss_denominator.clamp(min=1).to(kind).reciprocal() * scale)
+        predictions = torch.empty_like(labels) if self.has_accuracy and not info.is_training else None
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), self._bias(), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
-            self.scaling, z_loss_coeff, self.user_loss and partial(self.user_loss.compute, batch=batch), info,
+            self.scaling, z_loss_coeff, self.user_loss and partial(self.user_loss.compute, batch=batch), info, predictions,
         )  # fmt: skip
         info.sums[f"{prefix}lm_loss"] = (losses * mask).sum()
         if z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
         info.sums[f"{prefix}tokens"] = mask.sum()
+        if predictions is not None:
+            info.sums |= {"hits": ((predictions == labels) * mask).sum(), "labels": mask.sum()}
         if self.averages_microbatches:
             for name in {"lm_loss", "z_loss"} & info.sums.keys():
                 info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
-            info.sums["tokens"] = torch.ones_like(info.sums["tokens"])
+            info.sums["tokens"] = torch.full_like(info.sums["tokens"], info.num_samples != 0)
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]
-        binary, info.sums["sop_loss"] = self.binary(normed, batch, info)
-        return scaled + binary * scale  # type: ignore[no-any-return]
+        return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
@@ -206,7 +214,9 @@ class _HeadLoss(Function):
         z_loss_coeff: float,
         user_loss: Callable[..., tuple[Tensor, Tensor]] | None,
         info: PassInfo,
+        predictions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the losses; `predictions`, int64 [t], receives the id of each token's largest logit."""
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
         dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
@@ -216,6 +226,8 @@ class _HeadLoss(Function):
             products = torch.matmul(x[chunk], weight.t())
             logits = scaling.logits(products if bias is None else products + bias.value)
             derivative = None if dx is None else scaling.softcap_derivative(logits)
+            if predictions is not None:
+                predictions[chunk] = vocab_parallel_argmax(logits, vocab)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
             user_derivative: Tensor | float = 1.0
@@ -258,4 +270,4 @@ class _HeadLoss(Function):
             ctx.info.compute_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[2].to(dx.dtype), *[None] * 10
+        return dx * grads[2].to(dx.dtype), *[None] * 11

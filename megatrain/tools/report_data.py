@@ -54,6 +54,11 @@ MAX_CONFIG_BYTES = MAX_STATUS_BYTES = 1 << 18
 MAX_SHOWN_CHARACTERS = 1000
 """Limit of the text of a setting."""
 Columns = dict[str, list[float | None]]
+Evaluations = dict[str, list[tuple[int, float | None]]]
+"""Iteration and value of each evaluation, by split or dataset."""
+_LOSSES = {"loss": "", "sop_loss": " sop"}
+_ACCURACIES = {"token_accuracy": " token", "sop_accuracy": " sop"}
+"""Values of an evaluation, with what follows the name of the split."""
 _MAX_INTEGER = 1 << 63
 _PATH_SETTINGS = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
 
@@ -79,8 +84,10 @@ class RunData:
     """Same length as `x`; None: no value."""
     means: Means | None
     """None unless the run was downsampled."""
-    validations: dict[str, list[tuple[int, float | None]]]
-    """Iteration and loss of each evaluation, by split or dataset."""
+    validations: Evaluations
+    """Losses; the sentence-order loss of split or dataset NAME is `NAME sop`."""
+    accuracies: Evaluations = field(default_factory=dict)
+    """Shares of right tokens, `NAME token`, and of right sentence orders, `NAME sop`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """By path, such as `optimizer.lr`; empty without a valid config.yaml."""
     note: str | None = None
@@ -120,10 +127,7 @@ def read_run(path: Path, name: str) -> RunData:
     folder = file.parent
     settings, note = _settings(folder / "config.yaml")
     x, curves, means = _columns(steps, _number(settings.get("data.seq_length")))
-    validations: dict[str, list[tuple[int, float | None]]] = {}
-    for row in evaluations:
-        loss = _number(row.get("loss"))
-        validations.setdefault(str(row["validation"]), []).append((row["iteration"], loss))
+    validations = _evaluations(evaluations, _LOSSES)
     return RunData(
         name=name,
         folder=str(folder),
@@ -131,6 +135,7 @@ def read_run(path: Path, name: str) -> RunData:
         curves=curves,
         means=means,
         validations=validations,
+        accuracies=_evaluations(evaluations, _ACCURACIES),
         settings=settings,
         note=note,
         summary=_summary(steps, validations, folder),
@@ -202,6 +207,17 @@ def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return [steps[number] for number in sorted(steps)], [evaluations[key] for key in sorted(evaluations)]
 
 
+def _evaluations(rows: Sequence[dict[str, Any]], endings: dict[str, str]) -> Evaluations:
+    """Return the values with these names; a split without one of them has no entry for it."""
+    found: Evaluations = {}
+    for row in rows:
+        for name in (one for one in endings if one in row):
+            found.setdefault(f"{row['validation']}{endings[name]}", []).append(
+                (row["iteration"], _number(row[name]))
+            )
+    return found
+
+
 def _is_iteration(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 50
 
@@ -259,7 +275,7 @@ def _means(x: Columns, curves: Columns) -> Means:
 
 def _summary(
     steps: Sequence[dict[str, Any]],
-    validations: dict[str, list[tuple[int, float | None]]],
+    validations: Evaluations,
     folder: Path,
 ) -> dict[str, Any]:
     """Return the run's row in the table of runs."""

@@ -1,6 +1,6 @@
 """Evaluation of a run: losses over validation and test samples, at the iterations that the configuration asks for.
 
-evaluation sets ─> micro-batches ─> `evaluate` ─> mean loss ─> RunLog      a stop request ends it before the log
+evaluation sets ─> micro-batches ─> `evaluate` ─> loss, accuracy ─> RunLog      a stop request ends it before the log
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.garbage import GarbageCollection
-from megatrain.training.losses import mean_losses
+from megatrain.training.losses import evaluation_sums, quotients
 from megatrain.training.training_run import TrainingRun
 
 
 def evaluate(
     engine: Engine, batches: Sequence[Batch], num_samples: Sequence[int | None] | None = None
 ) -> Tensor:
-    """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2].
+    """Return sums over the batch of all replicas, fp64: the dividends of `evaluation_sums`, then the divisors.
+
+    For a GPT: the sum of token losses, and the number of tokens.
 
     Args:
         num_samples: samples of each micro-batch before its padding; None: all.
@@ -44,7 +46,8 @@ def evaluate(
         )
     ]
     engine.executor.run(engine.pipeline.evaluation(engine.grid.pp.rank, len(batches)), batches, infos)
-    return engine.sum_over_ranks(infos, ["lm_loss", "tokens"])
+    dividends, divisors = zip(*evaluation_sums(engine.model.spec.head).values(), strict=True)
+    return engine.sum_over_ranks(infos, [*dividends, *divisors])
 
 
 class Evaluation:
@@ -83,29 +86,30 @@ class Evaluation:
         return reason
 
     def run(self, splits: tuple[str, ...]) -> str | None:
-        """Log the loss of these splits once all are complete; return the reason to stop if they are not.
+        """Log the values of these splits once all are complete; return the reason to stop if they are not.
 
         Raises:
             NotFiniteError: on all ranks; a loss is infinite or NaN.
         """
-        losses: dict[EvaluationSet, float] = {}
+        found: dict[EvaluationSet, dict[str, float]] = {}
         with self.ranks.phases.heartbeat("evaluating"):
             for evaluation_set in self.sets:
                 if evaluation_set.split in splits:
-                    loss, reason = self._loss(evaluation_set)
+                    values, reason = self._values(evaluation_set)
                     if reason is not None:
                         return reason
-                    losses[evaluation_set] = loss
-            for evaluation_set, loss in losses.items():
+                    found[evaluation_set] = values
+            for evaluation_set, values in found.items():
                 self.log.log_evaluation(
                     name=evaluation_set.name,
                     split=evaluation_set.split,
                     dataset=evaluation_set.dataset,
-                    loss=loss,
+                    values=values,
                     iteration=self.progress.iteration,
                     consumed_samples=self.progress.consumed_train_samples,
                 )
-        for evaluation_set, loss in losses.items():
+        for evaluation_set, values in found.items():
+            loss = sum(value for name, value in values.items() if name.endswith("loss"))
             if not math.isfinite(loss):
                 raise NotFiniteError(
                     f"{evaluation_set.name} loss at iteration {self.progress.iteration} is {loss}",
@@ -113,22 +117,23 @@ class Evaluation:
                 )
         return None
 
-    def _loss(self, evaluation_set: EvaluationSet) -> tuple[float, str | None]:
-        """Return the mean loss over the next samples of a set, and the reason to stop if there is one."""
+    def _values(self, evaluation_set: EvaluationSet) -> tuple[dict[str, float], str | None]:
+        """Return the values of `evaluation_sums` over the next samples of a set, or the reason to stop if there is one."""
         continues = evaluation_set.split == "valid" and not evaluation_set.is_whole
         consumed = self.progress.consumed_valid_samples if continues else 0
         samples_per_pass = self.plan.config.training.micro_batch_size * self.ranks.grid.dp.size
         per_batch = self.plan.derived.num_eval_microbatches
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        names = evaluation_sums(self.engine.model.spec.head)
+        sums = torch.zeros(2 * len(names), dtype=torch.float64, device=self.ranks.device)
         for done in range(0, evaluation_set.num_microbatches, per_batch):
             reason = self._reason_to_stop()
             if reason is not None:
-                return float("nan"), reason
+                return {}, reason
             count = min(per_batch, evaluation_set.num_microbatches - done)
             start = consumed + done * samples_per_pass
             batches = evaluation_set.batches.microbatches(start, count)
             sums += evaluate(self.engine, batches, evaluation_set.num_samples(start, count))
-        return mean_losses(sums).item(), None
+        return dict(zip(names, quotients(sums).tolist(), strict=True)), None
 
     def _reason_to_stop(self) -> str | None:
         """Return the reason to stop during an evaluation, or None; commit a pending save that all ranks have written.

@@ -1,6 +1,7 @@
 """Losses of a step: names of the sums that the head writes to `PassInfo.sums`, and the means of these sums.
 
 lm_loss  sop_loss  z_loss  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
+lm_loss  sop_loss  sop_hits  hits    tokens  tokens  samples  labels                               sums over an evaluation, fp64
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.model import ModelSpec
 
 
@@ -34,8 +36,24 @@ def loss_names(spec: ModelSpec) -> tuple[str, ...]:
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))
 
 
+def evaluation_sums(head: HeadSpec) -> dict[str, tuple[str, str]]:
+    """Return the sums whose quotient is each value of an evaluation, by the value's name in `metrics.jsonl`."""
+    found = {"loss": ("lm_loss", "tokens")}
+    if head.is_binary:
+        found |= {"sop_loss": ("sop_loss", "tokens"), "sop_accuracy": ("sop_hits", "samples")}
+    if head.has_accuracy:
+        found["token_accuracy"] = ("hits", "labels")
+    return found
+
+
+def quotients(sums: Tensor) -> Tensor:
+    """Divide the first half of the sums by the second half; `evaluate` of evaluation.py returns such sums."""
+    dividends, divisors = sums.chunk(2)
+    return dividends / divisors.clamp(min=1)
+
+
 def mean_losses(sums: Tensor) -> Tensor:
-    """Divide sums of losses by the last sum, the number of tokens; `evaluate` of evaluation.py returns such sums."""
+    """Divide sums of losses by the last sum, the number of tokens."""
     return sums[:-1] / sums[-1].clamp(min=1)
 
 
@@ -44,6 +62,4 @@ def losses_of(names: Sequence[str], sums: Tensor) -> Losses:
     count = names.index("tokens")
     losses = dict(zip(names[:count], mean_losses(sums[: count + 1]), strict=True))
     of_depths = sums[count + 1 :]
-    num_depths = len(of_depths) // 2
-    mtp = of_depths[:num_depths] / of_depths[num_depths:].clamp(min=1) if num_depths else None
-    return Losses(**losses, mtp=mtp)
+    return Losses(**losses, mtp=quotients(of_depths) if len(of_depths) else None)

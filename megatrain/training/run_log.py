@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from megatrain.training.logging.curves import (
 )
 from megatrain.training.logging.energy import EnergyMeter, energy_line
 from megatrain.training.logging.metrics import (
+    evaluation_line,
     log_line,
     max_memory_bytes,
     peak_tflops,
@@ -186,18 +187,17 @@ class RunLog:
         name: str,
         split: str,
         dataset: str | None,
-        loss: float,
+        values: Mapping[str, float],
         iteration: int,
         consumed_samples: int,
     ) -> None:
-        """Log the loss of an evaluation. `name`: its name in the printed line."""
-        perplexity = math.exp(min(loss, 20.0))
-        evaluated = split if dataset is None else dataset
-        metrics = {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
+        """Log the values of an evaluation, which are named as in `metrics.jsonl`. `name`: its name in the printed line."""
+        values = {"loss": values["loss"], "ppl": math.exp(min(values["loss"], 20.0))} | values
+        metrics = {"iteration": iteration, "validation": split if dataset is None else dataset, **values}
         self._write_metrics(metrics)
-        values = {"split": split, "dataset": dataset, "loss": loss, "ppl": perplexity}
-        self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
-        line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        scalars = evaluation_scalars(values, self._config.logging, split=split, dataset=dataset)
+        self._write_curves(scalars, iteration, consumed_samples)
+        line = evaluation_line(f"{name} loss at iteration {iteration}", values)
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
         self._callbacks.call("on_evaluation", metrics)
 

@@ -64,6 +64,17 @@ def test_a_run_is_read_with_its_axes_and_evaluations(tmp_path: Path) -> None:
     assert run.summary["status"] == "signal SIGTERM (exit code 75)"
 
 
+def test_evaluations_of_a_bert_have_their_losses_and_accuracies(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    row = {"iteration": 4, "validation": "test", "loss": 2.0, "ppl": 7.4, "sop_loss": 0.7}
+    row |= {"sop_accuracy": 0.75, "token_accuracy": 0.25}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(row) + "\n")
+    found = read_run(run, "run")
+    assert found.validations == {"valid": [(2, 3.5), (4, 2.5)], "test": [(4, 2.0)], "test sop": [(4, 0.7)]}
+    assert found.accuracies == {"test token": [(4, 0.25)], "test sop": [(4, 0.75)]}
+
+
 def test_the_loss_is_a_mean_over_the_end_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_iterations=30)
     with (run / "metrics.jsonl").open("a") as file:
@@ -288,7 +299,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_every_curve_has_a_chart(tmp_path: Path) -> None:
     text = page([read_run(make_run(tmp_path), "run")])
     charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
-    assert charts == {*CURVES, *ROUTER_CURVES, "validations"}
+    assert charts == {*CURVES, *ROUTER_CURVES, "validations", "accuracies"}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")

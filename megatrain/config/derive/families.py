@@ -53,8 +53,10 @@ def head_of(model: ModelConfig) -> HeadSpec:
             has_bias=True,
             is_binary=not model.bert_no_binary_head,
             averages_microbatches=True,
+            has_accuracy=True,
         )
-    return HeadSpec(has_bias=model.model_family == "t5" and not model.untie_embeddings_and_output_weights)
+    is_t5 = model.model_family == "t5"
+    return HeadSpec(has_bias=is_t5 and not model.untie_embeddings_and_output_weights, has_accuracy=is_t5)
 
 
 def num_token_types(model: ModelConfig) -> int | None:

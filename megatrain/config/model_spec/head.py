@@ -17,3 +17,5 @@ class HeadSpec:
     """A pooler of the first token and two classes, whose loss is added: are the sentences in order?"""
     averages_microbatches: bool = False
     """Reported losses are means over micro-batches, not over tokens."""
+    has_accuracy: bool = False
+    """Evaluation reports the share of the labels that have the largest logit."""

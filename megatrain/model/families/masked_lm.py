@@ -55,10 +55,11 @@ class BinaryHead(ShardedModule):
             self.add_weight(f"{attribute}_weight", weight, dtype)
             self.add_weight(f"{attribute}_bias", stream_layout(f"{name}.bias", rows, Init(), tp), dtype)
 
-    def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the samples, as this rank differentiates it, and as every rank reports it.
+    def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+        """Return the mean loss of the samples, as this rank differentiates it; write `sop_loss` to `info.sums`.
 
-        With sequence parallelism the first tensor rank has the first token: others return 0 for it.
+        With sequence parallelism the first tensor rank has the first token: others return 0. Evaluation also writes `samples`,
+        and `sop_hits`, the number of them whose class has the larger logit.
         """
         assert batch.are_swapped is not None, "the batch of a model with a next-sentence head"
         pooled = torch.tanh(self._linear("pooler", x[0]))
@@ -68,10 +69,19 @@ class BinaryHead(ShardedModule):
         )
         count = len(losses) if info.num_samples is None else info.num_samples
         mean = losses[:count].sum() / max(count, 1)
-        if not self.tp.sequence_parallel or self.tp.size == 1:
-            return mean, mean.detach()
-        mean = mean * (self.tp.rank == 0)
-        return mean, all_reduce(mean.detach().clone(), self.tp.group)
+        is_split = self.tp.sequence_parallel and self.tp.size > 1
+        if is_split:
+            mean = mean * (self.tp.rank == 0)
+        sums = {"sop_loss": mean.detach()}
+        if not info.is_training:
+            hits = (logits.argmax(-1) == batch.are_swapped)[:count].sum().to(mean.dtype)
+            sums["sop_hits"] = hits * (self.tp.rank == 0) if is_split else hits
+        if is_split:
+            sums = {name: all_reduce(x.clone(), self.tp.group) for name, x in sums.items()}
+        info.sums |= sums
+        if not info.is_training:
+            info.sums["samples"] = torch.full_like(mean, count)
+        return mean
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, weight_of(self, f"{name}_weight"), weight_of(self, f"{name}_bias"))

@@ -95,15 +95,20 @@ def _of_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def evaluation_scalars(values: Mapping[str, Any], config: LoggingConfig) -> dict[str, float]:
-    """Return the points of an evaluation: `lm loss validation`, followed by `-NAME` for one of several validation sets."""
-    split, dataset = values["split"], values["dataset"]
-    name = f"lm loss {'validation' if split == 'valid' else split}"
-    name += "" if dataset is None else f"-{dataset}"
-    found: dict[str, float | None] = {name: values["loss"]}
-    if config.log_validation_ppl_to_tensorboard:
-        found[f"{name} ppl"] = values["ppl"]
-    return _finite(found)
+def evaluation_scalars(
+    values: Mapping[str, float], config: LoggingConfig, *, split: str, dataset: str | None
+) -> dict[str, float]:
+    """Return the points of an evaluation: `lm loss validation` ..., followed by `-NAME` for one of several validation sets."""
+    place = ("validation" if split == "valid" else split) + ("" if dataset is None else f"-{dataset}")
+    names = {"loss": f"lm loss {place}", "ppl": f"lm loss {place} ppl"}
+    left_out = () if config.log_validation_ppl_to_tensorboard else ("ppl",)
+    return _finite(
+        {
+            names.get(name, f"{name.replace('_', ' ')} {place}"): value
+            for name, value in values.items()
+            if name not in left_out
+        }
+    )
 
 
 def is_also_over_samples(name: str) -> bool:

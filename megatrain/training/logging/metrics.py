@@ -65,6 +65,13 @@ def log_line(
     return " | ".join(part for part in parts if part is not None) + " |"
 
 
+def evaluation_line(start: str, values: Mapping[str, float]) -> str:
+    """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`."""
+    names = {"loss": "lm loss value", "ppl": "lm loss PPL", "sop_loss": "sop loss value"}
+    parts = [f"{names.get(name, name.replace('_', ' '))}: {value:.6E} | " for name, value in values.items()]
+    return f" {start} | {''.join(parts)}"
+
+
 def max_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":

@@ -43,13 +43,14 @@ def test_names_are_megatrons() -> None:
         "samples vs steps", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
         "mem-reserved-bytes", "mem-max-allocated-bytes",
     }  # fmt: skip
-    evaluation = {"split": "valid", "dataset": None, "loss": 2.0, "ppl": 7.4}
-    assert evaluation_scalars(evaluation, logging) == {
+    evaluation = {"loss": 2.0, "ppl": 7.4}
+    assert evaluation_scalars(evaluation, logging, split="valid", dataset=None) == {
         "lm loss validation": 2.0, "lm loss validation ppl": 7.4,
     }  # fmt: skip
-    assert set(evaluation_scalars({**evaluation, "dataset": "code"}, LoggingConfig())) == {
-        "lm loss validation-code"
-    }
+    of_family = {**evaluation, "sop_loss": 0.7, "token_accuracy": 0.5}
+    assert set(evaluation_scalars(of_family, LoggingConfig(), split="valid", dataset="code")) == {
+        "lm loss validation-code", "sop loss validation-code", "token accuracy validation-code",
+    }  # fmt: skip
 
 
 def test_numbers_that_are_none_are_left_out() -> None:
