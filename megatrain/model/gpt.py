@@ -48,6 +48,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.interleave import Turns
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -78,6 +79,8 @@ class Model:
     """FP8 of linear layers; None: there is none."""
     turns: Turns | None = None
     """Turns of a forward and a backward pass; None: passes run one after the other."""
+    capacities: RankCapacities | None = None
+    """Capacities of experts that a step may exceed; None: there are none."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -154,8 +157,10 @@ def build_model(
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
-    hidden_dtype, turns = builder.hidden_dtype, communication.turns
-    return Model(spec, segments, chunks, placement, registry, tp, cp, hidden_dtype, biases, fp8, turns)
+    return Model(
+        spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8, communication.turns,
+        communication.capacities,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.rank_capacity import RankCapacities
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -80,6 +81,9 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
     has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
     return ExpertCommunication(
         dispatcher="alltoall" if experts.sends_by_alltoall else "allgather",
+        capacities=None
+        if experts.moe_expert_rank_capacity_factor is None
+        else RankCapacities(experts.moe_expert_rank_capacity_factor),
         side=SideStream() if has_side else None,
         turns=Turns() if _overlaps_passes(plan) else None,
     )

@@ -100,6 +100,11 @@ class GraphedPasses:
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
 
+    def forget(self) -> None:
+        """Release the graph, as memory has other sizes from now on: another one is recorded after a step of the executor."""
+        self.close()
+        self._steps_left = max(self._steps_left, 1)
+
     def close(self) -> None:
         """Release the graph; process groups can then be destroyed."""
         if self._graph is not None:
