@@ -21,7 +21,7 @@ from megatrain.kernels.host_copy import HostCopy
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
-_MARGIN: Final = 1.1
+_MARGIN: Final = 1.25
 """A capacity grows to this multiple of the largest load so far, since loads of later steps are larger."""
 _MULTIPLE: Final = 16
 """Divisor of capacities, so that kernels are not compiled again: see `kernels.fused.launching.jit`."""

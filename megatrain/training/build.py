@@ -34,7 +34,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
-from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.graphed_passes import Capture, GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
@@ -241,7 +241,7 @@ def build_training_passes(
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
-    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps)
+    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

@@ -45,7 +45,7 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
     engine = engine_of(plan, rank)
     if with_graphs:
         bare = build_executor(plan, engine.model, NoHooks(), engine.grid, engine.device)
-        engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 1, repeated)
+        engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 1, Repeats())
     repeats, losses = [], []
     for step in range(NUM_STEPS):
         before = engine.num_repeats
@@ -60,9 +60,14 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
     return repeats, losses, [part.values.tobytes() for part in weights_of(engine)]
 
 
-def repeated(work: Callable[[], None]) -> Any:
-    """Return a stand-in for a CUDA graph."""
-    return SimpleNamespace(replay=work, reset=lambda: None)
+class Repeats:
+    """A stand-in for CUDA graphs."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self, work: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=work, reset=lambda: None)
 
 
 def test_ranks_agree_on_the_repeat_if_one_lacks_memory(pool: WorkerPool) -> None:
