@@ -236,8 +236,8 @@ def build_training_passes(
     grid: RankGrid,
     device: torch.device,
 ) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them."""
-    if not plan.derived.cuda_graphs:
+    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+    if not plan.derived.cuda_graphs or device.type == "meta":
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)

@@ -10,7 +10,7 @@ from megatrain.config.schema.values import whole
 _MIN_STARTUP_MINUTES: Final = 60
 GPUS_PER_HOST: Final = 8
 """Assumed where it is not known."""
-_MIN_SENT: Final = {True: 0.8, False: 0.9}
+_MIN_SENT: Final = {True: 0.5, False: 0.9}
 """Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster: among GPUs of one host, and elsewhere."""
 _MAX_ROWS: Final = 2
 """Largest number of rows of experts that an all-gather reserves, relative to an even load, for every possible assignment."""

@@ -39,7 +39,9 @@ DEEPSEEK = "--num-experts 64 --moe-router-topk 6 --moe-token-dispatcher-type all
         (QWEN, 4, 4, True, 1.25),
         (QWEN, 4, None, True, 1.25),
         (QWEN, 4, 2, False, None),  # two hosts
-        (QWEN, 8, 8, False, None),  # 66.7 %
+        (QWEN, 8, 8, True, 1.25),  # 66.7 %
+        (QWEN, 16, 8, False, None),
+        ("--num-experts 8 --moe-token-dispatcher-type alltoall", 8, 8, False, None),  # 25 %
         (DEEPSEEK, 4, 8, True, 1.25),
         (DEEPSEEK, 4, 1, True, 1.25),  # each rank sees one GPU
         (f"{DEEPSEEK} --moe-expert-rank-capacity-factor 2", 4, 8, True, 2.0),
