@@ -47,8 +47,6 @@ from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.interleave import Turns
-from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -75,12 +73,9 @@ class Model:
     """Dtype of the residual stream."""
     expert_biases: ExpertBiases
     """Biases of the routers of all stages."""
-    fp8: Fp8Recipes | None = None
+    fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
-    turns: Turns | None = None
-    """Turns of a forward and a backward pass; None: passes run one after the other."""
-    capacities: RankCapacities | None = None
-    """Capacities of experts that a step may exceed; None: there are none."""
+    communication: ExpertCommunication
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -156,11 +151,8 @@ def build_model(
     segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
-    registry = ParamRegistry.of(segments)
-    return Model(
-        spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases, fp8, communication.turns,
-        communication.capacities,
-    )  # fmt: skip
+    parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
+    return Model(spec, *parts, biases, fp8, communication)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
+from megatrain.parallel.expert_parallel import RankCapacities
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
@@ -39,7 +40,6 @@ from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
-from megatrain.parallel.rank_capacity import RankCapacities
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -224,7 +224,7 @@ def build_executor(
         placement=model.placement,
         num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
         late_gradients=late if has_late_gradients else "none",
-        turns=model.turns,
+        turns=model.communication.turns,
     )
 
 

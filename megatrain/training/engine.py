@@ -192,7 +192,7 @@ class Engine:
         infos = self.pass_infos(batches, first_sample=first_sample)
         with self.compute_times or contextlib.nullcontext():
             self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
-        capacities = self.model.capacities
+        capacities = self.model.communication.capacities
         # First, so that gradients are reduced while the host waits for the result.
         check = None if capacities is None else capacities.begin_check(self.grid.world, self.device)
         self.data_parallel.finish_gradients()

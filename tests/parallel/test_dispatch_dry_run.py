@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
+from megatrain.parallel.expert_parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    RankCapacity,
+)
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.rank_capacity import RankCapacity
 
 
 @pytest.mark.parametrize(

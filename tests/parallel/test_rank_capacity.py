@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatrain.parallel.expert_parallel import RankCapacities, RankCapacity
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.rank_capacity import RankCapacities, RankCapacity
 
 WORLD = RankGroup("world", (0,), 0)
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_layers_without_a_micro_batch_need_nothing(device: str) -> None:
     assert not capacities.begin_check(WORLD, torch.device(device))()
 
 
-def test_every_layer_has_room_for_its_largest_load_after_one_that_is_too_large() -> None:
+def test_capacities_grow_to_the_largest_loads_after_one_that_is_too_large() -> None:
     capacities = RankCapacities(2.0)
     small, near, full, large = (capacities.add_layer() for _ in range(4))
     loads = {small: (10, 20), near: (150, 30), full: (160, 1), large: (161, 320)}

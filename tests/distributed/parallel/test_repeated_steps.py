@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from megatrain.optim.lr_schedule import Hyperparams
+from megatrain.parallel.expert_parallel import RankCapacity
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
-from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -50,7 +50,7 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
     for step in range(NUM_STEPS):
         before = engine.num_repeats
         if step == 2 and layout.has("scarce"):  # a graph is recorded by now
-            for layer in engine.model.capacities.layers:
+            for layer in engine.model.communication.capacities.layers:
                 layer.factor = 0.5
         report = engine.step(
             list(own_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
@@ -78,8 +78,8 @@ def test_ranks_agree_on_the_repeat_if_one_lacks_memory(pool: WorkerPool) -> None
 
 def repeats_if_one_is_full(rank: int, world_size: int, layout: Layout) -> int:
     engine = engine_of(tiny_plan(layout, world_size), rank)
-    has_room = RankCapacity.num_rows if rank else lambda *_: _[-1]
-    with mock.patch.object(RankCapacity, "num_rows", has_room):
+    num_rows = RankCapacity.num_rows if rank else lambda *_: _[-1]
+    with mock.patch.object(RankCapacity, "num_rows", num_rows):
         engine.step(
             list(own_batches(0, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
         )
