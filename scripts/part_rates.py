@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks.optimizer import milliseconds
-from roofline import plan_of
+from roofline import active_width, plan_of
 
 from megatrain.config import Plan
 from megatrain.kernels.attention.backends import attention_kernel
@@ -43,7 +43,7 @@ def products(plan: Plan) -> float:
     tokens, h = plan.config.training.micro_batch_size * plan.config.data.seq_length, model.hidden_size
     layer, mlp = layers[0].attention, layers[0].dense or layers[0].experts
     inner, keys = layer.num_heads * layer.head_dim, layer.num_query_groups * layer.head_dim
-    width = mlp.active_width
+    width = active_width(mlp)
     num_layers = len(layers)
     shapes = [
         (inner + 2 * keys, h, num_layers),

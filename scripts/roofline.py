@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +82,13 @@ def plan_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = No
     return resolve(request, facts)
 
 
+def active_width(mlp: MlpSpec | ExpertsSpec) -> int:
+    """Return the total width that a token uses."""
+    if isinstance(mlp, MlpSpec):
+        return mlp.ffn_hidden_size
+    return mlp.top_k * mlp.ffn_hidden_size + mlp.shared_ffn_hidden_size
+
+
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
     h, s = model.hidden_size, plan.config.data.seq_length
@@ -88,7 +97,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     for layer in derived.model_spec.layers:
         mixer, mlp = layer.attention, layer.dense or layer.experts
         inner, keys = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_query_groups))
-        f = mlp.active_width
+        f = active_width(mlp)
         linear += layer.active_weights(h)
         for one in layer.linears(h):
             experts += one.num_experts * one.inputs * one.outputs
@@ -99,7 +108,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     head = h * model.padded_vocab_size
     moved += 6 * model.padded_vocab_size
     weights = linear + inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)
-    shards = derived.model_parallel_size
+    shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     expert_shards = (
         parallel.pipeline_model_parallel_size
         * parallel.expert_model_parallel_size

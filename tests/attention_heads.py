@@ -1,4 +1,4 @@
-"""Head sizes for tests of attention kernels on GPUs, as `config/derive/attention_backend.py` allows them."""
+"""Head sizes for tests of attention kernels on GPUs, as `config/subjects/attention_kernel.py` allows them."""
 
 import torch
 

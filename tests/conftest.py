@@ -2,6 +2,7 @@
 
 pytest                                     uses tests/golden; tests that need text or its token ids are skipped
 pytest --golden=/path/to/golden/data       uses the whole recording, and runs all of them
+pytest --families=/path/to/families        uses recordings of BERT, T5 and other families, ../shared/golden/families by default
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", type=Path, metavar="DIR", help="the whole golden recording, with its text")
+    parser.addoption("--families", type=Path, metavar="DIR", help="recorded runs of BERT, T5 ...")
     parser.addoption("--nightly", action="store_true", help="also run the tests marked `nightly`")
 
 
@@ -140,6 +142,15 @@ def golden_text(pytestconfig: pytest.Config) -> Path:
     if given is None:
         pytest.skip("needs text: run with --golden DIR")
     return given.resolve()
+
+
+@pytest.fixture(scope="session")
+def families(pytestconfig: pytest.Config) -> Path:
+    """The folder of recordings of BERT, T5 and other families; skips the test where there is none."""
+    folder: Path = pytestconfig.getoption("families") or Path(__file__).parents[2] / "shared/golden/families"
+    if not folder.is_dir():
+        pytest.skip("needs recordings: run with --families DIR")
+    return folder.resolve()
 
 
 @pytest.fixture(scope="session")

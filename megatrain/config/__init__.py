@@ -4,9 +4,9 @@
 
     schema/     settings and their help texts       request.py   the parsed command line
     cli/        parsing, help, printing             facts.py     ranks, devices, tokenizer, checkpoint, data
-    derive/     values derived from settings        plan.py      the resolved configuration
-    rules/      checks across settings              resolve.py   from Request and Facts to Plan
-    megatron/   Megatron-LM's flags
+    subjects/   derived values, rules and notes     plan.py      the resolved configuration
+    derive/     parsers of settings                 resolve.py   from Request and Facts to Plan
+    megatron/   Megatron-LM's flags                 registry.py  decorators of subjects/; rule_list.py has all that they register
 
 Nothing here imports torch, so that `--help` is fast.
 """

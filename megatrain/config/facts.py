@@ -31,6 +31,8 @@ class DatasetFacts:
     """Digest of the contents, independent of the path."""
     from_iteration: int = 0
     """Completed iterations at which training begins to read it: that of its phase in --data-schedule, or 0."""
+    num_documents: int = 0
+    """Documents, which --split divides for BERT and T5. 0: written before they were counted."""
     has_loss_mask: bool = False
     """True if it has conversations: the loss mask that preprocess_data.py --sft writes is next to it."""
 

@@ -72,3 +72,12 @@ def divisors(path: str, number: int, limit: int) -> Iterator[Change]:
 def fewer_ranks(draft: Draft, path: str) -> Iterator[Change]:
     """Yield smaller sizes of an axis that divide the number of ranks, the largest first."""
     return divisors(path, draft.derived.world_size, draft.config.get(path) - 1)
+
+
+def lengths(draft: Draft, factor: int) -> Iterator[Change]:
+    """Yield multiples of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
+    path, length = "data.seq_length", draft.config.data.seq_length
+    yield from islice(multiples(path, length, factor), 4)
+    longest = draft.config.model.max_position_embeddings
+    if longest is not None and longest >= factor:
+        yield {path: longest // factor * factor}

@@ -12,7 +12,7 @@ from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
 from megatrain.config.schema.tree import Config, Origin
-from megatrain.config.schema.values import INVALID, CheckedSection
+from megatrain.config.schema.values import OPEN, CheckedSection
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -27,92 +27,90 @@ class DerivedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived(CheckedSection):
-    """Values that are derived from configuration and facts, and are not settings. INVALID until derived."""
+    """Values that are derived from configuration and facts, and are not settings. OPEN until derived."""
 
-    world_size: int = INVALID
-    """Number of ranks."""
-    model_spec: ModelSpec = INVALID
+    vocab_size: int = OPEN
+    """Number of tokens of the tokenizer, before padding."""
+    eod_id: int | None = OPEN
+    """End-of-document token; None: there is none."""
+    model_spec: ModelSpec = OPEN
     """The model as data: its layers, and what feeds and ends them."""
-    transformer_impl: Literal["local", "transformer_engine"] = INVALID
+    kv_copies: int = OPEN
+    """Number of tensor-parallel ranks with the same keys and values."""
+    master_dtype: DType = OPEN
+    """Dtype of master weights, optimizer state and gradient sums."""
+    cp_comm_types: tuple[str, ...] = OPEN
+    """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
+    fp8_modules: ModuleRecipes | None = OPEN
+    """Recipe of each linear layer; None: that of the flags, in all of `fp8_layers`."""
+    fp8_layers: tuple[int, ...] = OPEN
+    """Numbers of the layers with linear layers in FP8; those of multi-token prediction follow the others."""
+    transformer_impl: Literal["local", "transformer_engine"] = OPEN
     """Implementation of the layers; `local` supplies what Transformer Engine lacks."""
     attention_backend: Literal[
         "flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"
-    ] = INVALID
+    ] = OPEN
     """Attention kernel."""
-    fp8_modules: ModuleRecipes | None = INVALID
-    """Recipe of each linear layer; None: that of the flags, in all of `fp8_layers`."""
-    fp8_layers: tuple[int, ...] = INVALID
-    """Numbers of the layers with linear layers in FP8; those of multi-token prediction follow the others."""
-    cp_comm_types: tuple[str, ...] = INVALID
-    """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
-    model_parallel_size: int = INVALID
-    """Ranks of a model replica: tp * pp."""
-    pipeline_chunks: int = INVALID
-    """Model chunks of each pipeline rank."""
-    pipeline_layers: tuple[int, ...] = INVALID
-    """Layers of each virtual stage: pp * chunks."""
-    mtp_stage: int | None = INVALID
-    """Virtual stage of multi-token prediction; None: there is none."""
-    kv_copies: int = INVALID
-    """Number of tensor-parallel ranks with the same keys and values."""
-    data_parallel_size: int = INVALID
+    world_size: int = OPEN
+    """Number of ranks."""
+    data_parallel_size: int = OPEN
     """Ranks that read different samples: ranks / (tp * cp * pp)."""
-    expert_tensor_parallel_size: int = INVALID
+    expert_tensor_parallel_size: int = OPEN
     """Ranks over which the matrices of an expert are split."""
-    startup_timeout_seconds: int = INVALID
+    startup_timeout_seconds: int = OPEN
     """Time limit of a collective until the end of the first iteration: a rank may wait for another's index or cache."""
-    collective_timeout_seconds: int = INVALID
+    collective_timeout_seconds: int = OPEN
     """Time limit of a collective after the first iteration."""
-    num_microbatches: int = INVALID
+    num_microbatches: int = OPEN
     """Micro-batches per rank and iteration, at the full global batch."""
-    num_eval_microbatches: int = INVALID
+    num_eval_microbatches: int = OPEN
     """Micro-batches per rank and evaluation iteration."""
-    train_iters: int = INVALID
-    """Iterations of the run, those of the checkpoint included."""
-    train_samples: int = INVALID
-    """Samples consumed at the end of training: whole global batches."""
-    requested_train_samples: int = INVALID
-    """Training samples that the dataset must provide."""
-    requested_valid_samples: int | None = INVALID
-    """Validation samples that the dataset must provide; None: one epoch."""
-    requested_test_samples: int = INVALID
-    """Test samples that the dataset must provide."""
-    phase_transitions: tuple[int, ...] = INVALID
-    """Iterations of --phase-transition-iterations, ascending."""
-    train_start: int = INVALID
-    """First training sample of the data that the flags name (--phase-transition-iterations)."""
-    train_plan: tuple[int | None, ...] = INVALID
-    """Samples of each plan of training data (of its first phase with --data-schedule); plan k is shuffled with --seed + k."""
-    later_phases: tuple[DataPhase, ...] = INVALID
-    """Phases of --data-schedule, whose plans are shuffled with the seeds that follow."""
-    valid_plan: tuple[int | None, ...] = INVALID
-    test_plan: tuple[int | None, ...] = INVALID
-    lr_decay_samples: int = INVALID
-    """Sample at which the decay of the learning rate ends."""
-    lr_warmup_samples: float = INVALID
-    """Samples of warm-up. A --lr-warmup-fraction is not rounded, as in Megatron-LM."""
-    lr_wsd_decay_samples: int | None = INVALID
-    """Samples of the decay at the end of WSD; None: the decay is not WSD."""
-    schedule: ScheduleValues = INVALID
-    """Schedules in effect: those of this run, or of the checkpoint on request."""
-    lr_groups: LRGroups = INVALID
-    """Learning rate of each kind of parameter."""
-    vocab_size: int = INVALID
-    """Number of tokens of the tokenizer, before padding."""
-    eod_id: int | None = INVALID
-    """End-of-document token; None: there is none."""
-    master_dtype: DType = INVALID
-    """Dtype of master weights, optimizer state and gradient sums."""
-    cuda_graphs: bool = INVALID
-    """True if the passes of training are CUDA graphs."""
-    tokens_per_iteration: int = INVALID
-    """Tokens of a full global batch."""
-    flops_per_iteration: int = INVALID
-    """FLOPs of a full global batch by Megatron-LM's formula, without recomputation."""
-    start_iteration: int = INVALID
+    start_iteration: int = OPEN
     """Iterations of the loaded checkpoint."""
-    start_consumed_samples: int = INVALID
+    start_consumed_samples: int = OPEN
     """Training samples consumed by the loaded checkpoint."""
+    train_iters: int = OPEN
+    """Iterations of the run, those of the checkpoint included."""
+    train_samples: int = OPEN
+    """Samples consumed at the end of training: whole global batches."""
+    requested_train_samples: int = OPEN
+    """Training samples that the dataset must provide."""
+    requested_valid_samples: int | None = OPEN
+    """Validation samples that the dataset must provide; None: one epoch."""
+    requested_test_samples: int = OPEN
+    """Test samples that the dataset must provide."""
+    phase_transitions: tuple[int, ...] = OPEN
+    """Iterations of --phase-transition-iterations, ascending."""
+    train_start: int = OPEN
+    """First training sample of the data that the flags name (--phase-transition-iterations)."""
+    train_plan: tuple[int | None, ...] = OPEN
+    """Samples of each plan of training data (of its first phase with --data-schedule); plan k is shuffled with --seed + k."""
+    later_phases: tuple[DataPhase, ...] = OPEN
+    """Phases of --data-schedule, whose plans are shuffled with the seeds that follow."""
+    valid_plan: tuple[int | None, ...] = OPEN
+    test_plan: tuple[int | None, ...] = OPEN
+    lr_decay_samples: int = OPEN
+    """Sample at which the decay of the learning rate ends."""
+    lr_warmup_samples: float = OPEN
+    """Samples of warm-up. A --lr-warmup-fraction is not rounded, as in Megatron-LM."""
+    lr_wsd_decay_samples: int | None = OPEN
+    """Samples of the decay at the end of WSD; None: the decay is not WSD."""
+    schedule: ScheduleValues = OPEN
+    """Schedules in effect: those of this run, or of the checkpoint on request."""
+    lr_groups: LRGroups = OPEN
+    """Learning rate of each kind of parameter."""
+    pipeline_chunks: int = OPEN
+    """Model chunks of each pipeline rank."""
+    mtp_stage: int | None = OPEN
+    """Virtual stage of multi-token prediction; None: there is none."""
+    pipeline_layers: tuple[int, ...] = OPEN
+    """Layers of each virtual stage: pp * chunks."""
+    cuda_graphs: bool = OPEN
+    """True if the passes of training are CUDA graphs."""
+    tokens_per_iteration: int = OPEN
+    """Tokens of a full global batch."""
+    flops_per_iteration: int = OPEN
+    """FLOPs of a full global batch by Megatron-LM's formula, without recomputation."""
 
 
 def continues_optimizer(config: Config, facts: Facts) -> bool:
@@ -164,3 +162,13 @@ class Plan:
     """Origin of each value, by path such as `model.num_layers` or `derived.num_microbatches`."""
     notes: tuple[str, ...]
     """Notes for the user; none is an error."""
+
+    @property
+    def decoder_stage(self) -> int | None:
+        """Virtual stage with the first layer of a decoder after an encoder; None: the model has one stack."""
+        return self.derived.model_spec.decoder_stage(self.derived.pipeline_layers)
+
+    @property
+    def later_embedding_stage(self) -> int | None:
+        """Virtual stage after the first that embeds tokens, for multi-token prediction or a decoder; None: there is none."""
+        return self.derived.mtp_stage if self.derived.mtp_stage is not None else self.decoder_stage

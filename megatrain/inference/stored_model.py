@@ -26,11 +26,11 @@ from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, Tens
 from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers

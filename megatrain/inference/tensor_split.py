@@ -20,7 +20,7 @@ def without_capacity(spec: ModelSpec) -> ModelSpec:
         router = dataclasses.replace(layer.experts.router, capacity_factor=None, is_padded=False)
         return layer.replaced(layer.experts, dataclasses.replace(layer.experts, router=router))
 
-    return dataclasses.replace(spec, layers=tuple(map(unlimited, spec.layers)))
+    return spec.with_layers(tuple(map(unlimited, spec.layers)))
 
 
 def split_over_ranks(spec: ModelSpec, tp_size: int) -> tuple[ModelSpec, GridShape]:

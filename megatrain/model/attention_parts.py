@@ -20,12 +20,15 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
+from megatrain.model.masked_attention import MaskedAttention
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     """Build the core attention of a layer, with its sink logits."""
+    if spec.mask == "padding" or spec.relative is not None:
+        return MaskedAttention(spec, context)
     name = context.name(spec)
     columns, init = [Columns(f"{name}.sink", spec.num_heads)], Init(std=context.model.init_std)
     sink = columns_bias_layout(columns, context.tp, init) if spec.sink == "learned" else None

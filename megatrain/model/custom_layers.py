@@ -32,7 +32,7 @@ def apply_custom_layers(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     function = layer_function(model.spec)
     if function is None:
         return spec
-    return dataclasses.replace(spec, layers=load_layers(function)(model, spec.layers))
+    return spec.with_layers(load_layers(function)(model, spec.layers))
 
 
 def load_layers(function: UserFunction) -> Layers:

@@ -3,11 +3,14 @@
     virtual stage 0        stages 1 .. n - 2      stage n - 1
     embedding, layers      layers                 layers, multi-token prediction, head
 
+    with two stacks, before the first layer of the decoder: final norm of the encoder, embedding of the decoder's tokens
+
 A rank has one virtual stage, or several as model chunks. Multi-token prediction may have a stage of its own before the head's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +22,11 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
+from megatrain.model.cross_attention import LayerWithMemory
+from megatrain.model.decoder_start import DecoderStart
+from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
-from megatrain.model.head import Head
+from megatrain.model.head import Head, HeadParts
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
@@ -35,10 +40,12 @@ from megatrain.model.layer import (
     TransformerLayer,
 )
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
-from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
+from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
+from megatrain.model.masked_lm import BinaryHead, HeadTransform
 from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
+from megatrain.model.relative_positions import RelativePositions
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
@@ -53,7 +60,9 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
 POSITIONS_NAME = "embedding.position_embeddings.weight"
+TYPES_NAME = "embedding.tokentype_embeddings.weight"
 OUTPUT_NAME = "output_layer.weight"
+OUTPUT_BIAS_NAME = "output_layer.bias"
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,11 @@ def build_model(
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-    builder = _StageBuilder(spec, placement, mtp_stage, builder_of, ranks, ropes, recompute, user_loss)
+
+    later_stage = mtp_stage if spec.mtp is not None else spec.decoder_stage([len(one) for one in stages])
+    builder = _StageBuilder(
+        spec, placement, mtp_stage, later_stage, builder_of, ranks, ropes, recompute, user_loss
+    )
     segments, chunks = builder.chunks(grid.pp.rank, stages)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
@@ -163,6 +176,8 @@ class _StageBuilder:
     placement: Placement
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
+    later_stage: int | None
+    """Virtual stage after the first that embeds tokens: of multi-token prediction or the decoder's start; None: none."""
     builder_of: Callable[[int], ModuleBuilder]
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
@@ -184,33 +199,79 @@ class _StageBuilder:
             stage, first = self.placement.stage(rank, chunk), len(segments)
             segments += self.segments(stage, stages[stage], segments)
             chunks.append(range(first, len(segments)))
+        for stack, table in self.relative_positions.items():
+            segments[0].add_module(f"relative_positions_of_{stack}", table)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""
-        spec, tp, dtype = self.spec, self.ranks.split.tp, self.ranks.dtype
         found: list[nn.Module] = []
         if stage == 0:
-            std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
-            positions = None
-            if spec.num_positions is not None:
-                layout = positions_layout(
-                    POSITIONS_NAME, spec.num_positions, spec.hidden_size, Init(std=std), tp
-                )
-                positions = LearnedPositions(layout, tp, dtype)
-            output = self._embedding_output("embedding")
-            found.append(Embedding(self._vocab_layout(EMBEDDING_NAME), positions, output, tp, dtype))
-        found += layer_segments([self._layer(number) for number in layers], self.recompute)
+            found.append(self._embedding(self._embedding_output("embedding")))
+        first = len(self.spec.stacks[0].layers)
+        of_encoder, of_decoder = layers, range(0)
+        if len(self.spec.stacks) > 1:
+            of_encoder, of_decoder = (
+                range(layers.start, min(layers.stop, first)),
+                range(max(layers.start, first), layers.stop),
+            )
+        found += layer_segments([self._layer(number) for number in of_encoder], self.recompute)
+        if first in of_decoder:
+            found.append(self._decoder_start([*earlier, *found]))
+        found += layer_segments([self._layer(number) for number in of_decoder], self.recompute)
         if stage == self.mtp_stage:
-            for depth in range(spec.num_mtp_layers):
+            for depth in range(self.spec.num_mtp_layers):
                 found.append(self._mtp_layer(depth, [*earlier, *found]))
         if stage == self.placement.num_stages - 1:
             found.append(self._head([*earlier, *found]))
         return found
 
+    def _embedding(self, output: nn.Module) -> Embedding:
+        """Build the embedding with all its tables."""
+        spec, tp, dtype = self.spec, self.ranks.split.tp, self.ranks.dtype
+        init = Init(std=spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std)
+        positions = types = None
+        if spec.num_positions is not None:
+            shared = len(spec.stacks) > 1 and len(self._embedding_holders) > 1
+            size = spec.num_positions, spec.hidden_size
+            layout = table_layout(POSITIONS_NAME, *size, init, tp, is_shared=shared)
+            positions = LearnedPositions(layout, tp, dtype)
+        if spec.num_token_types is not None:
+            layout = table_layout(TYPES_NAME, spec.num_token_types, spec.hidden_size, init, tp)
+            types = TokenTypes(layout, tp, dtype)
+        return Embedding(self._vocab_layout(EMBEDDING_NAME), positions, types, output, tp, dtype)
+
+    def _decoder_start(self, earlier: Sequence[nn.Module]) -> DecoderStart:
+        embedding = _embedding_in(earlier)
+        return DecoderStart(
+            self._final_norm(self.spec.stacks[0].name),
+            embedding or self._embedding(Sequential([])),
+            owns_embedding=embedding is None,
+            output=self._embedding_output("decoder.embedding"),
+            hidden_dtype=self.hidden_dtype,
+        )
+
     def _layer(self, number: int) -> TransformerLayer:
         builder = self.builder_of(number)
-        return _layer(LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute))
+        relative = self.relative_positions.get(self.spec.stack_of(number).name)
+        return _layer(
+            LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
+        )
+
+    @functools.cached_property
+    def relative_positions(self) -> dict[str, RelativePositions]:
+        """The tables of relative position bias by stack; all pipeline ranks hold all of them, in their first segment."""
+        found: dict[str, RelativePositions] = {}
+        for stack in self.spec.stacks:
+            attention = next((layer.attention for layer in stack.layers if layer.attention is not None), None)
+            if attention is None or attention.relative is None:
+                continue
+            name, init = f"{stack.name}.relative_positions.weight", Init(std=self.spec.init_std)
+            found[stack.name] = RelativePositions(
+                attention.relative, name, attention.num_heads, init, self.ranks.split.tp, self.ranks.dtype,
+                is_shared=self.placement.num_ranks > 1,
+            )  # fmt: skip
+        return found
 
     def _embedding_output(self, name: str) -> Sequential:
         """Build the modules that are applied to embedded tokens; `name`: key of their dropout."""
@@ -233,9 +294,11 @@ class _StageBuilder:
         layer = MtpLayer(
             spec,
             depth,
-            model_norm=self._final_norm() if depth == 0 else None,
+            model_norm=self._final_norm(spec.stacks[-1].name) if depth == 0 else None,
             embedding=embedding
-            or Embedding(self._vocab_layout(EMBEDDING_NAME), None, Sequential([]), tp, self.ranks.dtype),
+            or Embedding(
+                self._vocab_layout(EMBEDDING_NAME), None, None, Sequential([]), tp, self.ranks.dtype
+            ),
             owns_embedding=embedding is None,
             embedding_output=self._embedding_output(f"mtp.layers.{depth}.embedding"),
             layer=self._layer(number),
@@ -245,26 +308,48 @@ class _StageBuilder:
         )
         return RecomputedModule(layer) if self.recompute.kind == "uniform" else layer
 
-    def _final_norm(self) -> nn.Module:
+    def _final_norm(self, stack: str) -> nn.Module:
         spec = self.spec
-        weights = norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, self.ranks.split.tp)
+        weights = norm_weights(f"{stack}.final_norm", spec.hidden_size, spec.norm, self.ranks.split.tp)
         norm = self.builder_of(0).norm(weights, spec.norm)
         assert isinstance(norm, nn.Module)
         return norm
 
     def _head(self, earlier: Sequence[nn.Module]) -> Head:
-        spec, embedding = self.spec, _embedding_in(earlier)
-        norm = self._final_norm() if spec.mtp is None else None
+        spec, tp, dtype, embedding = self.spec, self.ranks.split.tp, self.ranks.dtype, _embedding_in(earlier)
+        norm = self._final_norm(spec.stacks[-1].name) if spec.mtp is None else None
+        bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
+        parts = HeadParts(
+            transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
+            binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
+            bias=bias if spec.head.has_bias else None,
+        )
+        if spec.is_tied and embedding is None and len(spec.stacks) > 1:
+            # All ranks with the word table have all tables that the stacks share, at the same positions.
+            parts, embedding = (
+                dataclasses.replace(parts, owns_embedding=True),
+                self._embedding(Sequential([])),
+            )
         is_tied_here = spec.is_tied and embedding is not None
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
-        return Head(norm, layout, owner, spec, self.user_loss, self.ranks.split.tp, self.ranks.dtype)
+        return Head(norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+
+    @property
+    def _plain_builder(self) -> ModuleBuilder:
+        """The builder of modules outside of layers, which are not in FP8."""
+        builder = self.builder_of(0)
+        assert isinstance(builder, LocalBuilder)
+        return dataclasses.replace(builder, fp8_recipe=None)
+
+    @property
+    def _embedding_holders(self) -> tuple[int, ...]:
+        """Pipeline ranks with the word embedding."""
+        return embedding_ranks(self.placement, is_tied=self.spec.is_tied, later_stage=self.later_stage)
 
     def _vocab_layout(self, name: str) -> ParamLayout:
         spec, is_embedding = self.spec, name == EMBEDDING_NAME
         std = spec.embedding_init_std if is_embedding else spec.head_init_std
-        mtp_stage = None if spec.mtp is None else self.mtp_stage
-        holders = embedding_ranks(self.placement, is_tied=spec.is_tied, mtp_stage=mtp_stage)
         return vocab_layout(
             name,
             spec.vocab_size,
@@ -272,7 +357,7 @@ class _StageBuilder:
             spec.hidden_size,
             Init(std=spec.init_std if std is None else std),
             self.ranks.split.tp,
-            is_shared=is_embedding and len(holders) > 1,
+            is_shared=is_embedding and len(self._embedding_holders) > 1,
             kind="embedding" if is_embedding else "output",
         )
 
@@ -286,6 +371,8 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
 def _layer(context: LayerContext) -> TransformerLayer:
     layer = context.model.all_layers[context.number]
     branches = [build_part(part, context) for part in layer.parts]
+    if context.model.stack_of(context.number).memory is not None:
+        return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:
         return ParallelLayer(branches)
     if context.tp.peers is not None and context.tp.size == 2:

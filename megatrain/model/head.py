@@ -19,15 +19,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.config.model_spec.model import ModelSpec
+from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.model.cross_attention import split_memory
+from megatrain.model.masked_lm import BinaryHead, HeadTransform
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import (
+    Bias,
     TensorParallel,
     VocabShard,
     enter_tp_region,
@@ -55,11 +59,26 @@ class LogitScaling:
         return None if self.cap is None else 1 - (logits / self.cap).square()
 
 
+@dataclass(frozen=True)
+class HeadParts:
+    """What some families add to the head."""
+
+    transform: HeadTransform | None = None
+    """Precedes the output layer."""
+    binary: BinaryHead | None = None
+    """Next-sentence head, whose loss is added."""
+    bias: ParamLayout | None = None
+    """Layout of the bias of the logits."""
+    owns_embedding: bool = False
+    """The tied embedding belongs to this segment."""
+
+
 class Head(ShardedModule):
     """The head segment with its loss.
 
     Args:
         norm: the final norm; None: multi-token prediction has applied it.
+        parts: the parts of its family.
         weight: layout of the output weight; None: it is that of `embedding`.
         embedding: the embedding of this stage, if the output weight is tied to it.
         spec: spec of the model, with the logits' scale, their cap, the losses and multi-token prediction.
@@ -70,6 +89,7 @@ class Head(ShardedModule):
     def __init__(
         self,
         norm: nn.Module | None,
+        parts: HeadParts,
         weight: ParamLayout | None,
         embedding: ShardedModule | None,
         spec: ModelSpec,
@@ -78,7 +98,9 @@ class Head(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
+        self.has_memory = spec.stacks[-1].memory is not None
+        self.averages_microbatches = spec.head.averages_microbatches
         self.tp = tp
         self.vocab_size = spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
@@ -87,8 +109,12 @@ class Head(ShardedModule):
         self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)
+            if parts.owns_embedding:
+                self.embedding = embedding
         if weight is not None:
             self.add_weight("weight", weight, dtype)
+        if parts.bias is not None:
+            self.add_weight("bias", parts.bias, dtype)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
@@ -96,7 +122,11 @@ class Head(ShardedModule):
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
+        A next-sentence head adds the mean loss of the samples, and writes `sop_loss`. BERT's losses are means of the micro-batch,
+        and `tokens` is 1.
         """
+        if self.has_memory:
+            hidden, _ = split_memory(hidden, batch, self.tp)
         model_hidden, *others = hidden.chunk(1 + len(batch.ahead)) if batch.ahead else (hidden,)
         loss = self._loss(model_hidden, batch, info, 0)
         for depth, (x, ahead) in enumerate(zip(others, batch.ahead, strict=True), start=1):
@@ -107,7 +137,8 @@ class Head(ShardedModule):
         """Return the scaled loss of one depth, 0 for the model itself, from its hidden states [s/tp, b, h]."""
         factor, z_loss_coeff = (self.mtp_loss_factor, 0.0) if depth else (1.0, self.z_loss_coeff)
         prefix = f"mtp_{depth}_" if depth else ""
-        x, output = self._normed(hidden, info), self._output()
+        normed, output = self._normed(hidden, info), self._output()
+        x = self._whole_rows(normed, info)
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         kind = accumulation_dtype(x.dtype)
@@ -116,7 +147,7 @@ class Head(ShardedModule):
             scale = scale.to(kind)  # as torch does with a number
         token_scale = mask.to(kind) * (batch.loss_denominator.clamp(min=1).to(kind).reciprocal() * scale)
         losses, z_losses, scaled = _HeadLoss.apply(
-            x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
+            x, output.weight, output.weight_grads.get("weight"), self._bias(), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
             self.scaling, z_loss_coeff, self.user_loss and partial(self.user_loss.compute, batch=batch), info,
         )  # fmt: skip
@@ -124,17 +155,34 @@ class Head(ShardedModule):
         if z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
         info.sums[f"{prefix}tokens"] = mask.sum()
-        return scaled  # type: ignore[no-any-return]
+        if self.averages_microbatches:
+            for name in {"lm_loss", "z_loss"} & info.sums.keys():
+                info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
+            info.sums["tokens"] = torch.ones_like(info.sums["tokens"])
+        if self.binary is None:
+            return scaled  # type: ignore[no-any-return]
+        binary, info.sums["sop_loss"] = self.binary(normed, batch, info)
+        return scaled + binary * scale  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
-        local = self.scaling.logits(linear(self._normed(hidden, info), self._output().weight))  # [t, v/tp]
+        x = self._whole_rows(self._normed(hidden, info), info)
+        local = self.scaling.logits(linear(x, self._output().weight))  # [t, v/tp]
         parts: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1, hidden.shape[1]))
         return parts.movedim(0, 2).flatten(2)[..., : self.vocab_size]
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
-        normed = hidden.to(self.dtype) if self.norm is None else self.norm(hidden, info)
-        return enter_tp_region(normed, self.tp).flatten(0, 1)  # [t, h]
+        normed: Tensor = hidden.to(self.dtype) if self.norm is None else self.norm(hidden, info)
+        return normed
+
+    def _whole_rows(self, normed: Tensor, info: PassInfo) -> Tensor:
+        """Return the input of the output layer, [t, h], from this rank's rows after the final norm."""
+        x = normed if self.transform is None else self.transform(normed, info)
+        return enter_tp_region(x, self.tp).flatten(0, 1)
+
+    def _bias(self) -> Bias | None:
+        bias = getattr(self, "bias", None)
+        return None if bias is None else Bias(bias, self.weight_grads.get("bias"))
 
     def _output(self) -> Any:
         """Return the module that owns the output weight."""
@@ -150,6 +198,7 @@ class _HeadLoss(Function):
         x: Tensor,
         weight: Tensor,
         weight_grad: Tensor | None,
+        bias: Bias | None,
         labels: Tensor,
         token_scale: Tensor,
         vocab: VocabShard,
@@ -164,7 +213,8 @@ class _HeadLoss(Function):
 
         def compute(chunk: slice) -> None:
             """Compute one chunk. A function, so that its logits are freed before the next chunk's are allocated."""
-            logits = scaling.logits(torch.matmul(x[chunk], weight.t()))
+            products = torch.matmul(x[chunk], weight.t())
+            logits = scaling.logits(products if bias is None else products + bias.value)
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
@@ -183,6 +233,8 @@ class _HeadLoss(Function):
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])
+            if bias is not None and bias.grad is not None:
+                add_column_sums(bias.grad, dlogits)
             if info.splits_backward:
                 kept.append((dlogits, x[chunk]))
             else:
@@ -206,4 +258,4 @@ class _HeadLoss(Function):
             ctx.info.compute_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[2].to(dx.dtype), *[None] * 9
+        return dx * grads[2].to(dx.dtype), *[None] * 10

@@ -82,6 +82,8 @@ class LayerContext:
     rope_of: Callable[[AttentionSpec], Any]
     """Returns the `RotaryEmbedding` of an attention, which layers share, or None."""
     recompute: Recompute
+    relative_positions: Any = None
+    """The `RelativePositions` of the layer's stack, which its layers share, or None."""
 
     @property
     def tp(self) -> TensorParallel:

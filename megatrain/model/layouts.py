@@ -11,7 +11,7 @@ norm     [h] replicated, as are the biases of rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.config.model_spec.norm import NormSpec
@@ -62,7 +62,7 @@ def replicated_layout(
     pieces: list[Piece] = []
     row = 0
     for name, rows in tensors:
-        pieces.append(_replicated(name, (rows, num_inputs), tp, tp.norm_grad_sum, row))
+        pieces.append(_replicated(name, (rows, num_inputs), tp, tp.norm_grad_sums, row))
         row += rows
     return ParamLayout(shape=(row, num_inputs), pieces=tuple(pieces), init=init, num_matrices=len(pieces))
 
@@ -119,7 +119,7 @@ def expert_columns_bias_layout(experts: Sequence[Sequence[Columns]], etp: RankGr
 
 def expert_rows_bias_layout(names: Sequence[str], num_outputs: int, etp: RankGroup) -> ParamLayout:
     """Return the layout of the last biases of this rank's experts: replicated over etp; one rank adds them."""
-    grad_sum_group = etp.name if etp.size > 1 else None
+    grad_sum_groups = (etp.name,) if etp.size > 1 else ()
     pieces = tuple(
         Piece(
             name,
@@ -127,7 +127,7 @@ def expert_rows_bias_layout(names: Sequence[str], num_outputs: int, etp: RankGro
             ((0, num_outputs),),
             number * num_outputs,
             copies=(etp.name,),
-            grad_sum_group=grad_sum_group,
+            grad_sum_groups=grad_sum_groups,
         )
         for number, name in enumerate(names)
     )
@@ -170,7 +170,7 @@ def _split_columns(tensors: Sequence[Columns], inner: tuple[int, ...], group: Ra
                 ((first, first + rows), *((0, size) for size in inner)),
                 row,
                 copies=names,
-                grad_sum_group=names[0] if names else None,
+                grad_sum_groups=names,
             )
         )
         row += rows
@@ -181,7 +181,7 @@ def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> Param
     """Return the layout of one number per channel of the residual stream: gain or bias of a norm, bias of a row-parallel layer."""
     return ParamLayout(
         shape=(size,),
-        pieces=(_replicated(name, (size,), tp, tp.norm_grad_sum),),
+        pieces=(_replicated(name, (size,), tp, tp.norm_grad_sums),),
         init=init,
         decays=False,
         kind="vector",
@@ -203,31 +203,36 @@ def unit_gain(spec: NormSpec) -> Init:
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:
     """Return the layout of one number per channel of a head: replicated; each rank's gradient covers its own heads and is summed over tp."""
-    grad_sum_group = tp.group.name if tp.size > 1 else None
+    grad_sum_groups = (tp.group.name,) if tp.size > 1 else ()
     return ParamLayout(
         shape=(size,),
-        pieces=(_replicated(name, (size,), tp, grad_sum_group),),
+        pieces=(_replicated(name, (size,), tp, grad_sum_groups),),
         init=init,
         decays=decays,
         kind="vector",
     )
 
 
-def positions_layout(
-    name: str, num_positions: int, num_columns: int, init: Init, tp: TensorParallel
+def table_layout(
+    name: str, num_rows: int, num_columns: int, init: Init, tp: TensorParallel, *, is_shared: bool = False
 ) -> ParamLayout:
-    """Return the layout of a table with a row per position."""
-    shape = (num_positions, num_columns)
-    return ParamLayout(
-        shape=shape, pieces=(_replicated(name, shape, tp, tp.norm_grad_sum),), init=init, kind="positions"
-    )
+    """Return the layout of a table with a row per position or token type, whole on every tensor rank."""
+    shape = (num_rows, num_columns)
+    piece = _replicated(name, shape, tp, tp.norm_grad_sums)
+    if is_shared:
+        piece = replace(
+            piece,
+            copies=(*piece.copies, "embedding"),
+            grad_sum_groups=(*piece.grad_sum_groups, "embedding"),
+        )
+    return ParamLayout(shape=shape, pieces=(piece,), init=init, kind="positions")
 
 
 def _replicated(
-    name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None, row: int = 0
+    name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_groups: tuple[str, ...], row: int = 0
 ) -> Piece:
     box = tuple((0, size) for size in shape)
-    return Piece(name, shape, box, row, copies=(tp.group.name,), grad_sum_group=grad_sum_group)
+    return Piece(name, shape, box, row, copies=(tp.group.name,), grad_sum_groups=grad_sum_groups)
 
 
 def vocab_layout(
@@ -250,11 +255,19 @@ def vocab_layout(
         (vocab_size, num_columns),
         ((first, stop), (0, num_columns)),
         copies=("embedding",) if is_shared else (),
-        grad_sum_group="embedding" if is_shared else None,
+        grad_sum_groups=("embedding",) if is_shared else (),
     )
     return ParamLayout(
         shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, kind=kind
     )
+
+
+def vocab_bias_layout(name: str, vocab_size: int, padded_vocab_size: int, tp: TensorParallel) -> ParamLayout:
+    """Return the layout of a number per id."""
+    rows = padded_vocab_size // tp.size
+    first, stop = tp.rank * rows, min((tp.rank + 1) * rows, vocab_size)
+    pieces = (Piece(name, (vocab_size,), ((first, stop),)),) if first < stop else ()
+    return ParamLayout(shape=(rows,), pieces=pieces, init=Init(), decays=False, kind="vector")
 
 
 def router_layout(

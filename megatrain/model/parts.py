@@ -1,7 +1,8 @@
 """The module of each part of a layer: the table `class of the part -> builder of its module`.
 
 A module is the branch of its part in the residual stream. `forward(residual, delta, info)`, with `delta` the output of the branch
-before that is not yet added, or None, returns the stream with it, and the output of this branch, all [s/tp, b, h].
+before that is not yet added, or None, returns the stream with it, and the output of this branch, all [s/tp, b, h]. That of
+cross-attention takes the memory too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any, Final
 from torch import nn
 
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.model.cross_attention import CrossAttention
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
@@ -45,4 +48,5 @@ MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = 
     LinearAttentionSpec: LinearAttention,
     MlpSpec: _mlp,
     ExpertsSpec: expert_branch,
+    CrossAttentionSpec: CrossAttention,
 }

@@ -55,6 +55,16 @@ def whole_samples(num_samples: int, seq_length: int, device: torch.device) -> Do
     return Documents(boundaries, seq_length, num_samples, seq_length)
 
 
+@dataclass(frozen=True)
+class EncoderTokens:
+    """The encoder's part of the samples of a micro-batch, if the model has a decoder too."""
+
+    tokens: Tensor
+    """Input ids, int64 [b, s_encoder]."""
+    position_ids: Tensor
+    """Positions in the sample, int64 [b, s_encoder]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One micro-batch of b samples of s tokens, the same on every tensor and pipeline rank of a replica.
@@ -72,6 +82,14 @@ class Batch:
     """Position of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
     """Documents of the whole samples, on context ranks too. None: attention covers the whole sample."""
+    encoder: EncoderTokens | None = None
+    """Input of the encoder, if this is the decoder's; None: the model has one stack."""
+    is_token: Tensor | None = None
+    """True for tokens of the encoder that are no padding, bool [b, s] or [b, s_encoder]; None: all, or there is no encoder."""
+    types: Tensor | None = None
+    """Type of each token, int64 [b, s]; None: the model has none."""
+    are_swapped: Tensor | None = None
+    """1 for a sample whose second part does not follow the first, int64 [b]; None: the model has no next-sentence head."""
     ahead: tuple[Batch, ...] = ()
     """The micro-batch one token ahead, two tokens ahead ..., for multi-token prediction: see `with_batches_ahead`."""
     denominator: InitVar[Tensor | None] = None
@@ -83,6 +101,21 @@ class Batch:
         mask = self.loss_mask.masked_fill(self.labels < 0, 0)
         object.__setattr__(self, "loss_mask", mask)
         object.__setattr__(self, "loss_denominator", mask.sum() if denominator is None else denominator)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with a function applied to every tensor."""
+        own = {name: getattr(self, name) for name in _TENSORS}
+        encoder, documents = self.encoder, self.documents
+        return Batch(
+            **{name: None if x is None else function(x) for name, x in own.items()},
+            encoder=encoder and EncoderTokens(function(encoder.tokens), function(encoder.position_ids)),
+            documents=documents and replace(documents, cu_seqlens=function(documents.cu_seqlens)),
+            ahead=tuple(one.mapped(function) for one in self.ahead),
+            denominator=function(self.loss_denominator),
+        )
+
+
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped")
 
 
 def with_batches_ahead(batch: Batch, count: int) -> Batch:
@@ -123,6 +156,8 @@ class PassInfo:
     """Index of its first sample in the run, the same under every layout; dropout is keyed by it. A CUDA graph reads it from the device."""
     documents: Documents | None = None
     """Documents of the batch."""
+    is_token: Tensor | None = None
+    """See `Batch`."""
     num_samples: int | None = None
     """Samples of the micro-batch before its padding; None: all. Padding has no part in the experts' capacity."""
     is_training: bool = True

@@ -100,7 +100,8 @@ def cut_buckets(registry: ParamRegistry, grid: RankGrid) -> list[Bucket]:
             at = _aligned(at + entry.layout.numel, _ALIGNMENT)
         family = entries[0].layout.family
         size = _aligned(at, _ALIGNMENT * grid.family(family).shard.size)
-        buckets.append(Bucket(entries[0].users, family, size, tuple(params)))
+        users = sorted({user for entry in entries for user in entry.users})
+        buckets.append(Bucket(tuple(users), family, size, tuple(params)))
     return buckets
 
 
@@ -111,10 +112,11 @@ def own_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
 
 
 def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
-    """Return the parameters of each bucket, in order."""
-    groups: dict[tuple[int, bool, Family], list[ParamEntry]] = {}
+    """Return the parameters of each bucket, in order. Those of a group of stages are apart: its ranks shard them alike."""
+    groups: dict[tuple[int, bool, tuple[str, ...], Family], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        groups.setdefault((entry.segment, entry.is_shared, entry.layout.family), []).append(entry)
+        key = entry.segment, entry.is_shared, tuple(sorted(entry.stage_groups)), entry.layout.family
+        groups.setdefault(key, []).append(entry)
     return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
 
 

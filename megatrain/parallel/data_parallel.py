@@ -213,8 +213,8 @@ class DataParallel:
         found: dict[str, list[Tensor]] = {}
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradients.shards, strict=True):
             for piece, part in shard.pieces():
-                if piece.grad_sum_group is not None:
-                    found.setdefault(piece.grad_sum_group, []).append(gradients[part])
+                for name in piece.grad_sum_groups:
+                    found.setdefault(name, []).append(gradients[part])
         return found
 
     def all_gather_weights(self, number: int) -> None:

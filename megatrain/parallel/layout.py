@@ -51,8 +51,8 @@ class Piece:
     row: int = 0
     copies: tuple[str, ...] = ()
     """Names of the grid's groups, besides data parallelism, whose ranks hold the same box."""
-    grad_sum_group: str | None = None
-    """Name of the group over which its gradients are partial sums. Its ranks hold the box at the same position."""
+    grad_sum_groups: tuple[str, ...] = ()
+    """Names of the groups over which its gradients are partial sums. Their ranks hold the box at the same position."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -212,7 +212,13 @@ class ParamEntry:
     @property
     def is_shared(self) -> bool:
         """True for a tied embedding: several segments use it, or another stage has a copy."""
-        return len(self.users) > 1 or any(piece.grad_sum_group == "embedding" for piece in self.layout.pieces)
+        return len(self.users) > 1 or bool(self.stage_groups)
+
+    @property
+    def stage_groups(self) -> frozenset[str]:
+        """Names of the groups of pipeline ranks that hold copies and sum their gradients."""
+        groups = {name for piece in self.layout.pieces for name in piece.grad_sum_groups}
+        return frozenset(groups & {"embedding", "pp"})
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -177,11 +177,15 @@ class GridShape:
         return [list(dict.fromkeys(ranks[index] for index in self.embedding_ranks)) for ranks in lists]
 
 
-def embedding_ranks(placement: Placement, *, is_tied: bool, mtp_stage: int | None) -> tuple[int, ...]:
-    """Return the pipeline ranks that hold the word embedding: of the first stage, of multi-token prediction, of a tied head."""
+def embedding_ranks(placement: Placement, *, is_tied: bool, later_stage: int | None) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold the word embedding: of the first stage, of a later one that embeds tokens, of a tied head.
+
+    Args:
+        later_stage: virtual stage of multi-token prediction, or of the first layer of a decoder after an encoder; None: none.
+    """
     stages = {
         0,
-        *([] if mtp_stage is None else [mtp_stage]),
+        *([] if later_stage is None else [later_stage]),
         *([placement.num_stages - 1] if is_tied else []),
     }
     return tuple(sorted(set(map(placement.rank, stages))))

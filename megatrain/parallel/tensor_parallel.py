@@ -71,9 +71,9 @@ class TensorParallel:
         return self.group.rank
 
     @property
-    def norm_grad_sum(self) -> str | None:
-        """`grad_sum_group` of weights that are applied to a split sequence."""
-        return self.group.name if self.sequence_parallel and self.size > 1 else None
+    def norm_grad_sums(self) -> tuple[str, ...]:
+        """`grad_sum_groups` of weights that are applied to a split sequence."""
+        return (self.group.name,) if self.sequence_parallel and self.size > 1 else ()
 
     def sequence_rows(self, seq_length: int) -> int:
         """Return the length of this rank's part of the sequence between layers."""

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Facts, Plan
-from megatrain.config.derive.data_plans import train_end
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
@@ -29,6 +29,7 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.masked_samples import masked_samples
 
 
 class Batches(Protocol):
@@ -134,6 +135,7 @@ def build_samples(
         digests={one.prefix: one.digest for one in facts.datasets} if checks_files else None,
         log=log,
         on_built=on_built,
+        masked=masked_samples(plan.config),
     )
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
@@ -213,9 +215,9 @@ def _build_in_turns(
     Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
-    placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
-    reads = reads or plan.config.data.has_documents
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
+    reads = reads or plan.config.data.has_documents or plan.config.model.model_family != "gpt"
     is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
@@ -315,6 +317,7 @@ class _LoaderBuilder:
     def _batches(self, samples: SampleDataset | None, sampler: Sampler) -> Batches:
         if samples is None:
             return _EmptyBatches(self.ranks.device)
+        model = self.config.model
         return BatchLoader(
             samples,
             sampler,
@@ -322,6 +325,8 @@ class _LoaderBuilder:
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
+            family=model.model_family,
+            decoder_seq_length=model.decoder_seq_length,
         )
 
 

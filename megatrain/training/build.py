@@ -7,14 +7,15 @@ plan ─> model ─> buffers ─> data parallelism ─> optimizer
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
-from megatrain.config.derive.pipeline import layer_ranges
-from megatrain.config.derive.ranks import experts_are_split
 from megatrain.config.module_precision import Recipe
+from megatrain.config.subjects.experts import experts_are_split
+from megatrain.config.subjects.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
+from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model.gpt import Model, build_model
@@ -40,6 +41,7 @@ from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -48,7 +50,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     return build_model(
         plan.derived.model_spec,
         grid,
-        seq_length=config.data.seq_length,
+        seq_length=max(config.data.seq_length, config.model.decoder_seq_length or 0),
         sequence_parallel=config.parallel.sequence_parallel,
         overlaps_tp=config.parallel.tp_comm_overlap,
         dtype=getattr(torch, plan.config.precision.params_dtype),
@@ -212,7 +214,6 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
-    mtp_stage, num_states = plan.derived.mtp_stage, 1 + model.spec.num_mtp_layers
     return Executor(
         model.segments,
         grid,
@@ -222,10 +223,22 @@ def build_executor(
         hooks=hooks,
         chunks=model.chunks,
         placement=model.placement,
-        num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
+        hidden_rows=functools.partial(_hidden_rows, plan, model.tp, rows),
         late_gradients=late if has_late_gradients else "none",
         turns=model.communication.turns,
     )
+
+
+def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int, is_training: bool) -> int:
+    """Return the rows that a virtual stage receives: of a sample, of its depths of prediction, or of decoder and memory."""
+    spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
+    if mtp_stage is not None and stage == mtp_stage + 1 and is_training:
+        return rows * (1 + spec.num_mtp_layers)
+    start, length = plan.decoder_stage, spec.stacks[-1].seq_length
+    if start is None or stage <= start:
+        return rows
+    assert length is not None, "a decoder after an encoder has a length of its own"
+    return rows + tp.sequence_rows(length)
 
 
 def build_training_passes(

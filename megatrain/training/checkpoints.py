@@ -18,13 +18,13 @@ from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weig
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
-from megatrain.config.derive.data_plans import evaluations
-from megatrain.config.derive.model import activation_of
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import GATED
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.rules.resume import adapted_settings
 from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
+from megatrain.config.subjects.data_plans import evaluations
+from megatrain.config.subjects.model_spec import activation_of
+from megatrain.config.subjects.resume import adapted_settings
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.storage.disk import Disk

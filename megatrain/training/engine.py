@@ -215,6 +215,7 @@ class Engine:
                 microbatch=number,
                 first_sample=first_sample + (number * dp.size + dp.rank) * micro,
                 documents=batch.documents,
+                is_token=batch.is_token,
                 loss_scale=scale,
                 router_loss_scale=router_scale,
             )

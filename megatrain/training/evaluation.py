@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
-from megatrain.config.derive.data_plans import evaluations
+from megatrain.config.subjects.data_plans import evaluations
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
@@ -37,7 +37,13 @@ def evaluate(
     """
     batches = engine.shard_batches(batches)
     infos = [
-        PassInfo(microbatch=number, documents=batch.documents, num_samples=samples, is_training=False)
+        PassInfo(
+            microbatch=number,
+            documents=batch.documents,
+            is_token=batch.is_token,
+            num_samples=samples,
+            is_training=False,
+        )
         for number, (batch, samples) in enumerate(
             zip(batches, num_samples or [None] * len(batches), strict=True)
         )

@@ -1,6 +1,6 @@
 """Losses of a step: names of the sums that the head writes to `PassInfo.sums`, and the means of these sums.
 
-lm_loss  z_loss  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
+lm_loss  sop_loss  z_loss  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from megatrain.config.model_spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Losses per token of the global batch, fp64 scalars, equal on all ranks."""
+    """Losses per token of the global batch (BERT: means over micro-batches), fp64 scalars, equal on all ranks."""
 
     lm_loss: Tensor
+    sop_loss: Tensor | None = None
+    """Loss of the next-sentence head; None without one."""
     z_loss: Tensor | None = None
     """None without --z-loss-coeff."""
     mtp: Tensor | None = None
@@ -27,7 +29,8 @@ class Losses:
 def loss_names(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
     depths = range(1, spec.num_mtp_layers + 1)
-    of_model = ("lm_loss", *(["z_loss"] if spec.z_loss_coeff else []), "tokens")
+    more = (*(["sop_loss"] if spec.head.is_binary else []), *(["z_loss"] if spec.z_loss_coeff else []))
+    of_model = ("lm_loss", *more, "tokens")
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))
 
 

@@ -44,6 +44,8 @@ class StepReport:
 
     lm_loss: float
     """Mean of the token losses that the loss mask keeps, over the global batch."""
+    sop_loss: float | None = None
+    """Mean loss of the next-sentence head over the micro-batches; None without one."""
     z_loss: float | None = None
     """Mean of the z-loss over the same tokens; None without --z-loss-coeff."""
     mtp_losses: tuple[float, ...] = ()
@@ -71,6 +73,7 @@ class StepReport:
         losses, lm_loss, grad_norm = metrics.losses, metrics.losses.lm_loss.item(), metrics.grad_norm.item()
         return cls(
             lm_loss=lm_loss,
+            sop_loss=None if losses.sop_loss is None else losses.sop_loss.item(),
             z_loss=None if losses.z_loss is None else losses.z_loss.item(),
             grad_norm=grad_norm,
             loss_scale=loss_scale,

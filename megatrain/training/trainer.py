@@ -21,7 +21,7 @@ from typing import Any
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.config.rules.training import signal_number
+from megatrain.config.subjects.run import signal_number
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.inference.cached_model import CachedModel
 from megatrain.inference.engine import Engine
 from megatrain.inference.sampling import Sampling

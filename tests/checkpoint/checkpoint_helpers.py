@@ -43,6 +43,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.model_spec.stack import Stack
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
@@ -93,7 +94,7 @@ def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_
         hidden_size=16,
         vocab_size=vocab,
         padded_vocab_size=padded,
-        layers=(layer,) * num_layers,
+        stacks=(Stack(layers=(layer,) * num_layers),),
         is_tied=tied,
         init_std=0.1,
         output_init_std=0.05,

@@ -39,7 +39,7 @@ def spec_of(shape: GridShape) -> ModelSpec:
     (dense, _), mlp = spec.layers, MlpSpec(ffn_hidden_size=8)
     experts = ExpertsSpec(router=RouterSpec(num_experts=NUM_EXPERTS, top_k=2), expert=mlp, shared=mlp)
     layer = dense.with_part(experts)
-    return ModelSpec(**{**vars(spec), "layers": (dense, layer)})
+    return spec.with_layers((dense, layer))
 
 
 @pytest.mark.parametrize("step", one_in(2, [5, 1]))

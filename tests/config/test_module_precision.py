@@ -13,6 +13,7 @@ from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
+from megatrain.config.model_spec.stack import Stack
 from megatrain.config.module_precision import (
     PrecisionFileError,
     Recipe,
@@ -47,7 +48,7 @@ def file(*matchers):
 def model_of(*layers, mtp=None):
     """Return a model with these layers."""
     sizes = {"hidden_size": 64, "vocab_size": 99, "padded_vocab_size": 128, "is_tied": True}
-    return ModelSpec(**sizes, layers=layers, init_std=0.02, output_init_std=0.01, mtp=mtp)
+    return ModelSpec(**sizes, stacks=(Stack(layers=layers),), init_std=0.02, output_init_std=0.01, mtp=mtp)
 
 
 DENSE = LayerSpec(

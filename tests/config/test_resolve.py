@@ -1,16 +1,20 @@
 """Derived values and their reasons; all problems are reported at once."""
 
 import dataclasses
+import importlib
 import math
 
 import pytest
 
-from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, resolve
-from megatrain.config.derive.table import DERIVATIONS
+from megatrain.config import ConfigError, Facts, Problem, StoredRun, fixes, parse, resolve
+from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.plan import Derived
-from megatrain.config.rules.rule_list import RULES
+from megatrain.config.registry import rule
+from megatrain.config.rule_list import DERIVATIONS, RULES
 from megatrain.config.schema.tree import Config, settings
-from megatrain.config.schema.values import INVALID, UnresolvedError, is_resolved
+from megatrain.config.schema.values import INVALID, OpenError, UnresolvedError, is_resolved
+
+resolving = importlib.import_module("megatrain.config.resolve")  # the package exports a function of this name
 
 
 def test_derived_values_have_a_reason(plan_of):
@@ -34,9 +38,9 @@ def test_nothing_is_left_open(plan_of):
 
 
 def test_every_derived_field_has_a_derivation():
-    derived = {path.removeprefix("derived.") for path, _ in DERIVATIONS if path.startswith("derived.")}
+    derived = {one.path.removeprefix("derived.") for one in DERIVATIONS if one.path.startswith("derived.")}
     assert derived == {field.name for field in dataclasses.fields(Derived)}
-    filled = {path for path, _ in DERIVATIONS}
+    filled = {one.path for one in DERIVATIONS}
     assert {setting.path for setting in settings() if setting.is_derived_if_open} <= filled
 
 
@@ -147,7 +151,7 @@ def test_all_problems_come_at_once(problems_of):
         "--num-attention-heads 6",
         "--tensor-model-parallel-size 4",
         "3 ranks were started",
-        "--train-iters 10 and --train-samples 5",
+        "--train-samples 5 is not supported together with --train-iters 10",
     ):
         assert words in found
 
@@ -184,19 +188,17 @@ def test_resolving_is_pure(plan_of):
 
 def test_reading_an_invalid_value_raises():
     config = Config().with_values({"model.num_layers": INVALID})
-    for read in (
-        lambda: config.model.num_layers,
-        lambda: config.get("model.num_layers"),
-        lambda: Derived().train_iters,
-    ):
+    for read in (lambda: config.model.num_layers, lambda: config.get("model.num_layers")):
         with pytest.raises(UnresolvedError):
             read()
+    with pytest.raises(OpenError):
+        Derived().train_iters  # noqa: B018 (reading it raises)
     assert config.raw("model.num_layers") is INVALID
     assert config.with_values({"model.hidden_size": 64}).raw("model.num_layers") is INVALID
 
 
 def test_rules_are_named_and_listed_once():
-    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
 
 
 @pytest.mark.parametrize(
@@ -258,3 +260,33 @@ def test_several_flags_set_the_sharding(plan_of, flags, strategy, is_on):
     parallel = plan_of(flags).config.parallel
     assert parallel.data_parallel_sharding_strategy == strategy
     assert parallel.use_distributed_optimizer is is_on
+
+
+def test_the_function_of_spec_is_called_once_however_many_fixes_are_tried(problems_of):
+    calls = []
+
+    def layers(model, default):
+        calls.append(model)
+        return default
+
+    facts = Facts(world_size=6, custom_layers=CustomLayers("1", layers))
+    found = problems_of(
+        "--spec my.py:layers --tensor-model-parallel-size 3 --global-batch-size 12", facts=facts
+    )
+    assert len(calls) == 1
+    assert any("use --tensor-model-parallel-size 2" in problem for problem in found), found
+    assert not any("use --num-attention-heads" in problem for problem in found), "its layers are not known"
+
+
+def test_a_fix_with_a_wrong_value_is_not_the_first_choice(arguments_of):
+    wrong, right = {"model.num_layers": 0}, {"model.num_layers": 2}
+
+    @rule
+    def layers_are_few(draft):
+        if draft.config.model.num_layers > 2:
+            yield Problem("too many", fixes.words(fixes.best(draft, (wrong, right))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolving, "RULES", (*RULES, layers_are_few))
+        with pytest.raises(ConfigError, match="--num-layers 2"):
+            resolve(parse(arguments_of("", "")), Facts())

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.inference.cache import CachePlan, layer_caches
 from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.decoding import Decoder, can_capture

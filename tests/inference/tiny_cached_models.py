@@ -6,7 +6,7 @@ import functools
 import torch
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.inference.cache import CachePlan, layer_caches
 from megatrain.inference.cached_model import CachedModel
 from megatrain.inference.tensor_split import without_capacity

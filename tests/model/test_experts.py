@@ -12,6 +12,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.stack import Stack
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.experts.experts import ExpertBranch
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -60,7 +61,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
     builder = LocalBuilder(tp, cp, torch.float64, NormSpec(), seed=0)
     layer = LayerSpec(parts=(spec,), norm_position="post")
     gpt = ModelSpec(
-        hidden_size=H, vocab_size=8, padded_vocab_size=8, layers=(layer,), is_tied=False, init_std=1,
+        hidden_size=H, vocab_size=8, padded_vocab_size=8, stacks=(Stack(layers=(layer,)),), is_tied=False, init_std=1,
         output_init_std=1,
     )  # fmt: skip
     ranks = LayerRanks(

@@ -16,6 +16,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.model_spec.stack import Stack
 from megatrain.config.user_function import UserFunction
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.user_loss import LossInputs, UserLoss
@@ -45,7 +46,7 @@ def _spec(*, is_tied: bool, padded: int = 128) -> ModelSpec:
         )
     )
     return ModelSpec(
-        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, is_tied=is_tied, init_std=0.2, output_init_std=0.1,
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, stacks=(Stack(layers=(layer,) * 2),), is_tied=is_tied, init_std=0.2, output_init_std=0.1,
     )  # fmt: skip
 
 

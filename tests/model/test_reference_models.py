@@ -31,7 +31,7 @@ from transformers_weights import (
 )
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.model.experts.router import ROUTER_METRICS
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import fill_weights

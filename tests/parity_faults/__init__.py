@@ -9,6 +9,7 @@ from megatrain.tools.parity.measure import Job, Measured, RunOfRank, measure
 from megatrain.tools.parity.runs.program import Patch
 from parity_faults.attention import ATTENTION_FAULTS
 from parity_faults.expert import EXPERT_FAULTS
+from parity_faults.families import FAMILY_FAULTS
 from parity_faults.fp8 import FP8_FAULTS
 from parity_faults.latent import LATENT_FAULTS
 from parity_faults.layout import LAYOUT_FAULTS
@@ -33,6 +34,7 @@ FAULTS = {
         LATENT_FAULTS,
         PIPELINE_FAULTS,
         MTP_FAULTS,
+        FAMILY_FAULTS,
     )
     for name, fault in faults.items()
 }

@@ -57,7 +57,7 @@ def _norm_without_experts() -> AbstractContextManager[Any]:
 def _of_own_tokens(*known: Any) -> ParamLayout:
     """Return the layout of a replicated weight whose gradients are not summed over ranks with other tokens."""
     layout = router_layout(*known)
-    pieces = tuple(dataclasses.replace(piece, grad_sum_group=None) for piece in layout.pieces)
+    pieces = tuple(dataclasses.replace(piece, grad_sum_groups=()) for piece in layout.pieces)
     return dataclasses.replace(layout, pieces=pieces)
 
 

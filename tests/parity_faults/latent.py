@@ -39,7 +39,7 @@ def _rotary_keys_per_rank() -> AbstractContextManager[Any]:
 def _latent_gradients_not_reduced() -> AbstractContextManager[Any]:
     def of_own_tokens(*known: Any) -> ParamLayout:
         layout = replicated_layout(*known)
-        pieces = tuple(dataclasses.replace(piece, grad_sum_group=None) for piece in layout.pieces)
+        pieces = tuple(dataclasses.replace(piece, grad_sum_groups=()) for piece in layout.pieces)
         return dataclasses.replace(layout, pieces=pieces)
 
     return mock.patch.object(latent_attention, "replicated_layout", of_own_tokens)

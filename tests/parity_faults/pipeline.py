@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.tools.parity.runs.program import Patch

@@ -65,6 +65,7 @@ def test_a_dataset_is_counted(prefix: str, capsys: pytest.CaptureFixture[str]) -
         "modes": None,
         "sequence_lengths": {"min": 0, "median": 1, "mean": 1.8, "p95": 4, "max": 4},
         "document_lengths": {"min": 0, "median": 1, "mean": 2.25, "p95": 5, "max": 5},
+        "sequences_per_document": {"min": 0, "median": 1, "mean": 1.25, "p95": 3, "max": 3},
         "bin_crc32": zlib.crc32(Path(f"{prefix}.bin").read_bytes()),
         "idx_crc32": zlib.crc32(Path(f"{prefix}.idx").read_bytes()),
         "smallest_id": 5,

@@ -35,14 +35,16 @@ def load_value(setting: Setting, raw: RawValue) -> Any:
     if raw is None or (setting.accepts_none and (raw == "none" or list(raw) == ["none"])):
         return _no_value(setting)
     if setting.is_list:
-        return tuple(_scalar(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
+        return tuple(_entry(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
     if not isinstance(raw, str):
         raise BadValueError("is not one value", fix=f"give {setting.flag} {accepted_values(setting)}")
     if raw == "auto" and setting.is_derived_if_open:
         return AUTO
-    if setting.choices:
-        return _choice(setting, raw)
-    return _scalar(setting, raw)
+    return _entry(setting, raw)
+
+
+def _entry(setting: Setting, text: str) -> Any:
+    return _choice(setting, text) if setting.choices else _scalar(setting, text)
 
 
 def _no_value(setting: Setting) -> Any:
@@ -66,16 +68,20 @@ def _scalar(setting: Setting, text: str) -> Any:
     return number
 
 
-def require_in_range(setting: Setting, number: float) -> None:
+def require_in_range(setting: Setting, *numbers: float) -> None:
     """Raise BadValueError for a number out of range."""
-    if setting.range and not setting.range.holds(number):
+    if setting.range and not all(map(setting.range.holds, numbers)):
         raise BadValueError(f"must be {setting.range}", fix=f"give {setting.flag} {accepted_values(setting)}")
 
 
 def accepted_values(setting: Setting) -> str:
     """Describe the values that a setting accepts: `a whole number at least 1, or auto`."""
     if setting.choices:
-        words = " or ".join(setting.choices)
+        words = (
+            f"one or more of {', '.join(setting.choices)}"
+            if setting.is_list
+            else " or ".join(setting.choices)
+        )
         words += " or a function such as my_file.py:my_function" * setting.accepts_function
     elif setting.is_list:
         words = "one or more " + {int: "whole numbers", float: "numbers", str: "texts"}[setting.kind]
@@ -103,7 +109,8 @@ def _choice(setting: Setting, text: str) -> str:
         )
     near = closest_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
-    raise BadValueError("is not a choice", fix=f"{hint}give {setting.flag} {accepted_values(setting)}")
+    is_not = f"has {text}, which is no choice" if setting.is_list else "is not a choice"
+    raise BadValueError(is_not, fix=f"{hint}give {setting.flag} {accepted_values(setting)}")
 
 
 def _boolean(setting: Setting, text: str) -> bool:

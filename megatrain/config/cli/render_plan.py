@@ -27,7 +27,6 @@ _SHOWN_IN_FULL_ONLY: Final = frozenset(
         "world_size",
         "startup_timeout_seconds",
         "collective_timeout_seconds",
-        "model_parallel_size",
         "num_eval_microbatches",
         "requested_train_samples",
         "requested_valid_samples",

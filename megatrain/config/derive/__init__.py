@@ -1,1 +1,1 @@
-"""Derived values, each computed once, with its reason; table.py has their order."""
+"""Parsers of settings, and the data that they return."""

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.user_function import UserFunction
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
@@ -37,6 +39,32 @@ class CustomLayers:
     """Digest of the file with the function."""
     function: Layers | None = field(compare=False)
     """None: those of another rank, as JSON has them."""
+
+
+def called_once(custom: CustomLayers) -> CustomLayers:
+    """Return the layers with a function that calls the user's once; with other arguments later, it raises UnresolvedError."""
+    function = custom.function
+    calls: list[tuple[object, tuple[LayerSpec, ...] | ConfigError]] = []
+
+    def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        given = (
+            model.replaced({"padded_vocab_size": 0}),
+            default,
+        )  # its rows depend on the tensor-parallel size
+        if not calls:
+            assert function is not None
+            try:
+                calls.append((given, function(model, default)))
+            except ConfigError as error:
+                calls.append((given, error))
+        known, result = calls[0]
+        if known != given:
+            raise UnresolvedError
+        if isinstance(result, ConfigError):
+            raise result
+        return result
+
+    return replace(custom, function=layers if function else None)
 
 
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:

@@ -3,7 +3,8 @@
     "0.3 a 0.7 b"  ->  Blend(prefixes (a, b), weights (0.3, 0.7))
     "969, 30, 1"   ->  fractions 0.969, 0.03, 0.001  ->  cuts at 0, 0.969, 0.999, 1  ->  ranges of sequence numbers
 
-The split cuts between sequences, not between documents: a document of several sequences may be cut.
+The split cuts between sequences, not between documents: a document of several sequences may be cut. That of BERT and T5 cuts
+between documents.
 
 Source: Megatron-LM, core/datasets/utils.py and core/datasets/blended_megatron_dataset_config.py; rules in tests/golden.
 """
@@ -114,13 +115,16 @@ def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | 
     return train, valid, test
 
 
-def require_sequences(split: str, num_sequences: Mapping[str, int], is_used: Sequence[bool]) -> None:
+def require_sequences(
+    split: str, num_sequences: Mapping[str, int], is_used: Sequence[bool], *, unit: str = "sequences"
+) -> None:
     """Check that every split in use has a sequence of every dataset.
 
     Args:
         split: the split string.
         num_sequences: number of sequences of each dataset, by name.
         is_used: whether the run reads samples of train, valid and test.
+        unit: what the numbers count.
 
     Raises:
         ConfigError: a split in use has no sequence of a dataset.
@@ -144,11 +148,11 @@ def require_sequences(split: str, num_sequences: Mapping[str, int], is_used: Seq
     others = f" ({len(too_small) - 1} other datasets are too small too)" if len(too_small) > 1 else ""
     proposal = working_split(found, is_used)
     raise ConfigError(
-        f"--split {split!r} of the {num_sequences[name]} sequences of {name} is {described}: "
+        f"--split {split!r} of the {num_sequences[name]} {unit} of {name} is {described}: "
         f"the run reads {' and '.join(empty)}, which has none{others}",
         fix=f"use --split {proposal}, or read no samples there (--eval-iters 0)"
         if proposal
-        else "add data, as there are too few sequences, or read no samples there (--eval-iters 0)",
+        else f"add data, as there are too few {unit}, or read no samples there (--eval-iters 0)",
     )
 
 

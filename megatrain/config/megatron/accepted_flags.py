@@ -9,34 +9,26 @@ from megatrain.config.megatron.answer import accepted
 
 ACCEPTED_FLAGS: Final = (
     # The model
+    accepted("no program of Megatron-LM reads this flag", "--titles-data-path=*"),
+    accepted("megatrain has one model definition", "--use-mcore-models"),
     accepted(
-        "megatrain has one model definition",
-        "--use-mcore-models",
+        "T5 always has the 100 sentinels of its tokenizer, as in Megatron-LM",
+        "--vocab-extra-ids=*",
     ),
     accepted(
         "--attention-backend selects the attention kernel, and auto is the fastest available one",
         "--use-flash-attn",
     ),
-    accepted(
-        "the attention softmax is always computed in fp32",
-        "--attention-softmax-in-fp32",
-    ),
+    accepted("the attention softmax is always computed in fp32", "--attention-softmax-in-fp32"),
     accepted(
         "attention scores are always kept in fp32, so only rounding would differ",
         "--apply-query-key-layer-scaling",
     ),
     accepted(
-        "the output layer and its loss are always computed together, in chunks",
-        "--cross-entropy-loss-fusion",
+        "the output layer and its loss are always computed together, in chunks", "--cross-entropy-loss-fusion"
     ),
-    accepted(
-        "there is one implementation of the loss",
-        "--cross-entropy-fusion-impl=native",
-    ),
-    accepted(
-        "the loss is always computed in fp32",
-        "--output-logit-dtype=fp32 --fp16-lm-cross-entropy",
-    ),
+    accepted("there is one implementation of the loss", "--cross-entropy-fusion-impl=native"),
+    accepted("the loss is always computed in fp32", "--output-logit-dtype=fp32 --fp16-lm-cross-entropy"),
     accepted(
         "the implementation decides which operations are fused; only rounding may differ",
         "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
@@ -44,25 +36,20 @@ ACCEPTED_FLAGS: Final = (
         " --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --disable-jit-fuser",
     ),
     accepted(
-        "the down-projections of multi-latent attention are always one product",
-        "--mla-down-proj-fusion",
+        "the down-projections of multi-latent attention are always one product", "--mla-down-proj-fusion"
     ),
     accepted(
         "initial weights depend on --seed only, not on the device or the layout",
         "--use-cpu-initialization --init-model-with-meta-device",
     ),
     accepted(
-        "the random number generators have no state to track",
-        "--te-rng-tracker --inference-rng-tracker",
+        "the random number generators have no state to track", "--te-rng-tracker --inference-rng-tracker"
     ),
     accepted(
         "m in --pipeline-model-parallel-layout alone decides the stage of multi-token prediction",
         "--mtp-standalone",
     ),
-    accepted(
-        "every feature has its own flag",
-        "--enable-experimental",
-    ),
+    accepted("every feature has its own flag", "--enable-experimental"),
     accepted(
         "--position-embedding-type alone names the position embedding (none: there is none)",
         "--no-position-embedding",
@@ -89,10 +76,7 @@ ACCEPTED_FLAGS: Final = (
         "weight gradients of experts always overlap the communication of their inputs' gradients",
         "--overlap-dispatch-backward-with-experts-wgrad",
     ),
-    accepted(
-        "Megatron-LM does not read it either",
-        "--fp8-interval=*",
-    ),
+    accepted("Megatron-LM does not read it either", "--fp8-interval=*"),
     accepted(
         "the transposed casts of weights stay in memory for an iteration, unless weights are sharded",
         "--keep-fp8-transpose-cache",
@@ -122,10 +106,7 @@ ACCEPTED_FLAGS: Final = (
         " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
         " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
     ),
-    accepted(
-        "the model is always built after the process groups",
-        "--lazy-mpu-init",
-    ),
+    accepted("the model is always built after the process groups", "--lazy-mpu-init"),
     accepted(
         "the PyTorch allocator keeps freed memory for the next step (PYTORCH_CUDA_ALLOC_CONF configures it)",
         "--empty-unused-memory-level=*",
@@ -140,14 +121,8 @@ ACCEPTED_FLAGS: Final = (
         "--muon-scalar-optimizer=adam",
         instead="remove the flag; lion is not supported",
     ),
-    accepted(
-        "it changes how a product is computed, not its result",
-        "--muon-use-syrk",
-    ),
-    accepted(
-        "optimizer shards have the same layout for all optimizers",
-        "--no-use-layer-wise-param-layout",
-    ),
+    accepted("it changes how a product is computed, not its result", "--muon-use-syrk"),
+    accepted("optimizer shards have the same layout for all optimizers", "--no-use-layer-wise-param-layout"),
     accepted(
         "--exp-avg-dtype and --exp-avg-sq-dtype work without it, and without the distributed optimizer",
         "--use-precision-aware-optimizer",
@@ -161,8 +136,7 @@ ACCEPTED_FLAGS: Final = (
         "--no-pin-cpu-grads --no-pin-cpu-params",
     ),
     accepted(
-        "--optimizer-cpu-offload always uses PyTorch operations",
-        "--use-torch-optimizer-for-cpu-offload",
+        "--optimizer-cpu-offload always uses PyTorch operations", "--use-torch-optimizer-for-cpu-offload"
     ),
     accepted(
         "gradients are always accumulated in fp32 or fp64, and reduced in the same dtype without"
@@ -177,8 +151,7 @@ ACCEPTED_FLAGS: Final = (
         instead="use --grad-reduce-in-bf16 for bf16",
     ),
     accepted(
-        "losses are scaled beforehand, so a sum over replicas is an average",
-        "--ddp-average-in-collective",
+        "losses are scaled beforehand, so a sum over replicas is an average", "--ddp-average-in-collective"
     ),
     accepted(
         "megatrain shards layer by layer, with memory for two layers in flight",
@@ -188,10 +161,7 @@ ACCEPTED_FLAGS: Final = (
         " --outer-dp-sharding-strategy=no_shard",
         instead="use --num-distributed-optimizer-instances; state is not sharded across instances",
     ),
-    accepted(
-        "a bucket holds the gradients of one layer",
-        "--ddp-bucket-size=* --ddp-num-buckets=*",
-    ),
+    accepted("a bucket holds the gradients of one layer", "--ddp-bucket-size=* --ddp-num-buckets=*"),
     accepted(
         "each pipeline stage reduces gradients and gathers weights as soon as it can",
         "--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather",
@@ -204,35 +174,16 @@ ACCEPTED_FLAGS: Final = (
         "--overlap-p2p-communication, on by default, posts all receives ahead, also at the start and the end of a step",
         "--overlap-p2p-communication-warmup-flush",
     ),
-    accepted(
-        "process groups use only the backend of --distributed-backend",
-        "--disable-gloo-process-groups",
-    ),
-    accepted(
-        "--profile always uses the PyTorch profiler",
-        "--use-pytorch-profiler",
-    ),
-    accepted(
-        "the launcher sets LOCAL_RANK",
-        "--local-rank=*",
-    ),
+    accepted("process groups use only the backend of --distributed-backend", "--disable-gloo-process-groups"),
+    accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
+    accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),
     # Data and tokenizers
+    accepted("the data loader never builds an attention mask", "--no-create-attention-mask-in-dataloader"),
+    accepted("one thread per rank builds the datasets", "--num-dataset-builder-threads=1"),
     accepted(
-        "the data loader never builds an attention mask",
-        "--no-create-attention-mask-in-dataloader",
+        "the code that comes with a tokenizer is never run, only its files are read", "--trust-remote-code"
     ),
-    accepted(
-        "one thread per rank builds the datasets",
-        "--num-dataset-builder-threads=1",
-    ),
-    accepted(
-        "the code that comes with a tokenizer is never run, only its files are read",
-        "--trust-remote-code",
-    ),
-    accepted(
-        "Multi-Storage Client is not used",
-        "--disable-msc",
-    ),
+    accepted("Multi-Storage Client is not used", "--disable-msc"),
     # Checkpoints
     accepted(
         "--load recognises checkpoints of Megatron-LM by their files; checkpoints are saved in megatrain's own format"
@@ -259,22 +210,15 @@ ACCEPTED_FLAGS: Final = (
         "--dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all",
     ),
     accepted(
-        "checkpoints have the fp32 master weights, which are always loaded",
-        "--load-main-params-from-ckpt",
+        "checkpoints have the fp32 master weights, which are always loaded", "--load-main-params-from-ckpt"
     ),
-    accepted(
-        "every rank always writes its own shards",
-        "--non-persistent-local-ckpt-algo=*",
-    ),
+    accepted("every rank always writes its own shards", "--non-persistent-local-ckpt-algo=*"),
     accepted(
         "--async-save always copies the state to shared host memory, and one process per rank writes it during the"
         " whole run",
         "--use-persistent-ckpt-worker --async-strategy=nvrx|mcore --async-ckpt-use-cpu-shm",
     ),
-    accepted(
-        "checksums are always written, and verified on load",
-        "--verify-integrity",
-    ),
+    accepted("checksums are always written, and verified on load", "--verify-integrity"),
     accepted(
         "a checkpoint has no RNG state: random numbers follow from --seed and the iteration",
         "--no-load-rng --no-save-rng",
@@ -285,10 +229,7 @@ ACCEPTED_FLAGS: Final = (
         " --no-save-tokenizer-assets --disable-save-tokenizer-assets",
     ),
     # The run
-    accepted(
-        "messages have no levels",
-        "--logging-level=*",
-    ),
+    accepted("messages have no levels", "--logging-level=*"),
     accepted(
         "metrics.jsonl and status.json in --save always have progress and memory of every iteration",
         "--log-progress --log-memory-interval=* --log-device-memory-used",
@@ -297,30 +238,20 @@ ACCEPTED_FLAGS: Final = (
         "the plan printed at start and config.yaml in --save have the whole configuration",
         "--dump-param-to-param-group-map=* --config-logger-dir=*",
     ),
-    accepted(
-        "it is for Megatron-LM's own tests",
-        "--test-mode",
-    ),
+    accepted("it is for Megatron-LM's own tests", "--test-mode"),
     accepted(
         "SIGTERM, SIGINT, SIGUSR1 and SIGHUP always save a checkpoint and exit",
         "--exit-signal-handler --exit-signal-handler-for-training",
     ),
     accepted(
-        "data is prefetched by threads, which end with their rank",
-        "--exit-signal-handler-for-dataloader",
+        "data is prefetched by threads, which end with their rank", "--exit-signal-handler-for-dataloader"
     ),
     accepted(
         "--log-straggler reports slow ranks during the whole run, and no port is opened to switch it",
         "--disable-straggler-on-startup --straggler-ctrlr-port=*",
     ),
-    accepted(
-        "no barrier is used for timing",
-        "--no-barrier-with-level-1-timing",
-    ),
-    accepted(
-        "nothing is sent to NVIDIA one-logger",
-        "--no-one-logger",
-    ),
+    accepted("no barrier is used for timing", "--no-barrier-with-level-1-timing"),
+    accepted("nothing is sent to NVIDIA one-logger", "--no-one-logger"),
     accepted(
         "Megatron-LM does not read it either",
         "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014 --onnx-safe=*",

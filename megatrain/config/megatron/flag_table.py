@@ -50,7 +50,7 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
     "--optimizer": ("adaptive_muon", "lion", "soap"),
-    "--position-embedding-type": ("mrope", "relative", "yarn"),
+    "--position-embedding-type": ("mrope", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }
 """Choices of Megatron-LM that are not supported; choices that a setting has take precedence."""
@@ -58,6 +58,6 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 REPLACED_CHOICES: Final[Mapping[str, Mapping[str, str]]] = {
     "--optimizer": {
         "dist_muon": "use --optimizer muon; --use-distributed-optimizer, the default, shards its state"
-    },
+    }
 }
 """Choices of Megatron-LM with another name here, and the remedy."""

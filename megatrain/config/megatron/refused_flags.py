@@ -88,12 +88,11 @@ REFUSED_FLAGS: Final = (
         "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
     ),
     refused(
-        "BERT, T5 and retrieval models are not part of megatrain",
-        "--decoder-num-layers= --decoder-seq-length= --bert-no-binary-head --mask-prob= --short-seq-prob="
-        " --sample-rate= --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model"
+        "retrieval models are not part of megatrain",
+        "--sample-rate= --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model"
         " --block-data-path= --embedding-path= --evidence-data-path= --ict-head-size= --ict-load="
         " --indexer-batch-size= --indexer-log-interval= --query-in-block-prob="
-        " --retriever-report-topk-accuracies=+ --retriever-score-scaling --titles-data-path= --use-one-sent-docs"
+        " --retriever-report-topk-accuracies=+ --retriever-score-scaling --use-one-sent-docs"
         " --bert-embedder-type= --output-bert-embeddings",
         instead="remove the flag and train a GPT",
     ),

@@ -46,21 +46,14 @@ _REMOVED: Final = (
         "--no-load-lr-state",
         instead="use --override-opt-param-scheduler for the schedule of this run, or --finetune to start from scratch",
     ),
-    refused(
-        "a run always resumes its data after the last consumed sample",
-        "--resume-dataloader",
-    ),
+    refused("a run always resumes its data after the last consumed sample", "--resume-dataloader"),
     refused(
         "training reads only .bin and .idx files",
         "--use-npy-data-loader --lazy-loader --loose-json --presplit-sentences --input-data-sizes-file= --delim="
         " --text-key= --eval-text-key=",
         instead="use preprocess_data.py to create them, and --data-path to name them",
     ),
-    refused(
-        "index caches are in --data-cache-path",
-        "--cache-dir=",
-        instead="use --data-cache-path",
-    ),
+    refused("index caches are in --data-cache-path", "--cache-dir=", instead="use --data-cache-path"),
     refused(
         "this is an old name",
         "--cpu-optimizer",
@@ -77,29 +70,16 @@ _REMOVED: Final = (
         "--delay-grad-reduce --delay-param-gather",
         instead="remove the flag; --overlap-grad-reduce and --overlap-param-gather are on by default",
     ),
-    refused(
-        "files are read when needed",
-        "--mmap-warmup",
-        instead="remove the flag; nothing else changes",
-    ),
+    refused("files are read when needed", "--mmap-warmup", instead="remove the flag; nothing else changes"),
     refused(
         "BERT, T5 and retrieval models are not part of megatrain",
         "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size= --max-preds-per-seq="
         " --encoder-pipeline-model-parallel-size= --retro-add-retriever --retro-project-dir= --retro-workdir=",
         instead="remove the flag and train a GPT",
     ),
-    refused(
-        "models are built from layer specs only",
-        "--use-legacy-models",
-    ),
-    refused(
-        "gradients are always in contiguous buffers",
-        "--no-contiguous-buffers-in-local-ddp",
-    ),
-    refused(
-        "nothing is sent to NVIDIA one-logger",
-        "--enable-one-logger",
-    ),
+    refused("models are built from layer specs only", "--use-legacy-models"),
+    refused("gradients are always in contiguous buffers", "--no-contiguous-buffers-in-local-ddp"),
+    refused("nothing is sent to NVIDIA one-logger", "--enable-one-logger"),
     refused(
         "learning rate and batch size are always logged",
         "--log-learning-rate-to-tensorboard --log-batch-size-to-tensorboard",
@@ -107,14 +87,8 @@ _REMOVED: Final = (
 )
 
 _ACCEPTED: Final = (
-    accepted(
-        "datasets are always .bin and .idx files",
-        "--data-impl=mmap",
-    ),
-    accepted(
-        "gradients are always in contiguous buffers",
-        "--DDP-impl=local",
-    ),
+    accepted("datasets are always .bin and .idx files", "--data-impl=mmap"),
+    accepted("gradients are always in contiguous buffers", "--DDP-impl=local"),
     accepted(
         "gradients are always in contiguous buffers",
         "--use-contiguous-buffers-in-ddp --use-contiguous-buffers-in-local-ddp",
@@ -123,23 +97,14 @@ _ACCEPTED: Final = (
         "each direction between two stages has its own communicator, so their messages need no batches",
         "--batch-p2p-communication",
     ),
-    accepted(
-        "it is the default",
-        "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce",
-    ),
+    accepted("it is the default", "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce"),
     accepted(
         "the implementation decides which operations are fused",
         "--no-scaled-masked-softmax-fusion --scaled-masked-softmax-fusion"
         " --scaled-upper-triang-masked-softmax-fusion --bias-dropout-fusion",
     ),
-    accepted(
-        "gradients are always reduced in fp32 or fp64",
-        "--fp32-allreduce",
-    ),
-    accepted(
-        "norms are always computed in fp32",
-        "--fp32-layernorm",
-    ),
+    accepted("gradients are always reduced in fp32 or fp64", "--fp32-allreduce"),
+    accepted("norms are always computed in fp32", "--fp32-layernorm"),
 )
 
 _UNSUPPORTED: Final = (
@@ -148,10 +113,7 @@ _UNSUPPORTED: Final = (
         "--distribute-checkpointed-activations",
         instead="use --recompute-granularity; --sequence-parallel shards what is saved anyway",
     ),
-    refused(
-        "uneven pipeline stages are not supported",
-        "--standalone-embedding-stage",
-    ),
+    refused("uneven pipeline stages are not supported", "--standalone-embedding-stage"),
     refused(
         "FP8 is chosen by its format",
         "--fp8-hybrid --fp8-e4m3",

@@ -80,7 +80,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this position embedding is not supported",
-        "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
+        "--mrope-section=+",
         instead="remove the flag, and use --position-embedding-type rope",
     ),
     missing(
@@ -115,13 +115,10 @@ UNSUPPORTED_FLAGS: Final = (
         "--validation-set-names=+",
         instead="remove the flag; validation sets are named by their paths",
     ),
-    missing(
-        "a separate micro-batch size for evaluation is not supported",
-        "--eval-micro-batch-size=",
-    ),
+    missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
-        "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
+        "--tokenizer-sentencepiece-legacy"
         " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
@@ -156,10 +153,7 @@ UNSUPPORTED_FLAGS: Final = (
         "--lion-beta1= --lion-beta2=",
         instead="remove the flag, and use --optimizer adam or sgd",
     ),
-    missing(
-        "freezing weights is not supported",
-        "--freeze-all-layers",
-    ),
+    missing("freezing weights is not supported", "--freeze-all-layers"),
     # Checkpoints
     missing(
         "overriding the number of the loaded iteration is not supported",
@@ -182,8 +176,5 @@ UNSUPPORTED_FLAGS: Final = (
         " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
         " --record-shapes",
     ),
-    missing(
-        "OpenTelemetry is not supported",
-        "--otel-enabled --otel-service-name= --otel-span-groups=",
-    ),
+    missing("OpenTelemetry is not supported", "--otel-enabled --otel-service-name= --otel-span-groups="),
 )

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, or with latents (multi-latent attention)."""
+"""Self-attention with grouped queries, or with latents (multi-latent attention): causal, or to all tokens of a sample."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.model_spec.part import CacheSizes, Part, Role
+from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 
 _HEADS = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-model-parallel-size"
@@ -16,7 +17,7 @@ _HEADS = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-mod
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Part):
-    """Causal self-attention with grouped queries."""
+    """Self-attention with grouped queries."""
 
     name: ClassVar[str] = "attention"
     role: ClassVar[Role] = "mixer"
@@ -27,8 +28,12 @@ class AttentionSpec(Part):
     """Channels of a head of queries and keys."""
     latent: LatentSizes | None = None
     """Latents of queries, keys and values (multi-latent attention); None: one projection."""
+    mask: Literal["causal", "padding"] = "causal"
+    """Tokens that a query attends to: those up to its own, or all that are no padding."""
     rotary: RotarySpec | None = None
     """RoPE; None: none is applied."""
+    relative: RelativePositionSpec | None = None
+    """Relative position bias, a table that the layers of a stack share; None: none is added."""
     window: int | None = None
     """Number of earlier tokens that a query attends to; None: all."""
     scale: float | None = None
@@ -64,7 +69,8 @@ class AttentionSpec(Part):
 
     @property
     def pair_channels(self) -> int:
-        return self.num_heads * (self.head_dim + self.v_head_dim)
+        """With a causal mask the half of all pairs; see `Part`."""
+        return self.num_heads * (self.head_dim + self.v_head_dim) * (1 if self.mask == "causal" else 2)
 
     def cache_sizes(self, num_ranks: int) -> CacheSizes:
         """With latents, one row for all heads: the latent and the rotary channels of keys."""

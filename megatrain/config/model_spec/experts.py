@@ -103,11 +103,6 @@ class ExpertsSpec(Part):
         return 0 if self.shared is None else self.shared.ffn_hidden_size
 
     @property
-    def active_width(self) -> int:
-        """Total width that a token uses."""
-        return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
-
-    @property
     def is_gated(self) -> bool:
         return self.expert.is_gated
 

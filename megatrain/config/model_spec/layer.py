@@ -2,7 +2,8 @@
 
     pre   x + f(norm x)        post   x + norm(f x)        both   x + norm(f(norm x))
 
-A layer of a GPT has two parts, a mixer and an MLP; a part that is missing leaves the stream unchanged.
+A layer of a GPT has two parts, a mixer and an MLP, one of T5's decoder cross-attention between them; a part that is missing
+leaves the stream unchanged.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.linear import Linear
@@ -89,7 +91,12 @@ class LayerSpec:
     @property
     def pair_channels(self) -> int:
         """Channels of all heads in the two products of a pair of tokens: scores, and their use."""
-        return sum(part.pair_channels for part in self.parts)
+        return sum(part.pair_channels for part in self.parts if not isinstance(part, CrossAttentionSpec))
+
+    @property
+    def memory_channels(self) -> int:
+        """The same of a token and one of the memory."""
+        return sum(part.pair_channels for part in self.parts if isinstance(part, CrossAttentionSpec))
 
     def _with_role(self, role: Role) -> Part | None:
         return next((part for part in self.parts if part.role == role), None)

@@ -3,7 +3,7 @@
     qkv   hidden states [t, h] -> queries, keys, values       pieces q, k, v; tensor ranks split the outputs
     proj  heads [t, n d]       -> hidden states [t, h]        tensor ranks split the inputs
 
-Readers: FLOPs (`model.py`), divisibility (`rules/layers.py`), FP8 sizes (`derive/fp8.py`), names of modules
+Readers: FLOPs (`model.py`), divisibility (`subjects/layers.py`), FP8 sizes (`subjects/fp8.py`), names of modules
 (`module_precision.py`), `megatrain plan`, tensor splits of text generation (`inference/tensor_split.py`).
 """
 

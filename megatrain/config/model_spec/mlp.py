@@ -36,11 +36,6 @@ class MlpSpec(Part):
         return self.activation in GATED
 
     @property
-    def active_width(self) -> int:
-        """Width that a token uses."""
-        return self.ffn_hidden_size
-
-    @property
     def fc1_names(self) -> list[str]:
         """Canonical names of the tensors that the first linear layer fuses."""
         return ["gate", "up"] if self.is_gated else ["up"]

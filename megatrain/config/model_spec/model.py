@@ -1,4 +1,4 @@
-"""A whole model as data: its layers, what feeds them, and its head.
+"""A whole model as data: its stacks of layers, what feeds them, and its head.
 
 FLOPs, each a multiply and an add, forward and twice in backward (times 6):
 
@@ -22,11 +22,14 @@ done here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class ModelSpec:
     vocab_size: int
     """Vocabulary size of the tokenizer."""
     padded_vocab_size: int
-    layers: tuple[LayerSpec, ...]
+    stacks: tuple[Stack, ...]
+    """In the order in which they run."""
     is_tied: bool
     """The head uses the embedding's weight."""
     init_std: float
@@ -59,6 +63,9 @@ class ModelSpec:
     norm: NormSpec = field(default_factory=NormSpec)
     num_positions: int | None = None
     """Rows of the learned position embedding; None: none."""
+    num_token_types: int | None = None
+    """Rows of the embedding of token types; None: none."""
+    head: HeadSpec = field(default_factory=HeadSpec)
     embedding_multiplier: float = 1.0
     """Factor of the embedding's output, rounded to the weights' dtype first, as in Gemma."""
     width_multiplier: float = 1.0
@@ -77,6 +84,18 @@ class ModelSpec:
     """Multi-token prediction; None: none."""
 
     @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of all stacks; a layer's number is its place here."""
+        return tuple(layer for stack in self.stacks for layer in stack.layers)
+
+    def with_layers(self, layers: Sequence[LayerSpec]) -> ModelSpec:
+        """Return the model with other layers, as many as before unless it has one stack."""
+        if len(self.stacks) == 1:
+            return replace(self, stacks=(replace(self.stacks[0], layers=tuple(layers)),))
+        rest = iter(layers)
+        return replace(self, stacks=tuple(stack.with_layers(rest) for stack in self.stacks))
+
+    @property
     def num_mtp_layers(self) -> int:
         """Layers of multi-token prediction. Their numbers follow those of the other layers."""
         return 0 if self.mtp is None else self.mtp.num_layers
@@ -93,8 +112,30 @@ class ModelSpec:
 
     def layer_name(self, number: int) -> str:
         """Return the prefix of the canonical names of a layer."""
-        depth = number - len(self.layers)
-        return f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
+        for stack in self.stacks:
+            if number < len(stack.layers):
+                return f"{stack.name}.layers.{number}"
+            number -= len(stack.layers)
+        return f"mtp.layers.{number}"
+
+    def decoder_stage(self, layers: Sequence[int]) -> int | None:
+        """Return the virtual stage with the first layer of a decoder after an encoder; None: the model has one stack.
+
+        Args:
+            layers: number of layers of each virtual stage.
+        """
+        if len(self.stacks) == 1:
+            return None
+        ends = accumulate(layers)
+        return next(stage for stage, end in enumerate(ends) if end > len(self.stacks[0].layers))
+
+    def stack_of(self, number: int) -> Stack:
+        """Return the stack of a layer; that of multi-token prediction is the last one."""
+        for stack in self.stacks:
+            if number < len(stack.layers):
+                return stack
+            number -= len(stack.layers)
+        return self.stacks[-1]
 
     @property
     def routers(self) -> dict[int, RouterSpec]:
@@ -111,25 +152,43 @@ class ModelSpec:
         return {f"{self.layer_name(number)}.mlp.router": router for number, router in self.routers.items()}
 
     def training_flops(self, *, num_tokens: int, sum_of_squared_lengths: int) -> int:
-        """Return the FLOPs of forward and backward over documents of these lengths."""
-        h, layers, depths = self.hidden_size, self.all_layers, self.num_mtp_layers
-        weights = h * self.padded_vocab_size * (1 + depths) + sum(layer.active_weights(h) for layer in layers)
-        weights += depths * self._projection_weights
-        channels = sum(layer.pair_channels for layer in layers)
-        return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
+        """Return the FLOPs of forward and backward over documents of these lengths, all samples alike for several stacks."""
+        mean_length, num_samples = (
+            sum_of_squared_lengths // num_tokens,
+            num_tokens**2 // sum_of_squared_lengths,
+        )
+        tokens, flops = num_tokens, 0
+        for stack in self.stacks:
+            tokens, pairs = num_tokens, sum_of_squared_lengths
+            if stack.seq_length is not None:
+                tokens, pairs = num_samples * stack.seq_length, num_samples * stack.seq_length**2
+            layers = stack.layers + (self.mtp_layers if stack is self.stacks[-1] else ())
+            flops += 6 * tokens * sum(layer.active_weights(self.hidden_size) for layer in layers)
+            flops += 3 * pairs * sum(layer.pair_channels for layer in layers)
+            flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
+        depths = self.num_mtp_layers
+        head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
+        return flops + 6 * tokens * head
 
     def flops_per_token(self, length: int) -> tuple[list[int], int]:
         """Return the FLOPs per token of each layer and of the head, forward and backward, for samples of this length without documents.
 
-        Multi-token prediction counts as part of the head.
+        Multi-token prediction counts as part of the head. A stack with another length counts per token of a sample of the data.
         """
         h = self.hidden_size
-        *layers, mtp = (
-            6 * layer.active_weights(h) + 3 * length * layer.pair_channels
-            for layer in (*self.layers, self.layers[-1])
-        )
+
+        def flops(layer: LayerSpec, own: int) -> int:
+            weights = 6 * layer.active_weights(h)
+            return weights + 3 * (own * layer.pair_channels + length * layer.memory_channels)
+
+        layers = [
+            flops(layer, stack.seq_length or length) * (stack.seq_length or length) // length
+            for stack in self.stacks
+            for layer in stack.layers
+        ]
         head = 6 * h * self.padded_vocab_size
-        return layers, head + self.num_mtp_layers * (mtp + 6 * self._projection_weights + head)
+        mtp = flops(self.layers[-1], length) + 6 * self._projection_weights + head
+        return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_mtp_layers * mtp
 
     @property
     def _projection_weights(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import none_of, one_of
+from megatrain.config.schema.needs import conflict, none_of, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -19,6 +19,20 @@ SOURCES: Final = (
     "data.dataset",
 )
 """Settings that name the data."""
+MASKED_FAMILIES: Final = ("bert", "t5")
+"""Families of models that learn from masked sentences."""
+_GPT: Final = one_of("model.model_family", "gpt")
+_MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
+
+_NEEDS_FILES: Final = tuple(
+    conflict(path, why=", which reads no files") for path in ("data.mock_data", "data.dataset")
+)
+_ORDERED: Final = conflict("data.dataloader_type", "cyclic", why=", which repeats all samples")
+_NOT_WITH_SFT: Final = conflict("data.sft", why=", which has its own attention, positions and loss mask")
+_NOT_WITH_STORED_DOCUMENTS: Final = conflict(
+    "data.dataloader_inter_document_masking",
+    why=", which uses the stored document boundaries, not end-of-document tokens",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +51,28 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
-    data_schedule: str | None = setting(None, taken_by="")
+    data_schedule: str | None = setting(None, taken_by="", conflicts=(*_NEEDS_FILES, _ORDERED))
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
-    phase_transition_iterations: str | None = setting(None, joins_words=True, taken_by="")
+    phase_transition_iterations: str | None = setting(
+        None,
+        joins_words=True,
+        taken_by="",
+        conflicts=(
+            *_NEEDS_FILES,
+            _ORDERED,
+            conflict("data.data_schedule", why=": both change the training data"),
+            *(
+                conflict(
+                    f"training.{other}", why=", since it counts samples as iterations * --global-batch-size"
+                )
+                for other in (
+                    "rampup_batch_size",
+                    "step_batch_size_schedule",
+                    "decrease_batch_size_if_needed",
+                )
+            ),
+        ),
+    )
     """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
     split: str = setting(AUTO, joins_words=True, on_resume=ORDER)
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
@@ -74,26 +107,34 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False
     """Evaluate on all validation samples, instead of --eval-iters batches."""
-    multiple_validation_sets: bool = False
+    multiple_validation_sets: bool = setting(False, conflicts=_NEEDS_FILES[1])
     """Evaluate on each validation dataset separately."""
     reset_position_ids: bool = setting(
         False,
-        needs=none_of(
-            "model.position_embedding_type",
-            "rope",
-            "yarn",
-            why=", as in Megatron-LM: RoPE depends only on distances",
+        needs=(
+            none_of(
+                "model.position_embedding_type",
+                "rope",
+                "yarn",
+                why=", as in Megatron-LM: RoPE depends only on distances",
+            ),
+            _GPT,
         ),
+        conflicts=(_NOT_WITH_SFT, _NOT_WITH_STORED_DOCUMENTS),
     )
     """Restart position ids after each end-of-document token."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = setting(False, conflicts=(_NOT_WITH_SFT, _NOT_WITH_STORED_DOCUMENTS))
     """Mask attention across end-of-document tokens."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = setting(False, needs=_GPT, conflicts=_NOT_WITH_SFT)
     """Mask the loss where the input is an end-of-document token."""
     dataloader_inter_document_masking: bool = False
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
-    sft: bool = setting(False, on_resume=ORDER)
+    sft: bool = setting(False, on_resume=ORDER, conflicts=_NEEDS_FILES)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
+    mask_prob: float = setting(0.15, above=0, at_most=1, on_resume=ORDER, needs=_MASKED)
+    """BERT and T5: share of the tokens of a sample that are masked."""
+    short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
+    """BERT and T5: probability that a sample is cut for fewer tokens than it can hold."""
     allow_ambiguous_pad_tokens: bool = False
     """Treat the padding token of the tokenizer as padding even if it has another role."""
 

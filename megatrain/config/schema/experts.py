@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import above, either, none_of, off, on, one_of
+from megatrain.config.schema.needs import above, conflict, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, is_turned_on
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
+BalancingType = Literal[
+    "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
+]
 _UNEQUAL_LOADS = either(
     off("experts.moe_pad_expert_input_to_capacity"),
     off("experts.moe_expert_capacity_factor"),
@@ -21,13 +24,20 @@ _CAPACITY = on("experts.moe_expert_capacity_factor", why=", since no assignment 
 class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")):
     """Mixture of experts (MoE): layers, sizes, router, load balancing, capacity."""
 
-    num_experts: int | None = setting(None, at_least=1, on_resume=SHAPE)
+    num_experts: int | None = setting(
+        None, at_least=1, on_resume=SHAPE, multiple_of="parallel.expert_model_parallel_size"
+    )
     """Experts per MoE layer. none: a dense model."""
     moe_layer_freq: str = setting("1", joins_words=True, on_resume=SHAPE)
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""
     moe_ffn_hidden_size: int | None = setting(AUTO, at_least=1, on_resume=SHAPE)
     """MLP width of each expert. auto: --ffn-hidden-size."""
-    moe_latent_size: int | None = setting(None, at_least=1, on_resume=SHAPE)
+    moe_latent_size: int | None = setting(
+        None,
+        at_least=1,
+        on_resume=SHAPE,
+        conflicts=conflict("experts.moe_use_upcycling", why=": the dense model has no projections"),
+    )
     """Width of the routed experts' inputs and outputs: a projection before the dispatch reduces the hidden size to it, and one after the combination restores it. none: the hidden size."""
     moe_router_topk: int = setting(2, at_least=1)
     """Experts per token."""
@@ -39,7 +49,17 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         False, needs=one_of("experts.moe_router_score_function", "softmax")
     )
     """Apply the softmax before top-k selection. Off: after it, so that the probabilities of a token sum to 1."""
-    moe_router_num_groups: int | None = setting(None, at_least=1, needs=_NO_SINKHORN)
+    moe_router_num_groups: int | None = setting(
+        None,
+        at_least=1,
+        needs=_NO_SINKHORN,
+        conflicts=conflict(
+            "experts.moe_router_load_balancing_type",
+            "quantile_balancing",
+            why=", as in Megatron-LM: its quantiles are over all experts",
+            fix="remove --moe-router-num-groups and --moe-router-group-topk, or use --moe-router-load-balancing-type aux_loss",
+        ),
+    )
     """Groups of consecutive experts for group-limited routing: a token is routed within --moe-router-group-topk of them."""
     moe_router_group_topk: int | None = setting(None, at_least=1, needs=_NO_SINKHORN)
     """Expert groups per token, with --moe-router-num-groups."""
@@ -49,10 +69,11 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     """Factor of the routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(None, on_resume=SAFE)
     """Dtype of router logits and scores. none: logits in that of the model."""
-    moe_router_load_balancing_type: tuple[str, ...] = setting(("aux_loss",), on_resume=SAFE)
+    moe_router_load_balancing_type: tuple[BalancingType, ...] = setting(("aux_loss",), on_resume=SAFE)
     """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn, quantile_balancing (biases of experts, replaced after each step so that loads become equal) or none. Several losses can be combined."""
     moe_aux_loss_coeff: tuple[float, ...] = setting(
         (0.0,),
+        at_least=0,
         on_resume=SAFE,
         needs=one_of(
             "experts.moe_router_load_balancing_type",
@@ -66,7 +87,24 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     moe_z_loss_coeff: float | None = setting(None, at_least=0, on_resume=SAFE)
     """Coefficient of the router z-loss: the mean squared log-sum-exp of the router logits."""
     moe_router_enable_expert_bias: bool = setting(
-        False, on_resume=SHAPE, adapts=is_turned_on, needs=_UNEQUAL_LOADS
+        False,
+        on_resume=SHAPE,
+        adapts=is_turned_on,
+        needs=_UNEQUAL_LOADS,
+        conflicts=(
+            conflict(
+                "experts.moe_router_score_function",
+                "softmax",
+                why=", as in Megatron-LM",
+                fix="use --moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias",
+            ),
+            conflict(
+                "experts.moe_router_load_balancing_type",
+                "sinkhorn",
+                "quantile_balancing",
+                why=": both balance the routing",
+            ),
+        ),
     )
     """Select experts by score plus a bias per expert, updated after each step towards equal loads without dropped assignments (balancing without auxiliary loss)."""
     moe_router_bias_update_rate: float = setting(
@@ -103,6 +141,10 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         needs=(
             on("experts.moe_shared_expert_intermediate_size"),
             one_of("training.device", "cuda", words="on a CPU, which has no streams"),
+        ),
+        conflicts=conflict(
+            "experts.overlap_moe_expert_parallel_comm",
+            why=", as in Megatron-LM: the layers of another micro-batch run in place of the shared expert",
         ),
     )
     """On GPUs, compute the shared expert on a stream of its own, while the other experts wait for their communication. No effect with a recomputed shared expert and with split backward passes."""

@@ -67,9 +67,7 @@ class LrDecay(Section, on_resume=SCHEDULE, taken_by=EVALUATION):
     """
 
     lr_decay_style: str = setting(
-        "linear",
-        choices={name: style.shape for name, style in LR_STYLES.items()},
-        accepts_function=True,
+        "linear", choices={name: style.shape for name, style in LR_STYLES.items()}, accepts_function=True
     )
     """Learning rate between the end of warm-up and the end of the decay; then --min-lr, unless constant."""
     lr_wsd_decay_style: WsdDecayStyle = setting("exponential", needs=read_by("lr_wsd_decay_style"))  # noqa: RUF009 (a field)

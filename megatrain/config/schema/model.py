@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import either, none_of, off, on, one_of
+from megatrain.config.schema.needs import Conflict, Need, conflict, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import (
     FUNCTION,
     SAFE,
@@ -33,23 +33,44 @@ _YARN = either(*_YARN_TYPES, words="without YaRN")
 _YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
 _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
+_T5 = one_of("model.model_family", "t5")
+_RELATIVE = one_of("model.position_embedding_type", "relative")
+
+
+def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
+    return conflict("model.multi_latent_attention", of=of, when=when, why=f": {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
+    model_family: Literal["gpt", "bert", "t5"] = "gpt"
+    """Family of the model: a decoder (gpt), an encoder (bert), or an encoder and a decoder (t5). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
-    """Transformer layers of the model."""
-    hidden_size: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 768")
+    """Transformer layers of the model. T5 has as many in the encoder as in the decoder."""
+    bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
+    """BERT: no next-sentence head, no pooler and no token types."""
+    decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_T5)
+    """T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
+    decoder_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE, needs=_T5)
+    """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
+    hidden_size: int = setting(
+        REQUIRED,
+        at_least=1,
+        example="GPT-2 small has 768",
+        multiple_of="parallel.tensor_model_parallel_size",
+    )
     """Width of the residual stream."""
-    num_attention_heads: int = setting(REQUIRED, at_least=1, example="GPT-2 small has 12")
+    num_attention_heads: int = setting(
+        REQUIRED, at_least=1, example="GPT-2 small has 12", multiple_of="model.num_query_groups"
+    )
     """Query heads per attention layer."""
     ffn_hidden_size: int = setting(AUTO, at_least=1)
     """Width of the MLP. auto: 4 * hidden size; with --swiglu or --geglu two thirds of that, rounded down to a multiple of 64."""
     kv_channels: int = setting(AUTO, at_least=1)
     """Channels per attention head. auto: hidden size / number of heads; with MLA those of queries and keys."""
-    group_query_attention: bool = False
+    group_query_attention: bool = setting(False, conflicts=_excludes_latents("every head has its own keys"))
     """Use grouped-query attention with --num-query-groups."""
     num_query_groups: int = setting(AUTO, at_least=1)
     """Key and value heads per attention layer. auto: one per query head."""
@@ -81,9 +102,22 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Let attention and MLP of a layer both read its input, each through its norm, and add both outputs (GPT-NeoX). Not in Megatron-LM."""
     qk_layernorm: bool = False
     """Normalize queries and keys; with MLA the latents."""
-    qk_layernorm_width: Literal["head", "all_heads"] = setting("head", needs=on("model.qk_layernorm"))
+    qk_layernorm_width: Literal["head", "all_heads"] = setting(
+        "head",
+        needs=on("model.qk_layernorm"),
+        conflicts=(
+            _excludes_latents("it normalizes the latents", "all_heads", when=on("model.qk_layernorm")),
+            conflict(
+                "model.normalization",
+                "LayerNorm",
+                of=("all_heads",),
+                when=on("model.qk_layernorm"),
+                fix="use --normalization RMSNorm, or --qk-layernorm-width head",
+            ),
+        ),
+    )
     """Channels that --qk-layernorm normalizes together: of each head, as in Megatron-LM, or of all heads (OLMo 2)."""
-    attention_output_gate: bool = False
+    attention_output_gate: bool = setting(False, conflicts=_excludes_latents("latents have no gate"))
     """Multiply the output of each attention head, channel by channel, by the sigmoid of a projection (Qwen3-Next)."""
     swiglu: bool = False
     """Use a gated MLP with SiLU (SwiGLU)."""
@@ -101,7 +135,9 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.0, on_resume=FUNCTION, needs=on("model.swiglu", "model.geglu", "model.quick_geglu")
     )
     """GLU offset: act(gate) * (up + offset)."""
-    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = None
+    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = setting(
+        None, conflicts=_excludes_latents("linear attention replaces attention by heads")
+    )
     """Linear attention in the layers that --linear-attention-freq selects: gated DeltaNet, under both names."""
     linear_attention_freq: str | None = setting(None, joins_words=True, needs=_LINEAR)
     """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
@@ -113,12 +149,27 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Linear attention: channels per head of values."""
     linear_num_key_heads: int = setting(16, at_least=1, needs=_LINEAR)
     """Linear attention: heads of queries and keys."""
-    linear_num_value_heads: int = setting(32, at_least=1, needs=_LINEAR)
-    """Linear attention: heads of values, a multiple of the heads of queries and keys."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = setting(
-        "learned_absolute", adapts=has_no_position_weights
+    linear_num_value_heads: int = setting(
+        32, at_least=1, needs=_LINEAR, multiple_of="model.linear_num_key_heads"
     )
-    """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
+    """Linear attention: heads of values, a multiple of the heads of queries and keys."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "relative", "none"] = setting(
+        "learned_absolute",
+        adapts=has_no_position_weights,
+        conflicts=conflict(
+            "model.multi_latent_attention",
+            of=("yarn",),
+            why=", which has RoPE of its own",
+            fix="use --position-embedding-type rope --rope-type yarn",
+        ),
+    )
+    """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, T5's relative position bias, or none."""
+    relative_attention_num_buckets: int = setting(32, at_least=4, needs=_RELATIVE)
+    """Relative positions: buckets of distances, each with a bias per head."""
+    relative_attention_max_distance: int = setting(
+        128, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_RELATIVE
+    )
+    """Relative positions: distance from which all are in the last bucket."""
     rope_type: Literal["rope", "yarn"] = setting(AUTO, on_resume=FUNCTION, needs=_LATENTS)
     """MLA: type of its RoPE, which it has under every --position-embedding-type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
     rotary_base: float = setting(10000.0, above=0, on_resume=FUNCTION, needs=_ROPE)
@@ -139,7 +190,12 @@ class ModelConfig(Section, on_resume=SHAPE):
         ),
     )
     """Fraction of the channels of a head to which RoPE is applied. YaRN rotates all."""
-    rotary_interleaved: bool = setting(False, on_resume=FUNCTION, needs=_ROPE)
+    rotary_interleaved: bool = setting(
+        False,
+        on_resume=FUNCTION,
+        needs=_ROPE,
+        conflicts=_excludes_latents("adjacent channels always form a pair"),
+    )
     """Apply RoPE to pairs of adjacent channels instead of channels half a head apart."""
     rotary_seq_len_interpolation_factor: int | None = setting(
         None, at_least=1, on_resume=FUNCTION, needs=(_ROPE, _NO_LATENTS, _NO_YARN)
@@ -167,7 +223,13 @@ class ModelConfig(Section, on_resume=SHAPE):
     """YaRN: coefficient of the attention temperature in the denominator."""
     yarn_correction_range_round_to_int: bool = setting(True, on_resume=FUNCTION, needs=_YARN)
     """YaRN: round the boundaries between scaled and unscaled channels to whole channels."""
-    no_rope_freq: str | None = setting(None, joins_words=True, on_resume=FUNCTION, needs=_ROPE)
+    no_rope_freq: str | None = setting(
+        None,
+        joins_words=True,
+        on_resume=FUNCTION,
+        needs=_ROPE,
+        conflicts=_excludes_latents("all layers have RoPE"),
+    )
     """Layers without RoPE: a number N for every Nth layer, or a list such as [0]*3+[1] with 1 for these layers."""
     window_size: str | None = setting(None, joins_words=True, on_resume=FUNCTION)
     """Sliding window: tokens visible to the left and to the right, such as 128,0; -1 to the left: no limit."""
@@ -183,7 +245,12 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Soft limit of attention scores: cap * tanh(score / cap) (Gemma 2). Not in Megatron-LM."""
     final_logit_softcapping: float | None = setting(None, above=0, on_resume=FUNCTION)
     """Soft limit of output logits: cap * tanh(logit / cap) (Gemma 2). Not in Megatron-LM."""
-    z_loss_coeff: float = setting(0.0, at_least=0, on_resume=SAFE)
+    z_loss_coeff: float = setting(
+        0.0,
+        at_least=0,
+        on_resume=SAFE,
+        conflicts=conflict("training.loss", why=", whose function has the cross-entropy only"),
+    )
     """Coefficient of the z-loss: the squared log-sum-exp of the output logits, per token; logged as `z loss`. Not in Megatron-LM."""
     embedding_multiplier: float = setting(1.0, above=0, on_resume=FUNCTION)
     """Factor of the embedding output; Gemma uses sqrt(hidden size). Not in Megatron-LM."""
@@ -207,11 +274,17 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Function that returns custom layers: file.py:function, module:function, or module and function (docs/models.md)."""
     spec_digest: str | None = setting(AUTO, on_resume=SAFE)
     """Digest of the file of --spec. auto: computed from the file."""
-    heterogeneous_layers_config_path: str | None = setting(None, on_resume=SILENT)
+    heterogeneous_layers_config_path: str | None = setting(
+        None, on_resume=SILENT, conflicts=_excludes_latents("its layers have no latents")
+    )
     """JSON file with the sizes of each layer, in the format of Megatron-LM and NVIDIA's Puzzle models."""
-    heterogeneous_layers_config_encoded_json: str | None = AUTO
+    heterogeneous_layers_config_encoded_json: str | None = setting(
+        AUTO, conflicts=_excludes_latents("its layers have no latents")
+    )
     """Contents of that file, instead of its path. auto: read from the file."""
-    use_mup: bool = setting(False, on_resume=FUNCTION)
+    use_mup: bool = setting(
+        False, on_resume=FUNCTION, conflicts=_excludes_latents("no rule scales the latents")
+    )
     """Use maximal update parametrization (muP): scale initial weights, learning rates, attention and logits with the width."""
     mup_base_hidden_size: int | None = setting(AUTO, at_least=1, on_resume=FUNCTION, needs=_MUP)
     """muP: hidden size for which learning rate and initial weights were tuned. auto with --use-mup: this model's hidden size."""
@@ -227,7 +300,18 @@ class ModelConfig(Section, on_resume=SHAPE):
     """muP: factor of the embedding output."""
     mup_output_mult: float = setting(AUTO, above=0, on_resume=FUNCTION, needs=_MUP)
     """muP: factor of the logits. auto or 1: 1 / width multiplier."""
-    mtp_num_layers: int | None = setting(None, at_least=0, at_most=1 << 16, adapts=is_decreased)
+    mtp_num_layers: int | None = setting(
+        None,
+        at_least=0,
+        at_most=1 << 16,
+        adapts=is_decreased,
+        conflicts=conflict(
+            "model.position_embedding_type",
+            "learned_absolute",
+            why=", as in Megatron-LM",
+            fix="use --position-embedding-type rope, or remove --mtp-num-layers",
+        ),
+    )
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
     mtp_loss_scaling_factor: float = setting(
         0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
@@ -235,7 +319,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)
     """Pad the vocabulary to a multiple of this * tensor-parallel size."""
-    padded_vocab_size: int = setting(AUTO, at_least=1, on_resume=SILENT)
+    padded_vocab_size: int = setting(
+        AUTO, at_least=1, on_resume=SILENT, multiple_of="parallel.tensor_model_parallel_size"
+    )
     """Rows of the embedding. auto: vocabulary of the tokenizer, padded."""
     transformer_impl: Literal["local", "transformer_engine"] = setting("local", on_resume=SAFE)
     """Implementation of layers: megatrain's own (local), or NVIDIA Transformer Engine."""

@@ -1,4 +1,4 @@
-"""Needs of a setting, without which it has no effect: `setting(1, needs=on("model.use_mup"))`.
+"""Needs of a setting, without which it has no effect, and its conflicts: `setting(1, needs=on("model.use_mup"))`.
 
     on(path, ...)            without --load or --pretrained-checkpoint
     off(path)                with --softmax-scale
@@ -9,6 +9,8 @@
 
 A given setting without effect is a note, as in Megatron-LM: its flag, `has no effect`, and these words. A path is of a setting,
 or of a value that is derived, such as `derived.num_microbatches`. `why` continues the words, and `words` replaces them.
+
+A conflict is a problem: `--optimizer-cpu-offload is not supported together with --optimizer muon`, and its `why`.
 """
 
 from collections.abc import Callable
@@ -60,6 +62,29 @@ def none_of(path: str, *values: str, why: str = "") -> Need:
 
 def either(*needs: Need, words: str) -> Need:
     return Need(words, (), lambda value_of: any(need.holds(value_of) for need in needs))
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Another setting with which a setting is not supported."""
+
+    path: str
+    values: tuple[str, ...]
+    """Values of the other setting; empty: all that are given, but none, off and 0."""
+    of: tuple[str, ...]
+    """Values of the setting, likewise."""
+    when: Need | None
+    """Condition of the conflict; None: there is none."""
+    why: str
+    fix: str
+    """Empty: to remove one of both."""
+
+
+def conflict(
+    path: str, *values: str, of: tuple[str, ...] = (), when: Need | None = None, why: str = "", fix: str = ""
+) -> Conflict:
+    """State that these values of another setting are not supported together with the setting, or with its values `of`."""
+    return Conflict(path, values, of, when, why, fix)
 
 
 def _has(value: Any, wanted: tuple[str, ...]) -> bool:

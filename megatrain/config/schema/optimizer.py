@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.lr_decay import LrDecay, read_by
-from megatrain.config.schema.needs import none_of, off, on, one_of
+from megatrain.config.schema.needs import conflict, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -12,6 +12,7 @@ from megatrain.config.schema.values import AUTO, REQUIRED
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
 _MUON = one_of("optimizer.optimizer", "muon")
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
+_WARMUP = ": both set the length of warm-up"
 _DELAYED = one_of("precision.fp8_recipe", "delayed")
 
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
@@ -30,7 +31,15 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Learning rate at the end of warm-up."""
     weight_decay: float = setting(0.01, at_least=0, on_resume=SCHEDULE)
     """Weight decay coefficient; biases and norms have none."""
-    apply_wd_to_qk_layernorm: bool = setting(False, needs=on("model.qk_layernorm"))
+    apply_wd_to_qk_layernorm: bool = setting(
+        False,
+        needs=on("model.qk_layernorm"),
+        conflicts=conflict(
+            "model.multi_latent_attention",
+            when=on("model.qk_layernorm"),
+            why=": norms of latents have no weight decay",
+        ),
+    )
     """Apply weight decay to the norms of --qk-layernorm."""
     decoupled_lr: float | None = setting(None, above=0, at_most=1e30, on_resume=SCHEDULE)
     """Learning rate of embedding and output layer. none: --lr."""
@@ -48,7 +57,15 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Storage dtype of Adam's first moment. Arithmetic is fp32; bf16 is rounded to nearest."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
     """Storage dtype of Adam's second moment."""
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: bool = setting(
+        False,
+        conflicts=conflict(
+            "optimizer.optimizer",
+            "muon",
+            why=", whose GEMMs are too slow on a CPU",
+            fix="remove --optimizer-cpu-offload, or use --optimizer adam",
+        ),
+    )
     """Keep master weights and optimizer state in host memory and update them on the CPU; transfers overlap with the updates."""
     optimizer_offload_fraction: float = setting(
         1.0, at_least=0, at_most=1, needs=on("optimizer.optimizer_cpu_offload")
@@ -82,17 +99,34 @@ class ScheduleConfig(LrDecay):
 
     min_lr: float = setting(0.0, at_least=0)
     """Learning rate at the end of the decay."""
-    lr_wsd_decay_iters: int | None = setting(None, at_least=1, needs=read_by("lr_wsd_decay_iters"))
+    lr_wsd_decay_iters: int | None = setting(
+        None,
+        at_least=1,
+        needs=read_by("lr_wsd_decay_iters"),
+        conflicts=conflict("schedule.lr_wsd_decay_samples", why=": both set the length of the decay"),
+    )
     """Length of the final decay of WSD, in iterations."""
     lr_decay_iters: int | None = setting(None, at_least=1)
     """Iteration at which the decay ends. none: end of training."""
-    lr_decay_samples: int | None = setting(None, at_least=1)
+    lr_decay_samples: int | None = setting(
+        None, at_least=1, conflicts=conflict("schedule.lr_decay_iters", why=": both set the end of the decay")
+    )
     """Sample at which the decay ends. none: end of training."""
-    lr_warmup_iters: int = setting(0, at_least=0)
+    lr_warmup_iters: int = setting(
+        0, at_least=0, conflicts=conflict("schedule.lr_warmup_samples", why=_WARMUP)
+    )
     """Length of warm-up, in iterations."""
     lr_warmup_samples: int = setting(0, at_least=0)
     """Length of warm-up, in samples."""
-    lr_warmup_fraction: float | None = setting(None, at_least=0, below=1)
+    lr_warmup_fraction: float | None = setting(
+        None,
+        at_least=0,
+        below=1,
+        conflicts=(
+            conflict("schedule.lr_warmup_iters", why=_WARMUP),
+            conflict("schedule.lr_warmup_samples", why=_WARMUP),
+        ),
+    )
     """Length of warm-up, as a fraction of the samples until the decay ends."""
     lr_warmup_init: float = setting(0.0, at_least=0)
     """Learning rate at the start of warm-up."""
@@ -108,7 +142,9 @@ class ScheduleConfig(LrDecay):
     """Weight decay at the end of training, unless it is constant."""
     override_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
     """On resume, use the schedules of this command line instead of those of the checkpoint."""
-    use_checkpoint_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, on_resume=SILENT, conflicts=conflict("schedule.override_opt_param_scheduler")
+    )
     """On resume, use the schedules of the checkpoint instead of those of this command line."""
 
 
@@ -124,7 +160,12 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """With --bf16: reduce gradients over replicas in bfloat16. Unlike in Megatron-LM, micro-batches are still accumulated in float32."""
     params_dtype: Literal["float32", "bfloat16", "float16", "float64"] = AUTO
     """Dtype of weights. auto: bfloat16 with --bf16, float16 with --fp16, else float32."""
-    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    fp8_format: Literal["e4m3", "hybrid"] | None = setting(
+        None,
+        conflicts=conflict(
+            "precision.fp16", why=": FP8 gradients have scales of their own", fix="use --bf16"
+        ),
+    )
     """Compute the linear layers of attention, MLPs and experts in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = setting(
         "delayed", needs=on("precision.fp8_format")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import above, off, on, one_of
+from megatrain.config.schema.needs import above, conflict, off, on, one_of
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.schema.resume_class import SAFE, SILENT
 from megatrain.config.schema.setting import LAYOUT, Section, setting
@@ -50,7 +50,9 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap communication between pipeline stages with computation: post each receive before the pass that precedes the one that needs it. Off: begin to receive when the message is needed."""
     context_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Context-parallel size (cp): ranks over which each sequence is split."""
-    cp_comm_type: tuple[str, ...] = setting((), needs=_CONTEXT)
+    cp_comm_type: tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather"], ...] = setting(
+        (), needs=_CONTEXT
+    )
     """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: p2p; all_gather with windows or documents."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
         (),
@@ -87,6 +89,9 @@ class ParallelConfig(Section, on_resume=SAFE):
             ),
             off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
         ),
+        conflicts=conflict(
+            "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"
+        ),
     )
     """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them."""
     use_distributed_optimizer: bool = True
@@ -101,7 +106,15 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
     overlap_param_gather: bool = True
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
-    distributed_backend: Literal["nccl", "gloo"] = AUTO
+    distributed_backend: Literal["nccl", "gloo"] = setting(
+        AUTO,
+        conflicts=conflict(
+            "training.device",
+            "cuda",
+            of=("gloo",),
+            fix="remove --distributed-backend (or set it to auto), or use --device cpu",
+        ),
+    )
     """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: int = setting(10, at_least=1)
     """Timeout of a collective in minutes; at least 60 until the first iteration has ended."""

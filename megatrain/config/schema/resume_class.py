@@ -5,7 +5,7 @@
     consent   a problem, unless a flag allows the change
     refused   a problem                such a run cannot use these weights
 
-Files are compared by contents, not by paths (`rules/resume.py`).
+Files are compared by contents, not by paths (`subjects/resume.py`).
 """
 
 from dataclasses import dataclass
@@ -53,5 +53,5 @@ def is_decreased(stored: Any, now: Any) -> bool:
 
 
 def has_no_position_weights(stored: Any, now: Any) -> bool:
-    """RoPE becomes YaRN: only learned positions are weights."""
-    return "learned_absolute" not in (stored, now)
+    """RoPE becomes YaRN: only learned positions and relative ones are weights."""
+    return not {"learned_absolute", "relative"} & {stored, now}

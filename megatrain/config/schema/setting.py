@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-from megatrain.config.schema.needs import Need
+from megatrain.config.schema.needs import Conflict, Need
 from megatrain.config.schema.resume_class import ResumeClass
 from megatrain.config.schema.values import CheckedSection, Range
 
@@ -57,6 +57,8 @@ def setting(
     adapts: Callable[[Any, Any], bool] | None = None,
     taken_by: str | None = None,
     needs: Needs = (),
+    conflicts: Conflict | tuple[Conflict, ...] = (),
+    multiple_of: str | None = None,
 ) -> Any:
     """Return a field of a section; `tree.Setting` says what each argument means. Typed Any, as `dataclasses.field` is."""
     bounds = Range(at_least=at_least, above=above, at_most=at_most, below=below)
@@ -72,6 +74,8 @@ def setting(
         "adapts": adapts,
         "taken_by": taken_by,
         "needs": _all(needs),
+        "multiple_of": multiple_of,
+        "conflicts": conflicts if isinstance(conflicts, tuple) else (conflicts,),
     }
     return field(
         default=default, metadata={name: value for name, value in stated.items() if value is not None}

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import either, none_of, on, one_of
+from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
+
+_SELECTIVE = conflict("training.recompute_granularity", "full", why=", since it is selective")
+RecomputedModule = Literal["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "shared_experts", "moe_act"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +28,36 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Samples per iteration over all replicas. auto: one micro-batch per replica, or the last entry of --step-batch-size-schedule."""
     rampup_batch_size: tuple[str, ...] = setting((), taken_by=EVALUATION)
     """Batch size ramp: start size, increment, and number of samples over which the global batch grows to --global-batch-size."""
-    step_batch_size_schedule: str | None = setting(None, joins_words=True, taken_by=EVALUATION)
+    step_batch_size_schedule: str | None = setting(
+        None,
+        joins_words=True,
+        taken_by=EVALUATION,
+        conflicts=tuple(
+            conflict(f"training.{other}", why=": both set the batch size")
+            for other in ("rampup_batch_size", "global_batch_size", "decrease_batch_size_if_needed")
+        ),
+    )
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
     decrease_batch_size_if_needed: bool = setting(False, taken_by=EVALUATION)
     """Round the global batch down to a multiple of micro-batch size * data-parallel size. Off: an error."""
     train_iters: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations of training. Give this or --train-samples."""
-    train_samples: int | None = setting(None, at_least=1, taken_by=EVALUATION)
+    train_samples: int | None = setting(
+        None,
+        at_least=1,
+        taken_by=EVALUATION,
+        conflicts=conflict("training.train_iters", why=": both set the length of training"),
+    )
     """Samples of training; an incomplete last global batch is dropped (with --step-batch-size-schedule: filled up). Give this or --train-iters."""
     loss: str | None = None
     """Function of each token's cross-entropy that is trained in its place: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
     loss_digest: str | None = AUTO
     """Digest of the file of --loss. auto: computed from the file."""
-    calculate_per_token_loss: bool = setting(False, taken_by=EVALUATION)
+    calculate_per_token_loss: bool = setting(
+        False,
+        taken_by=EVALUATION,
+        conflicts=conflict("parallel.context_parallel_chunk_means", why=", which averages chunk means"),
+    )
     """Average the loss over all unmasked tokens of an iteration. Off: over its micro-batches, each a mean over its tokens."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop at a non-finite loss or gradient. Off: skip and count the iteration."""
@@ -93,7 +113,7 @@ class TrainingConfig(Section, on_resume=SAFE):
         None, at_least=1, needs=one_of("training.recompute_granularity", "full")
     )
     """Layers per chunk (uniform), or recomputed layers per stage (block)."""
-    recompute_modules: tuple[str, ...] = setting(
+    recompute_modules: tuple[RecomputedModule, ...] = setting(
         (),
         needs=either(
             one_of("training.recompute_granularity", "selective"),
@@ -102,9 +122,9 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Modules that --recompute-granularity selective recomputes: core_attn, mlp, layernorm; moe (router, experts and shared expert), shared_experts and moe_act in layers with experts. Default: core_attn."""
-    recompute_activations: bool = False
+    recompute_activations: bool = setting(False, conflicts=_SELECTIVE)
     """Alias of --recompute-granularity selective."""
-    moe_layer_recompute: bool = setting(False, needs=on("experts.num_experts"))
+    moe_layer_recompute: bool = setting(False, needs=on("experts.num_experts"), conflicts=_SELECTIVE)
     """Alias of --recompute-granularity selective with moe among --recompute-modules."""
     recompute_norms: bool = setting(
         AUTO,
@@ -143,7 +163,9 @@ class CheckpointConfig(Section, on_resume=SAFE):
     """Load the checkpoint of this iteration. none: the newest valid one."""
     save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
-    save_retain_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save_interval"))
+    save_retain_interval: int | None = setting(
+        None, at_least=1, needs=on("checkpoint.save_interval"), multiple_of="checkpoint.save_interval"
+    )
     """Keep the checkpoints at multiples of this many iterations and the newest two; each save removes the third newest otherwise. none: all are kept."""
     keep_last: int | None = setting(None, at_least=2, needs=on("checkpoint.save_interval"))
     """Keep this many of the newest checkpoints, and those of --save-retain-interval; each save removes all others. none: all are kept. Not in Megatron-LM."""
@@ -177,7 +199,12 @@ class CheckpointConfig(Section, on_resume=SAFE):
     """After a save that fails: stop the run, or warn and train on; a run whose last save failed never exits with 0. Not in Megatron-LM."""
     exit_on_missing_checkpoint: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Exit if --load has no checkpoint. This is always so without --load-or-start."""
-    load_or_start: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
+    load_or_start: bool = setting(
+        False,
+        on_resume=SILENT,
+        needs=on("checkpoint.load"),
+        conflicts=conflict("checkpoint.exit_on_missing_checkpoint"),
+    )
     """Start from initial weights if --load has no checkpoint, as Megatron-LM does."""
     no_load_optim: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """Load only weights; optimizer state, schedules and loss scale start from scratch. With --save in the folder of --load, at the first start only."""

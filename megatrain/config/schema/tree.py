@@ -18,17 +18,13 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.logging import LoggingConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.needs import Need
+from megatrain.config.schema.needs import Conflict, Need
 from megatrain.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.schema.parallel import ParallelConfig
 from megatrain.config.schema.resume_class import SAFE, ResumeClass
 from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.training import (
-    CheckpointConfig,
-    ResilienceConfig,
-    TrainingConfig,
-)
+from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.schema.values import AUTO, REQUIRED, Range
 
 
@@ -136,6 +132,10 @@ class Setting:
     """Flag that takes the value of a checkpoint where none is given. Those of SHAPE and FUNCTION are taken by ARGS too; empty: none."""
     needs: tuple[Need, ...] = ()
     """When the setting has an effect."""
+    multiple_of: str = ""
+    """Path of another setting that divides it; empty: there is none."""
+    conflicts: tuple[Conflict, ...] = ()
+    """Settings with which it is not supported."""
 
     @property
     def path(self) -> str:
@@ -220,9 +220,9 @@ def _setting(section: str, cls: type[Section], entry: "dataclasses.Field[Any]", 
     members = typing.get_args(hint) if is_union else (hint,)
     (inner,) = (member for member in members if member is not type(None))
     meanings = entry.metadata.get("meanings", {})
-    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else tuple(meanings)
     is_list = typing.get_origin(inner) is tuple
     kind = typing.get_args(inner)[0] if is_list else inner
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else tuple(meanings)
     last_word = entry.name.rpartition("_")[2]
     stated: dict[str, Any] = {"unit": _UNITS.get(last_word, ""), **cls.stated(entry.metadata)}
     return Setting(

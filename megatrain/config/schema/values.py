@@ -1,11 +1,12 @@
 """Stand-ins for values that are missing or wrong, and the ranges of numbers.
 
-    AUTO      the user left the value open; `resolve` derives it
+    AUTO      the user left the value open
+    OPEN      `resolve` derives the value; reading it from a section raises OpenError until then
     REQUIRED  the user must give the value
     INVALID   the value is wrong, or depends on a wrong value; reading it from a section raises UnresolvedError
 
 A derivation or rule that reads an INVALID value thus stops, and `resolve` continues with the next one: the cause has
-been reported already, once.
+been reported already, once. A derivation that reads an open value waits until it is derived.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 class UnresolvedError(Exception):
     """A derivation or rule depends on an INVALID value. Users never see it: `resolve` catches it."""
+
+
+class OpenError(Exception):
+    """A derivation depends on a value that is not derived yet. Users never see it: `resolve` catches it."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,12 @@ class StandIn:
 # Typed Any, so that a field has the type of its resolved value: `kv_channels: int = AUTO`.
 AUTO: Final[Any] = StandIn("AUTO")
 REQUIRED: Final[Any] = StandIn("REQUIRED")
+OPEN: Final[Any] = StandIn("OPEN")
 INVALID: Final[Any] = StandIn("INVALID")
 
 
 class CheckedSection:
-    """Base of the dataclasses whose fields may be INVALID: reading such a field raises UnresolvedError."""
+    """Base of the dataclasses whose fields may be INVALID or OPEN: reading them raises UnresolvedError or OpenError."""
 
     if not TYPE_CHECKING:  # mypy would accept any name as an attribute
 
@@ -42,6 +48,8 @@ class CheckedSection:
             value = super().__getattribute__(name)
             if value is INVALID:
                 raise UnresolvedError
+            if value is OPEN:
+                raise OpenError(name)
             return value
 
     def raw(self, name: str) -> Any:

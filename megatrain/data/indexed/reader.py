@@ -130,6 +130,14 @@ class IndexedDataset:
         size = self.dtype.itemsize
         return self._bin.read(int(self.offsets[sequence]) + offset * size, count * size).view(self.dtype)
 
+    def read_several(self, sequences: range) -> Elements:
+        """Return the elements of consecutive sequences, concatenated, with one read. The result is read-only."""
+        if not 0 <= sequences.start < sequences.stop <= len(self):
+            raise IndexError(f"{self.name}: sequences {sequences.start}..{sequences.stop} of {len(self)}")
+        start, last = int(self.offsets[sequences.start]), sequences.stop - 1
+        end = int(self.offsets[last]) + int(self.lengths[last]) * self.dtype.itemsize
+        return self._bin.read(start, end - start).view(self.dtype)
+
     def read_bytes(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return bytes of `.bin`, read-only."""
         return self._bin.load(position, num_bytes)

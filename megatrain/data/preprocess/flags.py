@@ -192,7 +192,10 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
     },
     "sentences": {
-        "--split-sentences": (None, "make a sequence of each sentence (needs nltk)"),
+        "--split-sentences": (
+            None,
+            "make a sequence of each sentence (needs nltk and its punkt models, or syntok)",
+        ),
         "--keep-newlines": (None, "keep the white space after a sentence"),
         "--lang": ("LANGUAGE", "nltk's name of the language"),
     },

@@ -43,7 +43,7 @@ from megatrain.data.preprocess.inputs import InputFile, find_inputs
 from megatrain.data.preprocess.outputs import JOURNAL_SECONDS, Journal, Outputs, files_of_run, output_prefixes
 from megatrain.data.preprocess.progress import Progress
 from megatrain.data.preprocess.readers import ChunkReader
-from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
+from megatrain.data.preprocess.sentences import SplitSettings, available_splitter
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
@@ -95,7 +95,7 @@ def preprocess(
     )
     encoder = _encoder_settings(settings)
     tokenizer = load_tokenizer(settings.tokenizer)
-    _check_inputs(settings, reader, encoder, tokenizer)
+    _check_inputs(settings, reader, tokenizer)
     _log_notes(settings, encoder, tokenizer)
     with (
         Journal(settings.output_prefix, log_to_stderr) as journal,
@@ -160,16 +160,12 @@ def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Output
     )
 
 
-def _check_inputs(
-    settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
-) -> None:
+def _check_inputs(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> None:
     """Raise ConfigError before any work for problems that would appear later."""
     _require_one_key(settings, reader.files)
     reader.require_readable()
     _require_distinct_files(reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values()))
     _require_eod(settings, tokenizer)
-    if encoder.split:
-        load_splitter(encoder.split)
     if settings.sft and tokenizer.encode(""):
         raise ConfigError(
             "the tokenizer adds special tokens to every text, and a conversation consists of several texts",
@@ -227,12 +223,19 @@ def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
         tokenizer=settings.tokenizer,
         json_keys=settings.json_keys,
         append_eod=settings.append_eod,
-        split=SplitSettings(lang=settings.lang, keep_newlines=settings.keep_newlines)
-        if settings.split_sentences
-        else None,
+        split=_split_settings(settings) if settings.split_sentences else None,
         conversations=_conversation_settings(settings) if settings.sft else None,
         keep_bad_lines=settings.on_bad_line == "quarantine",
     )
+
+
+def _split_settings(settings: PreprocessSettings) -> SplitSettings:
+    splitter = available_splitter(settings.lang)
+    if splitter == "syntok":
+        log_to_stderr(
+            "sentences are those of syntok, since nltk's punkt models are missing: Megatron-LM has others"
+        )
+    return SplitSettings(lang=settings.lang, keep_newlines=settings.keep_newlines, splitter=splitter)
 
 
 def _conversation_settings(settings: PreprocessSettings) -> ConversationSettings:
@@ -284,7 +287,7 @@ def _fingerprint(
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod],
         "--append-eod": settings.append_eod,
         "--sft": repr(_of_one_day(encoder.conversations)),
-        "sentences": [settings.split_sentences, settings.keep_newlines, settings.lang],
+        "sentences": [encoder.split and vars(encoder.split)],
         "--max-line-mb": settings.max_line_mb,
         "--on-bad-line": settings.on_bad_line,
         "library versions": _library_versions(settings),
@@ -311,7 +314,7 @@ def _digest(files: Sequence[InputFile]) -> str:
 def _library_versions(settings: PreprocessSettings) -> dict[str, str | None]:
     """Return the versions of tokenizer libraries. An upgrade may change ids, so a run does not resume across versions."""
     names = ["tokenizers", "sentencepiece", "tiktoken"]
-    names += ["nltk"] * settings.split_sentences + ["jinja2"] * settings.sft
+    names += ["nltk", "syntok"] * settings.split_sentences + ["jinja2"] * settings.sft
     return {name: _version(name) for name in names}
 
 

@@ -24,7 +24,7 @@ from megatrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
+    from megatrain.data.samples.dataset import AnySample, SampleDataset, TokenSpan
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.integer[Any]]
@@ -183,7 +183,7 @@ class BlendedDataset:
         """Return the samples of the blend."""
         return len(self.index.dataset_index)
 
-    def __getitem__(self, k: int) -> Sample:
+    def __getitem__(self, k: int) -> AnySample:
         """Return sample k of the blend."""
         dataset, sample = self._locate(k)
         return dataset[sample]

@@ -40,6 +40,7 @@ from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.index_cache import Arrays, IndexCache
+from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples, build_masked_dataset
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
 from megatrain.data.samples.sources import dataset_digest, open_loss_mask, open_token_ids
 
@@ -119,19 +120,22 @@ class SplitBuilder:
         digests: Mapping[str, str] | None = None,
         log: Callable[[str], None] = print,
         on_built: Callable[[BuiltIndex], None] | None = None,
+        masked: MaskedSamples | None = None,
     ) -> None:
         """Configure the builder.
 
         Args:
-            options: options of all samples.
+            options: options of all samples of a GPT.
             cache_folder: folder of cached indices; None: compute them at each start.
             mmap, index_cache: see `IndexedDataset`.
             surplus: share of extra samples that a blend's datasets are built with.
             digests: expected `content_digest` of the data under each prefix; None: not checked.
             log: receives a line for each unexpected condition that is not an error.
             on_built: called with each index when it is ready.
+            masked: samples are of BERT or T5; None: of a GPT.
         """
         self.options = options
+        self.masked = masked
         self.cache = _RecordingCache(cache_folder, log)
         self._log = log
         self._on_built = on_built
@@ -149,7 +153,7 @@ class SplitBuilder:
         Args:
             blends: one blend under `all`, divided by `split`, or blends under `train`, `valid`, `test`; empty: mock
                 data, divided evenly.
-            split: such as `969,30,1`.
+            split: such as `969,30,1`; it divides sequences, or documents for BERT and T5.
             plans: the requested samples.
             named_valid: keep the datasets of the validation blend separate, under the names of their files.
 
@@ -158,6 +162,7 @@ class SplitBuilder:
             InputError: files are missing, damaged or contain no token ids.
         """
         if not blends:
+            assert self.masked is None, "the rule `sentences_come_from_files` reports it"
             mock = MockSequences(vocab_size=self.options.vocab_size or 1, eod=self.options.eod or 0)
             return self._divide([mock], None, MOCK_SPLIT, plans)
         if "all" in blends:
@@ -172,7 +177,7 @@ class SplitBuilder:
                 continue
             blend = blends[name]
             sources = [self._open(prefix) for prefix in blend.prefixes]
-            parts = [range(len(source.lengths)) for source in sources]
+            parts = [range(self._num_units(source)) for source in sources]
             if named_valid and name == "valid":
                 for label, source, part in zip(dataset_names(blend.prefixes), sources, parts, strict=True):
                     named[label] = self._build_split([source], [part], None, wanted, plans.seed, name)
@@ -214,11 +219,9 @@ class SplitBuilder:
     def _build_phase(self, phase: PhaseSamples, split: str, seed: int) -> SampleDataset:
         sources = [self._open(prefix) for prefix in phase.blend.prefixes]
         weights = phase.blend.weights
-        ranges = [range(len(source.lengths)) for source in sources]
+        ranges = [range(self._num_units(source)) for source in sources]
         if phase.is_split:
-            require_sequences(
-                split, {source.name: len(source.lengths) for source in sources}, (True, False, False)
-            )
+            self._require_units(split, sources, (True, False, False))
             ranges = [split_ranges(split, len(part))[0] or range(0) for part in ranges]
         elif len(sources) == 1:
             weights = None  # as in `build`
@@ -232,14 +235,14 @@ class SplitBuilder:
         plans: SamplePlans,
     ) -> SplitDatasets:
         """Divide the same datasets between the three splits."""
-        ranges = [split_ranges(split, len(source.lengths)) for source in sources]
+        ranges = [split_ranges(split, self._num_units(source)) for source in sources]
         built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
         # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", regardless of --eval-iters.
         is_asked = [
             getattr(plans, name) != (0,) and (ranges[0][number] is not None or name == "train")
             for number, name in enumerate(SPLIT_NAMES)
         ]
-        require_sequences(split, {source.name: len(source.lengths) for source in sources}, is_asked)
+        self._require_units(split, sources, is_asked)
         for number, name in enumerate(SPLIT_NAMES):
             if is_asked[number]:
                 parts = [found[number] or range(0) for found in ranges]
@@ -247,6 +250,17 @@ class SplitBuilder:
                     sources, parts, weights, getattr(plans, name), plans.seed, name
                 )
         return SplitDatasets(built["train"], built["valid"], built["test"])
+
+    def _num_units(self, source: SequenceSource) -> int:
+        """Return the number of what --split divides: documents of sentences, or sequences."""
+        if self.masked is None:
+            return len(source.lengths)
+        assert isinstance(source, IndexedDataset), "mock data has no sentences"
+        return source.num_documents
+
+    def _require_units(self, split: str, sources: Sequence[SequenceSource], is_used: Sequence[bool]) -> None:
+        unit = "sequences" if self.masked is None else "documents"
+        require_sequences(split, {one.name: self._num_units(one) for one in sources}, is_used, unit=unit)
 
     def _build_split(
         self,
@@ -319,41 +333,47 @@ class SplitBuilder:
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
     ) -> SampleDataset:
         start = self.cache.start()
-        order: dict[str, Any] = {
-            "seq_length": self.options.seq_length,
-            "seed": seed,
-            "num_samples": num_samples,
-            "cache": self.cache,
-        }
-        mask = None
-        if self.options.conversations:
-            assert isinstance(source, IndexedDataset), "mock data has no conversations"
-            mask = open_loss_mask(source, mmap=self._mmap)
-        built_dataset: GPTDataset | ConversationDataset
         try:
-            if mask is not None:
-                conversations = build_conversation_index(source.lengths, mask, part, **order)
-                built_dataset = ConversationDataset(source, mask, conversations, self.options)
-                self._log_conversations(source, len(part), conversations, name)
-            else:
-                built_dataset = GPTDataset(source, build_index(source.lengths, part, **order), self.options)
+            dataset = self._dataset(source, part, num_samples, seed, name)
+        except InputError:
+            raise  # it names the file
         except ConfigError as error:
             problem = error.problems[0]
             raise ConfigError(f"{source.name}: the {name} data: {problem.text}", fix=problem.fix) from error
         if self._on_built is not None:
+            sequences = part
+            if isinstance(dataset, MaskedDataset):
+                sequences = range(*dataset.source.document_boundaries[[part.start, part.stop]].tolist())
             built = BuiltIndex(
                 split=name,
                 seed=seed,
                 source=source.name,
-                num_sequences=len(part),
-                num_tokens=int(source.lengths[part.start : part.stop].sum(dtype=np.int64)),
-                num_epochs=built_dataset.index.num_epochs,
-                num_samples=len(built_dataset),
+                num_sequences=len(sequences),
+                num_tokens=int(source.lengths[sequences.start : sequences.stop].sum(dtype=np.int64)),
+                num_epochs=dataset.index.num_epochs,
+                num_samples=len(dataset),
                 seconds=time.perf_counter() - start,
                 outcome=self.cache.outcome,
             )
             self._on_built(built)
-        return built_dataset
+        return dataset
+
+    def _dataset(
+        self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
+    ) -> GPTDataset | ConversationDataset | MaskedDataset:
+        """Return the samples of a split of a dataset, of the kind that the run reads."""
+        order: dict[str, Any] = {"seed": seed, "num_samples": num_samples, "cache": self.cache}
+        if self.masked is not None:
+            assert isinstance(source, IndexedDataset), "mock data has no sentences"
+            return build_masked_dataset(source, part, self.masked, **order)
+        order["seq_length"] = self.options.seq_length
+        if not self.options.conversations:
+            return GPTDataset(source, build_index(source.lengths, part, **order), self.options)
+        assert isinstance(source, IndexedDataset), "mock data has no conversations"
+        mask = open_loss_mask(source, mmap=self._mmap)
+        conversations = build_conversation_index(source.lengths, mask, part, **order)
+        self._log_conversations(source, len(part), conversations, name)
+        return ConversationDataset(source, mask, conversations, self.options)
 
     def _log_conversations(
         self, source: SequenceSource, count: int, index: ConversationIndex, name: str
@@ -404,7 +424,7 @@ class SplitBuilder:
         if prefix not in self._opened:
             opened = open_token_ids(prefix, mmap=self._mmap, index_cache=self._index_cache)
             if prefix in self._digests and self._digests[prefix] != dataset_digest(
-                opened, conversations=self.options.conversations
+                opened, conversations=self.options.conversations, sentences=self.masked is not None
             ):
                 raise InputError(
                     f"{opened.name}: the file on this host differs from rank 0's:"

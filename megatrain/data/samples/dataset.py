@@ -1,6 +1,6 @@
 """The interface of all sample datasets, and datasets that concatenate and shift sample plans.
 
-`GPTDataset` cuts samples out of token sequences, `BlendedDataset` mixes several datasets, `PlannedDataset` concatenates
+`GPTDataset` cuts samples out of token sequences, `MaskedDataset` masks sentences, `BlendedDataset` mixes several datasets, `PlannedDataset` concatenates
 the plans of one run, `ShiftedDataset` counts those of a phase from its first sample on; `BatchLoader` reads any of them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,22 @@ class Sample:
     position_ids: npt.NDArray[np.int64]
     document_starts: npt.NDArray[np.int64]
     """Offsets at which attention restarts, ascending, the first is 0."""
+
+    @property
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the arrays of the batch, by name."""
+        return {name: getattr(self, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+
+
+@dataclass(frozen=True)
+class MaskedSample:
+    """One sample of BERT or T5."""
+
+    arrays: Mapping[str, npt.NDArray[np.int64]]
+    """By Megatron-LM's names: a value for each token, or one for the sample."""
+
+
+AnySample = Sample | MaskedSample
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class SampleDataset(Protocol):
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def __getitem__(self, k: int, /) -> Sample:
+    def __getitem__(self, k: int, /) -> AnySample:
         """Return sample k."""
 
     def spans(self, k: int, /) -> list[TokenSpan]:
@@ -82,7 +98,7 @@ class PlannedDataset:
         """Return the samples of all plans."""
         return self._starts[-1] + len(self.plans[-1])
 
-    def __getitem__(self, k: int) -> Sample:
+    def __getitem__(self, k: int) -> AnySample:
         """Return sample k, counted from the first plan on."""
         plan, index = self._locate(k)
         return plan[index]
@@ -111,7 +127,7 @@ class ShiftedDataset:
         """Return the number of samples, those of earlier phases included."""
         return self._start + len(self._samples)
 
-    def __getitem__(self, k: int) -> Sample:
+    def __getitem__(self, k: int) -> AnySample:
         """Return sample k of the run. Raises ConfigError for a sample of an earlier phase."""
         return self._samples[self._index(k)]
 

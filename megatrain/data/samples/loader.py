@@ -16,14 +16,17 @@ import numpy as np
 import torch
 
 from megatrain.config.errors import MegatrainError
+from megatrain.data.samples.dataset import MaskedSample, Sample
+from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.family_batches import family_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
+    from megatrain.data.samples.dataset import AnySample, SampleDataset, TokenSpan
     from megatrain.data.samples.sampler import Sampler
 
 
@@ -36,40 +39,58 @@ class _Step:
 
 
 class _HostBatches:
-    """The batches of a step in host memory: one tensor [samples, s] per field, so that device copies are few and large."""
+    """The batches of a step in host memory: one tensor [samples, ...] per array, so that device copies are few and large."""
 
-    def __init__(self, rows: int, seq_length: int, num_microbatches: int, *, is_pinned: bool) -> None:
-        def empty(dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(rows, seq_length, dtype=dtype, pin_memory=is_pinned)
-
-        self.tokens, self.labels, self.position_ids = (empty(torch.int64) for _ in range(3))
-        self.loss_mask = empty(torch.float32)
+    def __init__(
+        self,
+        rows: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        num_microbatches: int,
+        *,
+        family: str,
+        is_pinned: bool,
+    ) -> None:
+        self._family = family
+        self.arrays = {
+            name: torch.empty(
+                (rows, *shape),
+                dtype=torch.float32 if name == "loss_mask" else torch.int64,
+                pin_memory=is_pinned,
+            )
+            for name, shape in shapes.items()
+        }
         self.documents: list[Documents | None] = [None] * num_microbatches
 
-    def fill_row(self, row: int, sample: Sample) -> None:
+    def fill_row(self, row: int, sample: AnySample) -> None:
         """Copy a sample into a row."""
-        self.tokens.numpy()[row] = sample.tokens
-        self.labels.numpy()[row] = sample.labels
-        self.position_ids.numpy()[row] = sample.position_ids
-        self.loss_mask.numpy()[row] = sample.loss_mask
+        for name, values in sample.arrays.items():
+            self.arrays[name].numpy()[row] = values
 
     def batches(self, device: torch.device) -> list[Batch]:
         """Copy the micro-batches to the device."""
         moved = [
-            x.to(device, non_blocking=True).tensor_split(len(self.documents))
-            for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+            x.to(device, non_blocking=True).tensor_split(len(self.documents)) for x in self.arrays.values()
         ]
         return [
-            Batch(
-                tokens=tokens,
-                labels=labels,
-                loss_mask=loss_mask,
-                position_ids=position_ids,
-                documents=documents
+            self._batch(
+                dict(zip(self.arrays, arrays, strict=True)),
+                documents
                 and replace(documents, cu_seqlens=documents.cu_seqlens.to(device, non_blocking=True)),
             )
-            for tokens, labels, loss_mask, position_ids, documents in zip(*moved, self.documents, strict=True)
+            for *arrays, documents in zip(*moved, self.documents, strict=True)
         ]
+
+    def _batch(self, arrays: dict[str, torch.Tensor], documents: Documents | None) -> Batch:
+        """Return a micro-batch from its arrays, [b, ...] each."""
+        if self._family != "gpt":
+            return family_batch(self._family, arrays)
+        return Batch(
+            tokens=arrays["tokens"],
+            labels=arrays["labels"],
+            loss_mask=arrays["loss_mask"],
+            position_ids=arrays["position_ids"],
+            documents=documents,
+        )
 
 
 class BatchLoader:
@@ -84,23 +105,28 @@ class BatchLoader:
         device: torch.device | str = "cpu",
         num_workers: int = 1,
         has_documents: bool = False,
+        family: str = "gpt",
+        decoder_seq_length: int | None = None,
     ) -> None:
         """Load the samples that a sampler selects.
 
         Args:
             samples: the dataset.
             sampler: the sample indices of this rank.
-            seq_length: s, tokens of each sample.
+            seq_length: s, tokens of each sample; of T5 those of the encoder.
             device: device of the returned batches.
             num_workers: prefetching threads; 0: each step reads its samples when they are requested.
             has_documents: batches include document boundaries.
+            family: the family of the model, see `family_batches`.
+            decoder_seq_length: tokens of T5's decoder.
         """
         self._samples = samples
         self._sampler = sampler
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._seq_length = seq_length
+        self._family = family
+        self._shapes = array_shapes(family, seq_length, decoder_seq_length)
         self._has_documents = has_documents
         self._threads = (
             ThreadPoolExecutor(num_workers, "batches", initializer=_set_device, initargs=(self._device,))
@@ -173,7 +199,9 @@ class BatchLoader:
     def _allocate(self, step: _Step) -> _HostBatches:
         rows = step.num_microbatches * self._sampler.shard.micro_batch_size
         is_pinned = self._device.type == "cuda"
-        return _HostBatches(rows, self._seq_length, step.num_microbatches, is_pinned=is_pinned)
+        return _HostBatches(
+            rows, self._shapes, step.num_microbatches, family=self._family, is_pinned=is_pinned
+        )
 
     def _end(self, step: _Step) -> int:
         """Return the samples consumed after a step, over all ranks."""
@@ -203,14 +231,16 @@ class BatchLoader:
         for row, sample in enumerate(samples, start=number * size):
             host.fill_row(row, sample)
         if self._has_documents:
-            documents = _documents(samples)
+            documents = _documents([sample for sample in samples if isinstance(sample, Sample)])
             if self._device.type == "cuda":
                 documents = replace(documents, cu_seqlens=documents.cu_seqlens.pin_memory())
             host.documents[number] = documents
 
 
-def _without_loss(sample: Sample) -> Sample:
+def _without_loss(sample: AnySample) -> AnySample:
     """Return a padding sample of the same shape whose loss mask is zero."""
+    if isinstance(sample, MaskedSample):
+        return MaskedSample({name: np.zeros_like(values) for name, values in sample.arrays.items()})
     return type(sample)(
         np.zeros_like(sample.tokens),
         np.zeros_like(sample.labels),

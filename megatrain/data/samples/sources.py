@@ -85,6 +85,7 @@ def inspect_datasets(
     tokenizer_fingerprint: str | None,
     eod: int | None = None,
     conversations: bool = False,
+    sentences: bool = False,
     index_cache: str | None = None,
 ) -> tuple[list[DatasetFacts], list[Problem]]:
     """Return the facts about every dataset, and all problems with any of them.
@@ -96,6 +97,7 @@ def inspect_datasets(
         tokenizer_fingerprint: fingerprint of the training tokenizer; None: it reads any ids (NullTokenizer).
         eod: as `used_eod` returns it; None: not checked.
         conversations: the datasets have loss masks (--sft).
+        sentences: samples depend on the documents of sequences (BERT and T5).
         index_cache: see `IndexedDataset`.
     """
     facts: list[DatasetFacts] = []
@@ -108,7 +110,7 @@ def inspect_datasets(
                 seen[prefix] = None
                 try:
                     dataset = seen[prefix] = _facts_of(
-                        prefix, conversations=conversations, index_cache=index_cache
+                        prefix, conversations=conversations, sentences=sentences, index_cache=index_cache
                     )
                     found_here = [*_description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)]
                 except ConfigError as error:
@@ -121,7 +123,7 @@ def inspect_datasets(
     return facts, problems
 
 
-def _facts_of(prefix: str, *, conversations: bool, index_cache: str | None) -> DatasetFacts:
+def _facts_of(prefix: str, *, conversations: bool, sentences: bool, index_cache: str | None) -> DatasetFacts:
     dataset = open_token_ids(prefix, index_cache=index_cache)
     return DatasetFacts(
         split="all",
@@ -129,7 +131,8 @@ def _facts_of(prefix: str, *, conversations: bool, index_cache: str | None) -> D
         weight=None,
         num_sequences=len(dataset),
         num_tokens=dataset.num_tokens,
-        digest=dataset_digest(dataset, conversations=conversations),
+        num_documents=dataset.num_documents,
+        digest=dataset_digest(dataset, conversations=conversations, sentences=sentences),
         has_loss_mask=conversations or exists(f"{loss_mask_of(prefix)}.idx"),
     )
 
@@ -163,12 +166,13 @@ def open_loss_mask(dataset: IndexedDataset, *, mmap: bool = True) -> IndexedData
     return mask
 
 
-def dataset_digest(dataset: IndexedDataset, *, conversations: bool) -> str:
-    """Return the digest of a dataset, with that of its loss mask if it has conversations."""
+def dataset_digest(dataset: IndexedDataset, *, conversations: bool, sentences: bool = False) -> str:
+    """Return the digest of a dataset, with that of its loss mask or of its documents if samples depend on them."""
     digest_of_tokens = content_digest(dataset)
-    if not conversations:
+    if not (conversations or sentences):
         return digest_of_tokens
-    return hashlib.sha256((digest_of_tokens + content_digest(open_loss_mask(dataset))).encode()).hexdigest()
+    more = content_digest(open_loss_mask(dataset)) if conversations else digest(dataset.document_boundaries)
+    return hashlib.sha256((digest_of_tokens + more).encode()).hexdigest()
 
 
 def content_digest(dataset: IndexedDataset) -> str:

@@ -67,12 +67,12 @@ class LibraryTokenizer:
         if self._with_template:
             definition = definition | {"with_template": True}
         self._digest = fingerprint_of(definition)
-        ids = library.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1  # not the number of ids: they may have gaps
-        by_role = {role: library.token_to_id(token) for role, token in named.items()}
+        self.ids: Mapping[str, int] = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.ids.values(), default=-1) + 1  # not the number of ids: they may have gaps
+        self.role_ids = {role: self.ids[token] for role, token in named.items() if token in self.ids}
         is_named = "eos_token" in named or "sep_token" in named
         guess = None if is_named else next(filter(self._has, END_OF_DOCUMENT), None)
-        self.eod = by_role.get("eos_token" if "eos_token" in named else "sep_token")
+        self.eod = self.role_ids.get("eos_token" if "eos_token" in named else "sep_token")
         self.note: str | None = None
         if guess is not None:
             self.eod = library.token_to_id(guess)
@@ -80,9 +80,9 @@ class LibraryTokenizer:
                 f"no file of the tokenizer names an eos_token: {guess} (id {self.eod}) is used to end documents."
                 f' To confirm it, add {{"eos_token": "{guess}"}} to tokenizer_config.json'
             )
-        special = (self.eod, *(by_role.get(role) for role in OTHER_SPECIAL))
+        special = (self.eod, *(self.role_ids.get(role) for role in OTHER_SPECIAL))
         self.special_ids = frozenset(number for number in special if number is not None)
-        pad = by_role.get("pad_token")
+        pad = self.role_ids.get("pad_token")
         self.pad = NO_PAD if pad is None else pad
 
     @functools.cached_property
@@ -90,8 +90,8 @@ class LibraryTokenizer:
         """Return the digests of ids and of the definition; of the latter alone if encoding is random (BPE dropout)."""
         if getattr(self._library.model, "dropout", None):
             return self._digest
-        vocabulary, special = self._library.get_vocab(with_added_tokens=True), self._matched()
-        return full_fingerprint(vocabulary, self.encode, self._digest, special=special)
+        special = self._matched()
+        return full_fingerprint(self.ids, self.encode, self._digest, special=special)
 
     def _matched(self) -> list[str]:
         """Return the tokens that are matched in text."""

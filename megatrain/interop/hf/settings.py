@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.tree import Config, flag_of, settings
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
@@ -151,8 +151,7 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
     spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     return replace(
-        spec,
-        layers=tuple(map(_layer, spec.layers)),
+        spec.with_layers(tuple(map(_layer, spec.layers))),
         padded_vocab_size=0,
         init_std=0.0,
         output_init_std=0.0,

@@ -23,9 +23,9 @@ from megatrain.checkpoint.manifest import Manifest
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_arguments
-from megatrain.config.derive.pipeline import parse_layout
 from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
 from megatrain.config.schema.tree import settings
+from megatrain.config.subjects.pipeline import parse_layout
 from megatrain.storage.untrusted_json import InvalidError, record_of
 
 _SECTIONS: Final = ("model", "experts", "data", "tokenizer", "training", "optimizer", "schedule", "precision")

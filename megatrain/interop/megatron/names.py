@@ -40,14 +40,29 @@ _LAYER: Final = {
     "mlp.shared_gate": ("mlp.shared_gate",),
     "mlp.fc1_latent_proj": ("mlp.latent_down",),
     "mlp.fc2_latent_proj": ("mlp.latent_up",),
+    "pre_cross_attn_layernorm": ("cross_attention.norm",),
+    "cross_attention.linear_q": ("cross_attention.q",),
+    "cross_attention.linear_kv": ("cross_attention.k", "cross_attention.v"),
+    "cross_attention.linear_proj": ("cross_attention.proj",),
 }
+_STACKS: Final = ("decoder", "encoder")
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
     "embedding.position_embeddings": ("embedding.position_embeddings",),
-    "decoder.final_layernorm": ("decoder.final_norm",),
+    "embedding.tokentype_embeddings": ("embedding.tokentype_embeddings",),
     "output_layer": ("output_layer",),
+    "lm_head.dense": ("lm_head.dense",),
+    "lm_head.layer_norm": ("lm_head.norm",),
+    "pooler.dense": ("pooler.dense",),
+    "binary_head": ("binary_head",),
+    **{f"{stack}.final_layernorm": (f"{stack}.final_norm",) for stack in _STACKS},
     **{
-        f"decoder.layers.{{}}.{theirs}": tuple(f"decoder.layers.{{}}.{name}" for name in ours)
+        f"{stack}_relative_pos_emb.relative_attention_bias": (f"{stack}.relative_positions",)
+        for stack in _STACKS
+    },
+    **{
+        f"{stack}.layers.{{}}.{theirs}": tuple(f"{stack}.layers.{{}}.{name}" for name in ours)
+        for stack in _STACKS
         for theirs, ours in _LAYER.items()
     },
     **{
@@ -62,6 +77,7 @@ TABLE: Final = {
 """Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
 _RENAMED: Final = {
     "mtp_model_layer.": "transformer_layer.",
+    "lm_head.output_layer.": "output_layer.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
@@ -135,7 +151,8 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
     if math.prod(shape[:num_stacked]) > _MAX_STACKED or fused.num_query_groups > _MAX_QUERY_GROUPS:
         raise ValueError(f"{shape[:num_stacked]} layers and experts, {fused.num_query_groups} query groups")
-    found = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)](size, fused)
+    fused_rows = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)]
+    found = (_keys_and_values if pattern.endswith("linear_kv") else fused_rows)(size, fused)
     for place in itertools.product(*map(range, shape[:num_stacked])):
         for one, rows in zip(names, found, strict=True):
             if rows:
@@ -160,6 +177,14 @@ def _whole(num_rows: int, _: FusedRows) -> tuple[_Rows]:
 def _gate_and_up(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows]:
     gate = num_rows // 2 if fused.is_gated else 0
     return (slice(0, gate),) if gate else (), (slice(gate, num_rows),)
+
+
+def _keys_and_values(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows]:
+    """Cross-attention has no groups: each head has its key and then its value."""
+    head = num_rows // (2 * fused.num_heads)
+    starts = range(0, num_rows, 2 * head)
+    keys = tuple(slice(start, start + head) for start in starts)
+    return keys, tuple(slice(start + head, start + 2 * head) for start in starts)
 
 
 def _queries_gates_keys_values(num_rows: int, fused: FusedRows) -> tuple[_Rows, ...]:

@@ -15,17 +15,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+_BACKENDS = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash2": [SDPBackend.FLASH_ATTENTION],
+    "biased": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],  # those that differentiate a mask
+}
 
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, backend: str, *, scale: float | None, mask: Tensor | None = None
 ) -> Tensor:
-    """Compute SDPA by one backend of torch; `sdpa` leaves the choice to torch.
+    """Compute SDPA by one backend of torch; `sdpa` leaves the choice to torch, `biased` too where it can differentiate the mask.
 
     Args:
         scale: factor of the scores; None: 1 / sqrt(d).
-        mask: True where a query attends to a key, bool [b or 1, 1, s, s]; None: causal.
+        mask: True where a query attends to a key, bool [b or 1, 1, s, s], or added to the scores; None: causal.
     """
     has_groups = k.shape[2] < q.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]

@@ -80,6 +80,11 @@ class AttentionToSamples(CoreAttention, Protocol):
 class ModuleBuilder(Protocol):
     """Builder of the modules of one implementation."""
 
+    @property
+    def attention(self) -> str:
+        """Attention kernel, a value of `derived.attention_backend`."""
+        ...
+
     def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         """Build a norm over the last dimension, which is whole on this rank."""
         ...

@@ -42,7 +42,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class TransformerEngineBuilder(LocalBuilder):
-    """Builder of the modules of one rank. `local` supplies those that the library lacks (`derive/transformer_engine.py`)."""
+    """Builder of the modules of one rank. `local` supplies those that the library lacks (`config/subjects/transformer_engine.py`)."""
 
     is_residual_fp32: bool = False
     """The residual stream is in the accumulation dtype, which the library's norms do not read."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
 
 LateGradients = Literal["none", "before_last", "all"]
+HiddenRows = Callable[[int, bool], int]
 
 
 @dataclass
@@ -70,11 +71,11 @@ class Executor:
         segments: those of this rank's chunks, first to last.
         grid: hidden states and their gradients are sent over its `channels`.
         hidden_shape: shape of the hidden states between chunks, [s/tp, b, h] with sequence parallelism.
+        hidden_rows: returns the rows that a virtual stage receives, in training or not, if not those of `hidden_shape`.
         dtype, device: those of the hidden states.
         hooks: called around each pass.
         chunks: numbers of the segments of each chunk; None: all segments are one chunk.
         placement: virtual stages of the chunks; None: one chunk per rank.
-        num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
         late_gradients: weight gradients that overlap with transfers of the next segment's backward pass: none; of all
             micro-batches but the last, if `hooks` read gradients of no other; or all, if they read none.
         turns: of the two segments that a combined action runs; None: one runs after the other.
@@ -91,7 +92,7 @@ class Executor:
         hooks: SegmentHooks,
         chunks: Sequence[range] | None = None,
         placement: Placement | None = None,
-        num_received: Mapping[int, int] | None = None,
+        hidden_rows: HiddenRows | None = None,
         late_gradients: LateGradients = "none",
         turns: Turns | None = None,
     ) -> None:
@@ -99,7 +100,7 @@ class Executor:
         self.chunks = chunks or [range(len(segments))]
         self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
-        self.num_received = num_received or {}
+        self.hidden_rows = hidden_rows or (lambda *_: hidden_shape[0])
         self.late_gradients = late_gradients
         self.turns = turns
         self.dtype, self.device = dtype, device
@@ -147,8 +148,8 @@ class Executor:
         """Return memory for a message: hidden states, or the gradient of those that the next stage received."""
         stage = self.placement.stage(self.grid.pp.rank, action.chunk)
         stage += action.kind in (ActionKind.RECV_BACKWARD, ActionKind.POST_BACKWARD)
-        rows, samples, channels = self.hidden_shape
-        rows *= self.num_received.get(stage, 1) if info.is_training else 1
+        _, samples, channels = self.hidden_shape
+        rows = self.hidden_rows(stage, info.is_training)
         return torch.empty(rows, samples, channels, dtype=self.dtype, device=self.device)
 
     def _run_passes(self, run: _Run, action: Action) -> None:

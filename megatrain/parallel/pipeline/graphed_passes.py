@@ -11,7 +11,7 @@ are reduced after the last one. NCCL's watchdog does not see collectives of a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -141,13 +141,16 @@ class _Graph:
     """The graph of a micro-batch's passes. Capturing it computes nothing."""
 
     def __init__(self, executor: Executor, batch: Batch, recorder: Recorder) -> None:
-        self._batch = _copy(batch)
+        self._batch = batch.mapped(Tensor.clone)
         device = batch.tokens.device
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
         self._router_scale = torch.zeros((), dtype=torch.float64, device=device)
         self._first_sample = torch.zeros((), dtype=torch.int64, device=device)
         self._info = PassInfo(
-            loss_scale=self._scale, router_loss_scale=self._router_scale, first_sample=self._first_sample
+            loss_scale=self._scale,
+            router_loss_scale=self._router_scale,
+            first_sample=self._first_sample,
+            is_token=self._batch.is_token,
         )
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
         self.recorded = recorder.record(lambda: executor.run(passes, [self._batch], [self._info]))
@@ -164,18 +167,12 @@ class _Graph:
         info.router_metrics |= {layer: value.clone() for layer, value in self._info.router_metrics.items()}
 
 
-def _copy(batch: Batch) -> Batch:
-    return Batch(
-        tokens=batch.tokens.clone(),
-        labels=batch.labels.clone(),
-        loss_mask=batch.loss_mask.clone(),
-        position_ids=batch.position_ids.clone(),
-        ahead=tuple(map(_copy, batch.ahead)),
-        denominator=batch.loss_denominator.clone(),
-    )
+def _tensors(batch: Batch) -> list[Tensor]:
+    found: list[Tensor] = []
 
+    def append(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
 
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    yield from (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.loss_denominator)
-    for one in batch.ahead:
-        yield from _tensors(one)
+    batch.mapped(append)
+    return found

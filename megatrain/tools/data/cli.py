@@ -25,9 +25,10 @@ from megatrain.config.schema.tree import settings
 from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
-from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
+from megatrain.data.samples.dataset import MaskedSample, Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
+from megatrain.tools.data.masked import described_masked
 from megatrain.tools.subcommands import RUN_FLAGS, add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
@@ -148,12 +149,17 @@ def run_sample(arguments: argparse.Namespace) -> int:
         )
     sample, spans = samples[arguments.index], samples.spans(arguments.index)
     if arguments.json:
-        print(json.dumps({name: values.tolist() for name, values in vars(sample).items()}))
+        arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
+        print(json.dumps({name: values.tolist() for name, values in arrays.items()}))
         return 0
     print(_headline(plan, arguments.of, arguments.index, len(samples)))
-    print(_described(sample))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
+    if isinstance(sample, MaskedSample):
+        assert tokenizer is not None, "a rule refuses others"
+        print(described_masked(sample, spans, tokenizer))
+        return 0
+    print(_described(sample))
     _print_spans(sample, spans, tokenizer)
     return 0
 

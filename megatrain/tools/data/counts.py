@@ -55,7 +55,11 @@ class Ids:
 def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
     """Return all counts by name, as in the JSON output. `eod`: the end-of-document id, if known."""
     ids = count_ids(dataset, eod)
-    lengths = {"sequence_lengths": _sequence_lengths(dataset), "document_lengths": _document_lengths(dataset)}
+    lengths = {
+        "sequence_lengths": _sequence_lengths(dataset),
+        "document_lengths": _document_lengths(dataset),
+        "sequences_per_document": _sequences_per_document(dataset),
+    }
     return {
         "prefix": dataset.prefix,
         "element_type": dataset.dtype.name,

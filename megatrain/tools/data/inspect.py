@@ -186,18 +186,20 @@ def _text(
     rows += _description_rows(dataset, description, agrees=agrees)
     lines = [dataset.prefix, *(f"  {name:<12} {text}" for name, text in rows)]
     lines += ["", _LENGTHS_ROW.format("length", *(field.name for field in dataclasses.fields(Lengths)))]
-    for name in ("sequence", "document"):
-        lengths = found[f"{name}_lengths"]
+    of_lengths = {"sequences": found["sequence_lengths"], "documents": found["document_lengths"]}
+    if found["sequences"] > found["documents"]:  # such as the sentences of BERT and T5
+        of_lengths["per document"] = found["sequences_per_document"]
+    for name, lengths in of_lengths.items():
         numbers = (
             ["-"] * 5
             if lengths is None
             else [f"{n:,.1f}" if isinstance(n, float) else f"{n:,}" for n in lengths.values()]
         )
-        lines.append(_LENGTHS_ROW.format(f"{name}s", *numbers))
+        lines.append(_LENGTHS_ROW.format(name, *numbers))
     return "\n".join(lines)
 
 
-_LENGTHS_ROW: Final = "  {:<10}{:>12}{:>12}{:>14}{:>12}{:>14}"
+_LENGTHS_ROW: Final = "  {:<13}{:>9}{:>12}{:>14}{:>12}{:>14}"
 
 
 def _including(count: int, word: str) -> str:

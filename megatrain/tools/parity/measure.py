@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,12 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.fp8 import gathers_codes
+from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
+from megatrain.parallel.family_batches import family_batch
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
@@ -33,6 +33,8 @@ from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 2
 _VOCAB, _SEQ, _END, _START = 101, 24, 7, 2
+_DECODER = 16
+"""Tokens of a sample of T5's decoder."""
 _PADDING = 3
 """Token of the end of a sample that does not count."""
 _CHUNK_ROWS = 7
@@ -149,7 +151,7 @@ def chunked_loss() -> AbstractContextManager[Any]:
 
 def _losses_of(report: StepReport) -> Iterator[float]:
     """Yield the losses of a step and its router metrics."""
-    yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
+    yield from (loss for loss in (report.lm_loss, report.sop_loss, report.z_loss) if loss is not None)
     yield from report.mtp_losses
     if report.routers is not None:
         yield from report.routers.losses.values()
@@ -254,6 +256,9 @@ def own_batches(
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
     for first in range(dp_rank * micro_batch, layout.global_batch, layout.dp * micro_batch):
         rows = slice(first, first + micro_batch)
+        if layout.family != "gpt":
+            yield _family_batch(layout.family, tokens[rows], labels[rows], mask[rows])
+            continue
         documents = _documents(tokens[rows, :-1]) if layout.has("documents") else None
         yield Batch(
             tokens=tokens[rows, :-1].contiguous(),
@@ -262,6 +267,33 @@ def own_batches(
             position_ids=_positions(documents, micro_batch),
             documents=documents,
         )
+
+
+def _family_batch(family: str, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Batch:
+    """Return a micro-batch of BERT or T5 made of a GPT's tokens: each sample ends with other padding."""
+    ids, places = tokens[:, :-1], torch.arange(_SEQ)
+    # The label of the first token decides, so that a sample has the same padding in any micro-batch.
+    lengths = _SEQ // 2 + tokens[:, -1:] % (_SEQ // 2)
+    is_token = places < lengths
+    if family == "bert":
+        arrays = {
+            "text": ids,
+            "types": (places >= _SEQ // 3).expand_as(ids),
+            "labels": labels,
+            "is_random": tokens[:, -1] % 2,
+            "loss_mask": mask * is_token,
+            "padding_mask": is_token,
+        }
+    else:
+        rows = slice(_DECODER)
+        arrays = {
+            "text_enc": ids,
+            "text_dec": ids.flip(1)[:, rows],
+            "labels": labels[:, rows],
+            "loss_mask": mask[:, rows],
+            "enc_mask": is_token,
+        }
+    return family_batch(family, arrays)
 
 
 def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
@@ -277,16 +309,7 @@ def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to a device."""
-    documents = batch.documents
-    return Batch(
-        tokens=batch.tokens.to(device),
-        labels=batch.labels.to(device),
-        loss_mask=batch.loss_mask.to(device),
-        position_ids=batch.position_ids.to(device),
-        documents=None
-        if documents is None
-        else dataclasses.replace(documents, cu_seqlens=documents.cu_seqlens.to(device)),
-    )
+    return batch.mapped(lambda x: x.to(device))
 
 
 def _documents(tokens: torch.Tensor) -> Documents:

@@ -71,15 +71,31 @@ MODELS = {
         f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "
         "--use-parallel-residual"
     ),
+    # Attention to all tokens, padding, token types; the head's transform and bias, with and without a next-sentence head.
+    "bert": "--model-family bert --max-position-embeddings 30 --hidden-dropout 0.1",
+    "mlm": f"--model-family bert --bert-no-binary-head {_GQA} --normalization RMSNorm --swiglu {_ROPE} {_NO_DROPOUT}",
+    # Two stacks of two layers each.
+    "t5": "--model-family t5 --encoder-num-layers 2 --decoder-seq-length 16 --max-position-embeddings 30 --hidden-dropout 0.1",
+    "t5relative": (
+        "--model-family t5 --encoder-num-layers 2 --decoder-seq-length 16 --position-embedding-type relative "
+        "--relative-attention-num-buckets 8 --relative-attention-max-distance 12 --normalization RMSNorm --swiglu "
+        f"--disable-bias-linear {_NO_DROPOUT}"
+    ),
 }
 """Flags by model name; all models have the same sizes."""
 
-WITHOUT_MTP = ("gpt2", "mup", "mlav2")
-"""Models with learned positions, which multi-token prediction does not support."""
+OF_FAMILIES = {"bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5"}
+"""Models of other families than GPT, with the family."""
+WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
+"""Models with learned positions, which multi-token prediction does not support, and those of other families."""
 WITHOUT_EXPERTS = ("puzzle", "own")
 """Models that define each layer themselves and cannot be combined with experts."""
 
-WITHOUT_GROUPS = ("mla", "mlav2")
+WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = ("qwen3-next",)
-"""Models whose state passes through a whole sample: no context ranks, no documents."""
+WITHOUT_CONTEXT_RANKS = ("qwen3-next", *OF_FAMILIES)
+"""Models whose state, or whose padding, needs a whole sample: no context ranks, no documents."""
+WITHOUT_TOKEN_MEANS = ("bert", "mlm")
+"""Models whose loss is a mean over micro-batches."""
+WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
+"""Models whose products have different numbers of rows."""

@@ -27,7 +27,14 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, word_
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity.features import NUMBER_FORMATS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.models import MODELS, WITHOUT_CONTEXT_RANKS, WITHOUT_MTP
+from megatrain.tools.parity.models import (
+    MODELS,
+    OF_FAMILIES,
+    WITHOUT_CONTEXT_RANKS,
+    WITHOUT_MTP,
+    WITHOUT_TENSOR_OVERLAP,
+    WITHOUT_TOKEN_MEANS,
+)
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
 
@@ -113,7 +120,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents",)
+_OF_MODELS = ("documents", "loss", "tensor communication")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
@@ -186,6 +193,11 @@ class Layout:
     @property
     def pp(self) -> int:
         return self.size("pipeline parallelism")
+
+    @property
+    def family(self) -> str:
+        """Family of the model, a value of --model-family."""
+        return OF_FAMILIES.get(*self.words_of("model"), "gpt")
 
     @property
     def world_size(self) -> int:
@@ -299,9 +311,15 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-@_rule_of("key-value replication", "context parallelism", "documents", "model")
+@_rule_of(
+    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model"
+)
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
+    if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
+        return False
+    if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+        return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
     is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
@@ -326,7 +344,7 @@ def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 @_rule_of(*dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_NEEDING_EXPERTS]))
 def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
-    """Return whether the known words fit experts and their layout (config/rules/experts.py, sizes.py)."""
+    """Return whether the known words fit experts and their layout (config/subjects/experts.py, ranks.py)."""
     sizes = _sizes_of(known)
     needs = [set(_FEATURE_OF[word].needs) for word in known.values() if word in _FEATURE_OF]
     has_experts = any(not need.isdisjoint({"experts", "ep", "etp"}) for need in needs)

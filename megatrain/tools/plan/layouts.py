@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from megatrain.config import Plan, Request
-from megatrain.config.derive.pipeline import balanced_split
-from megatrain.config.derive.ranks import (
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
+from megatrain.config.schema.tree import Setting, settings
+from megatrain.config.subjects.experts import (
     GPUS_PER_HOST,
     all_gather_of_tokens,
     capacity_on_gpus,
     possible_rows,
 )
-from megatrain.config.model_spec.layer import LayerSpec
-from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
-from megatrain.config.schema.tree import Setting, settings
+from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, flags_of_schedule
+from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
 from megatrain.tools.plan.timeline import timeline_svg

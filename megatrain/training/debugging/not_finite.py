@@ -26,7 +26,7 @@ from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import Segment, SegmentPass
 from megatrain.training.engine import Engine
 from megatrain.training.liveness.failure import format_ranks
-from megatrain.training.planning.model_tree import layer_numbers
+from megatrain.training.planning.model_tree import STACK_END, layers_of
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]
 _STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "gradient")
@@ -150,7 +150,7 @@ class _SecondRun:
             hooks=self,
             chunks=engine.model.chunks,
             placement=engine.model.placement,
-            num_received=engine.executor.num_received,
+            hidden_rows=engine.executor.hidden_rows,
         )
         with self.inputs:
             executor.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)
@@ -287,10 +287,13 @@ def _bad_pieces(entry: ParamEntry, tensor: Tensor) -> Iterator[tuple[str, int]]:
 def _segment_name(number: int, engine: Engine) -> str:
     """Return the name of a segment, by the canonical names of its parameters."""
     entries = {name: e for name, e in engine.model.registry.entries.items() if e.segment == number}
-    layers = layer_numbers(ParamRegistry(entries))
+    layers = layers_of(ParamRegistry(entries))
     if layers:
-        return f"decoder.layers.{layers[0]}" + (f" to {layers[-1]}" if len(layers) > 1 else "")
-    names = (piece.name for entry in entries.values() for piece in entry.layout.pieces)
+        first, last = layers[0], layers[-1]
+        return f"{first.stack}.layers.{first.number}" + (f" to {last.number}" if len(layers) > 1 else "")
+    names = [piece.name for entry in entries.values() for piece in entry.layout.pieces]
+    if STACK_END in names and "output_layer.bias" not in names:
+        return "the embedding of the decoder"
     depth = next((name for name in names if name.startswith("mtp.")), None)
     if depth is not None:
         return ".".join(depth.split(".")[:3])

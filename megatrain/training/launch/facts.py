@@ -20,7 +20,7 @@ from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
-from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
@@ -30,6 +30,7 @@ from megatrain.config.user_function import UserFunction
 from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
@@ -196,6 +197,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
             conversations=data.sft,
+            sentences=request.known("model.model_family") in MASKED_FAMILIES,
             index_cache=data.object_storage_cache_path,
         )
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
@@ -209,6 +211,9 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     if not is_understood or any(tokenizer_problems(config)):
         return {}  # The parser or the rule `vocabulary_is_known` reports it.
     tokenizer = load_tokenizer(config)
+    family = request.known("model.model_family")
+    if family in MASKED_FAMILIES and not request.known("data.mock_data"):
+        mask_vocabulary(tokenizer, needs_sentinels=family == "t5")
     return {
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod,

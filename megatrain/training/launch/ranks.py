@@ -276,9 +276,9 @@ def grid_shape(plan: Plan) -> GridShape:
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
     )
-    if plan.derived.mtp_stage is not None:
+    if plan.later_embedding_stage is not None:
         is_tied = not plan.config.model.untie_embeddings_and_output_weights
-        holders = embedding_ranks(shape.placement, is_tied=is_tied, mtp_stage=plan.derived.mtp_stage)
+        holders = embedding_ranks(shape.placement, is_tied=is_tied, later_stage=plan.later_embedding_stage)
         shape = dataclasses.replace(shape, embedding_ranks=holders)
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return dataclasses.replace(shape, dp_copies=shape.replicas, expert_copies=shape.expert_replicas)
@@ -362,7 +362,7 @@ def use_deterministic_operations() -> None:
 
         the embedding's gradient (`index_add_`, atomics)     torch's deterministic kernel, which sorts rows first
         attention's backward pass                            deterministic mode of flash-attn-4 and of torch's flash kernels;
-                                                             cuDNN's kernel is not used (`config/derive/attention_backend.py`)
+                                                             cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
         layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; attention is that of `local`

@@ -58,6 +58,7 @@ def iteration_scalars(
         "learning-rate": values["learning_rate"],
         "batch-size": values["global_batch_size"],
         "lm loss": values["lm_loss"],
+        "sop loss": values["sop_loss"],
         "z loss": values["z_loss"],
         "grad-norm": values["grad_norm"],
         "num-zeros": values["num_zeros"],

@@ -50,6 +50,7 @@ def log_line(
         f"learning rate: {values['learning_rate']:.6E}",
         f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
+        f"sop loss: {values['sop_loss']:.6E}" if values["sop_loss"] is not None else None,
         f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
         *(f"{name}: {loss:.6E}" for name, loss in (values["routers"] or {"losses": {}})["losses"].items()),
         *(f"{name}: {loss:.6E}" for name, loss in (values["mtp_losses"] or {}).items()),

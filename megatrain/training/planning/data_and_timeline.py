@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
-from megatrain.config.derive.data_plans import evaluations, samples_of_phases
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import continues_optimizer
+from megatrain.config.subjects.data_plans import evaluations, samples_of_phases
 from megatrain.data.samples.blend import blend_counts, normalized
 from megatrain.training.build import build_schedules
 

@@ -9,15 +9,15 @@ from typing import Any, Final
 
 from megatrain.config import Request, render_plan
 from megatrain.config.derive.batch_sizes import micro_batches
-from megatrain.config.derive.data_plans import train_end
 from megatrain.config.environment import read_environment
+from megatrain.config.subjects.data_plans import train_end
 from megatrain.training.launch.memory_remedies import gigabytes
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
 from megatrain.training.planning.host_memory import HostMemory
 from megatrain.training.planning.memory_limit import comparison
 from megatrain.training.planning.memory_plan import StageMemory
-from megatrain.training.planning.model_tree import StageTree
+from megatrain.training.planning.model_tree import Block, StageTree
 
 _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
@@ -107,19 +107,20 @@ def _tree(tree: StageTree) -> Iterator[str]:
     width = max(names, default=0) + 2
     for block in tree.blocks:
         if block.layers:
-            yield f"    {_layers(block.layers)}"
+            yield f"    {_layers(block)}"
         margin = "      " if block.layers else "    "
         for tensors in block.tensors:
             part = "" if tensors.rank_shape == tensors.shape else f", per rank {_shape(tensors.rank_shape)}"
             yield f"{margin}{tensors.name:<{width + 6 - len(margin)}}{_shape(tensors.shape)}{part}"
 
 
-def _layers(numbers: Sequence[int]) -> str:
+def _layers(block: Block) -> str:
     """Return `layer 3`, or `layers 0 to 4, 20 to 24, each`."""
+    numbers, kind = block.layers, "layer" if block.stack == "decoder" else f"{block.stack} layer"
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {', '.join(spans)}, each"
+    return f"{kind} {numbers[0]}" if len(numbers) == 1 else f"{kind}s {', '.join(spans)}, each"
 
 
 def _flops(found: DryRun) -> Iterator[str]:

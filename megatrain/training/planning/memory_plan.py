@@ -22,11 +22,13 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
+from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
+from megatrain.parallel.family_batches import family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import Executor
@@ -49,7 +51,7 @@ from megatrain.training.planning.meta_step import (
     meta_device_as,
     run_with_torch,
 )
-from megatrain.training.planning.model_tree import layer_numbers, segment_name
+from megatrain.training.planning.model_tree import layers_of, segment_name
 
 CUBLAS_BYTES: Final = 32 << 20
 """Workspace of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""
@@ -296,9 +298,10 @@ def _linear_ranges(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
 
 def _structure(engine: Engine) -> list[object]:
     """Return a list that is equal for stages whose tensors have the same sizes."""
-    registry, layers = engine.model.registry, engine.model.spec.layers
+    registry, spec = engine.model.registry, engine.model.spec
+    layers = {spec.layer_name(number): layer for number, layer in enumerate(spec.layers)}
     shapes = [(entry.segment, entry.layout.shape) for entry in registry.entries.values()]
-    return [*shapes, *(layers[number] for number in layer_numbers(registry))]
+    return [*shapes, *(layers[f"{one.stack}.layers.{one.number}"] for one in layers_of(registry))]
 
 
 def allocator_bytes(num_bytes: int) -> int:
@@ -345,9 +348,15 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _batch(plan: Plan, device: torch.device) -> Batch:
-    """Return a micro-batch of the plan's sizes; each sample is one document."""
+    """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
-    s = data.seq_length
+    s, model = data.seq_length, plan.config.model
+    if model.model_family != "gpt":
+        shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
+        arrays = {
+            name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()
+        }
+        return family_batch(model.model_family, arrays)
     documents = None
     if data.has_documents:
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=device)

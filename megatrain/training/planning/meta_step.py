@@ -109,12 +109,14 @@ def _attention(
     """Call the kernel that torch chooses on the planned device: [b, n, s, d], in that kernel's memory layout.
 
     On a GPU: flash attention in 16 bits (cuDNN saves the same tensors), the memory-efficient kernel in fp32 and for values
-    narrower than keys, the unfused one in fp64. On a CPU: flash attention, the unfused one for such values.
+    narrower than keys, the unfused one in fp64. On a CPU: flash attention, the unfused one for such values and for a mask that is
+    differentiated.
     """
     is_narrow = v.shape[-1] != q.shape[-1]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(q.dtype)  # saved in place of the mask
-    if not as_cuda and not is_narrow:
+    is_differentiable = attn_mask is not None and attn_mask.requires_grad
+    if not as_cuda and not is_narrow and not is_differentiable:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out = kernel(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     elif q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and not is_narrow:

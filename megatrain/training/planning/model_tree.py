@@ -11,14 +11,30 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.parallel.layout import ParamRegistry, Piece
 
 PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", "other")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(\w+)\.layers\.(\d+)\.")
+STACK_END = "encoder.final_norm.weight"
+"""Tensor of the segment between an encoder and a decoder, and of the head of an encoder alone."""
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
+
+
+class LayerId(NamedTuple):
+    """A layer of a stack."""
+
+    stack: str
+    number: int
+
+    @classmethod
+    def of(cls, name: str) -> LayerId | None:
+        """Return the layer of a canonical tensor; None: it is of none, or of multi-token prediction."""
+        match = _LAYER.match(name)
+        return None if match is None or match[1] == "mtp" else cls(match[1], int(match[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +53,9 @@ class Block:
     """Layers with equal tensors; or the tensors before or after all layers."""
 
     layers: tuple[int, ...]
-    """Global layer numbers; empty: not layers."""
+    """Layer numbers in the stack; empty: not layers."""
+    stack: str = ""
+    """The stack of the layers; empty: not layers."""
     tensors: tuple[Tensors, ...]
 
 
@@ -107,17 +125,16 @@ def part_of(name: str) -> str:
     """Return the item of `PARTS` that a canonical tensor belongs to, or the name of a part of the user's own."""
     if name.startswith("embedding."):
         return "embedding"
-    if name.startswith("output_layer."):
+    if name.startswith(("output_layer.", "lm_head.dense.", "pooler.", "binary_head.")):
         return "head"
     if name.rpartition(".")[0].endswith("norm"):
         return "norms"
     for part in ("router", "experts"):
         if f".mlp.{part}." in name:
             return part
-    own = _LAYER.sub("", name).split(".")[0] if _LAYER.match(name) else "mlp" if ".mlp." in name else ""
-    return {"linear_attention": "attention", "": "attention" if ".attention." in name else "other"}.get(
-        own, own
-    )
+    own = _LAYER.sub("", name).split(".")[0] if LayerId.of(name) else "mlp" if ".mlp." in name else ""
+    attention = dict.fromkeys(("linear_attention", "cross_attention"), "attention")
+    return {**attention, "": "attention" if ".attention." in name else "other"}.get(own, own)
 
 
 def expert_elements(counts: Iterable[tuple[str, int]], routers: Mapping[str, RouterSpec]) -> dict[str, int]:
@@ -146,15 +163,20 @@ def active_parameters(
 
 
 def segment_name(registry: ParamRegistry, segment: int) -> str:
-    """Return `embedding`, `layer 3`, `layers 4 to 7`, `multi-token prediction 1` or `head`."""
+    """Return `embedding`, `decoder embedding`, `layer 3`, `layers 4 to 7`, `multi-token prediction 1` or `head`."""
     entries = {name: entry for name, entry in registry.entries.items() if entry.segment == segment}
-    layers = layer_numbers(ParamRegistry(entries))
+    layers = layers_of(ParamRegistry(entries))
     depths = (_MTP_LAYER.match(piece.name) for piece in _pieces(ParamRegistry(entries)))
     depth = next((int(match.group(1)) for match in depths if match), None)
     if depth is not None:
         return f"multi-token prediction {depth + 1}"
     if layers:
-        return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        kind = "layer" if layers[0].stack == "decoder" else f"{layers[0].stack} layer"
+        first, last = layers[0].number, layers[-1].number
+        return f"{kind} {first}" if len(layers) == 1 else f"{kind}s {first} to {last}"
+    names = {piece.name for piece in _pieces(ParamRegistry(entries))}
+    if STACK_END in names and "output_layer.bias" not in names:
+        return "decoder embedding"
     return (
         "embedding"
         if any(part_of(p.name) == "embedding" for p in _pieces(registry)) and segment == 0
@@ -162,10 +184,10 @@ def segment_name(registry: ParamRegistry, segment: int) -> str:
     )
 
 
-def layer_numbers(registry: ParamRegistry) -> list[int]:
-    """Return the sorted global layer numbers of a registry's parameters."""
-    matches = (_LAYER.match(piece.name) for piece in _pieces(registry))
-    return sorted({int(match.group(1)) for match in matches if match})
+def layers_of(registry: ParamRegistry) -> list[LayerId]:
+    """Return the layers of a registry's parameters, sorted in each stack."""
+    found = (LayerId.of(piece.name) for piece in _pieces(registry))
+    return sorted({one for one in found if one is not None}, key=lambda one: (one.stack != "encoder", one))
 
 
 def _pieces(registry: ParamRegistry) -> list[Piece]:
@@ -191,27 +213,27 @@ def _stage_tree(number: int, pieces: Sequence[Piece]) -> StageTree:
 
 
 def _blocks(pieces: Sequence[Piece]) -> list[Block]:
-    by_layer: dict[tuple[int, int | None], list[Tensors]] = {}
+    by_layer: dict[tuple[int, LayerId | None], list[Tensors]] = {}
     position = 0  # 0: before the layers, 1: in them, 2: after them
     for piece in pieces:
-        match = _LAYER.match(piece.name)
-        layer = int(match.group(1)) if match else None
+        layer = LayerId.of(piece.name)
         if layer is not None:
             position = 1
         elif position == 1:
             position = 2
         one = Tensors(
-            name=piece.name[match.end() :] if match else piece.name,
+            name=piece.name.split(".", 3)[3] if layer else piece.name,
             shape=piece.shape,
             rank_shape=piece.local_shape,
         )
         by_layer.setdefault((position, layer), []).append(one)
     blocks: dict[object, Block] = {}
     for (place, layer), each in by_layer.items():
-        tensors, layers = _merge_experts(each), () if layer is None else (layer,)
-        known = blocks.get((place, tensors))
+        tensors, layers = _merge_experts(each), () if layer is None else (layer.number,)
+        stack = "" if layer is None else layer.stack
+        known = blocks.get((place, stack, tensors))
         earlier = () if known is None else known.layers
-        blocks[place, tensors] = Block(layers=earlier + layers, tensors=tensors)
+        blocks[place, stack, tensors] = Block(layers=earlier + layers, stack=stack, tensors=tensors)
     return list(blocks.values())
 
 

@@ -104,6 +104,12 @@ def test_a_flag_sets_its_field(argv, path, expected):
         (["--hidden-dropout", "1"], "--hidden-dropout 1 must be at least 0 and below 1", "--hidden-dropout"),
         (["--normalization", "rmsnrm"], "--normalization rmsnrm is not a choice", "RMSNorm? "),
         (["--normalization", "rmsnrm"], "--normalization rmsnrm is not a choice", "LayerNorm or RMSNorm"),
+        (
+            ["--cp-comm-type", "p2p", "ring"],
+            "--cp-comm-type p2p ring has ring, which is no",
+            "p2p, all_gather",
+        ),
+        (["--moe-aux-loss-coeff", "-1"], "--moe-aux-loss-coeff -1 must be at least 0", "numbers at least 0"),
         (["--optimizer", "soap"], "--optimizer soap is not supported", "--optimizer adam"),
         (["--bf16", "maybe"], "--bf16 maybe is neither true nor false", "--no-bf16"),
         (["--no-bf16", "true"], "--no-bf16 true has a value", "--no-bf16"),

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import Facts, ModelConfig, parse, resolve
-from megatrain.config.derive.model import padded_vocabulary, percent_of_norms
-from megatrain.config.derive.model_spec import describe_model
 from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.subjects.data import padded_vocabulary
+from megatrain.config.subjects.model import percent_of_norms
+from megatrain.config.subjects.model_spec import describe_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NOT_SUPPORTED = ("hybrid_layer_pattern",)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.pipeline import PipelineError, layer_ranges, parse_layout
+from megatrain.config.subjects.pipeline import PipelineError, layer_ranges, parse_layout
 
 PP4 = "--pipeline-model-parallel-size 4"
 

@@ -43,9 +43,9 @@ WITHOUT_A_COMMAND_LINE = {
 REACHED_OTHERWISE = {
     ("derive/datasets.py", "split_fractions", 0): "`split_problems` reports it before",
     ("resolve.py", "_checked_values", 1): "the command line checks ranges; a Request may be built in code",
-    ("rules/device.py", "_problems_of_mxfp8", 2): "needs Transformer Engine on a Blackwell GPU",
+    ("subjects/fp8.py", "_problems_of_mxfp8", 2): "needs Transformer Engine on a Blackwell GPU",
     ("schema/tokenizer.py", "tokenizer_problems", 1): "the command line checks choices",
-    ("rules/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
+    ("subjects/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
 }
 UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
 RUN = "--global-batch-size 8 --train-iters 10 --load c --save c"

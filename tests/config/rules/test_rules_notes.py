@@ -5,8 +5,8 @@ import pytest
 from megatrain.config import Facts, Origin, StoredRun, parse
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Derived, Draft
-from megatrain.config.rules.notes import dropout_by_default
 from megatrain.config.schema.tree import settings
+from megatrain.config.subjects.model import dropout_by_default
 
 
 def test_float32_on_a_gpu_is_noted_unless_it_is_given(plan_of):

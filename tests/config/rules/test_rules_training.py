@@ -3,15 +3,19 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.training import TRAINING_RULES
 
 CASES = {
+    "conflicting_settings": [
+        ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("remove --", ", or --")),
+        ("--optimizer muon --optimizer-cpu-offload", "", None,
+         ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+    ],
     "evaluation_has_a_checkpoint": [
         ("--eval-only", "", None, ("--eval-only",), ("--load FOLDER",)),
     ],
     "training_has_one_length": [
         ("", "--train-iters", None, ("--train-iters", "--train-samples"), ("--train-iters 1000",)),
-        ("--train-samples 50", "", None, ("--train-iters 10", "--train-samples 50"), ("one of them",)),
+        ("--train-samples 50", "", None, ("--train-iters 10", "--train-samples 50"), ("remove --", ", or --")),
     ],
     "samples_fill_a_batch": [
         ("--train-samples 1 --eval-iters 0", "--train-iters", None,
@@ -31,7 +35,7 @@ CASES = {
         ("--step-batch-size-schedule 0:4,1k:5 --train-samples 99 --eval-global-batch-size 4", "--train-iters", None,
          ("--step-batch-size-schedule", "--micro-batch-size 2", "5"), ("multiples of 2",)),
         ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --global-batch-size 8", "--train-iters", None,
-         ("--step-batch-size-schedule", "--global-batch-size"), ("one of them",)),
+         ("--step-batch-size-schedule", "--global-batch-size"), ("remove --", ", or --")),
         ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
          ("--step-batch-size-schedule '1k:8'",), ("0:768",)),
     ],
@@ -52,10 +56,6 @@ CASES = {
         ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", "", None,
          ("--min-loss-scale 8", "--initial-loss-scale 4"), ("--min-loss-scale 4",)),
     ],
-    "muon_updates_on_the_device": [
-        ("--optimizer muon --optimizer-cpu-offload", "", None,
-         ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
-    ],
     "exit_signal_is_valid": [
         ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
         ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
@@ -64,9 +64,6 @@ CASES = {
         ("--dataset my/prefix", "--mock-data", Facts(digests={"data.dataset": "1"}), ("--dataset my/prefix",), ("--dataset file.py:function", "--data-path")),
         ("--loss a.py", "", Facts(digests={"training.loss": "1"}), ("--loss a.py",), ("--loss file.py:function",)),
         ("--callbacks Printer", "", Facts(digests={"logging.callbacks": "1"}), ("--callbacks Printer",), ("--callbacks file.py:Class",)),
-    ],
-    "losses_are_not_mixed": [
-        ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("one of them",)),
     ],
     "reruns_have_rejected_steps": [
         ("--rerun-mode validate_results --on-nan skip", "", None, ("--rerun-mode validate_results", "--on-nan skip"), ("one of them",)),
@@ -91,7 +88,3 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in TRAINING_RULES}

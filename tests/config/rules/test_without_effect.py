@@ -3,11 +3,15 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.rules.without_effect import reason_of
+from megatrain.config.rule_list import reason_of
 from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import settings
 
 CASES = [
+    ("--mask-prob 0.2 --short-seq-prob 0.3", "",
+     ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
+    ("--model-family bert --eod-mask-loss --reset-position-ids", "",
+     ("--eod-mask-loss", "--reset-position-ids", "--model-family is gpt")),
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
@@ -112,6 +116,10 @@ CASES = [
     ("--mscale 2", "", ("--mscale 2.0", "without YaRN")),
     ("--rotary-scaling-factor 2", "", ("--rotary-scaling-factor 2.0", "without YaRN")),
     ("--profile-ranks 0", "", ("--profile-ranks 0", "without --profile")),
+    ("--bert-no-binary-head", "", ("--bert-no-binary-head", "unless --model-family is bert")),
+    ("--decoder-seq-length 8", "", ("--decoder-seq-length 8", "unless --model-family is t5")),
+    ("--relative-attention-num-buckets 8", "",
+     ("--relative-attention-num-buckets 8", "unless --position-embedding-type is relative")),
 ]  # fmt: skip
 OTHER_VALUES = {int: "7", float: "0.7"}
 CASES += [

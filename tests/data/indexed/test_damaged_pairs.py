@@ -42,7 +42,7 @@ from recorded import write_dataset
 from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
 from megatrain.config.facts import Facts, StoredRun
-from megatrain.config.rules.resume import data_matches_checkpoint
+from megatrain.config.subjects.resume import data_matches_checkpoint
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.sources import inspect_datasets, open_token_ids
 

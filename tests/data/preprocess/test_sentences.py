@@ -8,10 +8,14 @@ import pytest
 from preprocessing import NULL, numbers, run
 
 from megatrain.config.errors import ConfigError
-from megatrain.data import files
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.preprocess import sentences
-from megatrain.data.preprocess.sentences import SentenceSplitter, SplitSettings, load_splitter
+from megatrain.data.preprocess.sentences import (
+    SentenceSplitter,
+    SplitSettings,
+    available_splitter,
+    load_splitter,
+)
 
 nltk_data = pytest.importorskip("nltk.data")
 punkt = pytest.importorskip("nltk.tokenize.punkt")
@@ -87,19 +91,46 @@ def test_missing_models_are_an_error_before_any_work(models, tmp_path, capsys, m
     assert run(*arguments, "--lang", "klingon", prefix=tmp_path / "out") == 2
     assert re.search(rf"--lang klingon: {models} .*\n  fix: .*--lang english", capsys.readouterr().err)
     monkeypatch.setattr(nltk_data, "path", [str(tmp_path / "elsewhere")])
+    monkeypatch.setattr(sentences, "find_spec", lambda name: None if name == "syntok" else name)
     assert run(*arguments, prefix=tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert str(tmp_path / "elsewhere") in message
     assert "fix: python -m nltk.downloader punkt_tab" in message
+    assert "pip install syntok" in message
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_missing_package_is_an_error(monkeypatch):
-    def refuse(name):
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(files.importlib, "import_module", refuse)
+def test_missing_packages_are_an_error(monkeypatch):
+    monkeypatch.setattr(sentences, "find_spec", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"--split-sentences needs the package nltk.*\n  fix: pip install nltk"
+        ConfigError, match=r"--split-sentences needs the package nltk, or syntok.*\n  fix: pip install nltk"
     ):
-        load_splitter(SplitSettings(lang="english", keep_newlines=False))
+        available_splitter("english")
+
+
+@pytest.fixture
+def without_models(monkeypatch, tmp_path):
+    """A machine with nltk and syntok, and without punkt models."""
+    pytest.importorskip("syntok")
+    monkeypatch.setattr(nltk_data, "path", [str(tmp_path / "elsewhere")])
+
+
+def test_syntok_splits_where_there_are_no_models(without_models, tmp_path, capsys):
+    assert available_splitter("english") == "syntok"
+    text = "Dr. Smith saw no. 5, didn't he?  He did.\n\nA last one"
+    found = {
+        keep: load_splitter(SplitSettings(lang="english", keep_newlines=keep, splitter="syntok"))(text)
+        for keep in (False, True)
+    }
+    assert found[False] == ["Dr. Smith saw no. 5, didn't he?", "He did.", "A last one"]
+    assert "".join(found[True]) == text
+    source = numbers(tmp_path / "in.jsonl", ["7 8\n\n9", ["1", "2 3"]])
+    assert run("--input", source, *NULL, "--split-sentences", prefix=tmp_path / "out") == 0
+    assert "sentences are those of syntok" in capsys.readouterr().err
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
+    assert [dataset.read(number).tolist() for number in range(len(dataset))] == [[7, 8], [9], [1], [2, 3]]
+
+
+def test_a_language_that_syntok_lacks_is_an_error(without_models):
+    with pytest.raises(ConfigError, match=r"--lang french: .*\n  fix: python -m nltk.downloader punkt_tab"):
+        available_splitter("french")

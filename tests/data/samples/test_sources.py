@@ -124,6 +124,7 @@ def test_facts_match_the_dataset(names):
         weight=None,
         num_sequences=len(dataset),
         num_tokens=int(dataset.lengths.sum()),
+        num_documents=dataset.num_documents,
         digest=content_digest(dataset),
     )
 

@@ -195,7 +195,7 @@ def dense_layout(name: str, grid: RankGrid) -> ParamLayout:
 
 
 def norm_layout(name: str) -> ParamLayout:
-    piece = Piece(name, (HIDDEN,), ((0, HIDDEN),), copies=("tp",), grad_sum_group="tp")
+    piece = Piece(name, (HIDDEN,), ((0, HIDDEN),), copies=("tp",), grad_sum_groups=("tp",))
     return ParamLayout(shape=(HIDDEN,), pieces=(piece,), init=NORMAL, decays=False, kind="vector")
 
 
@@ -230,7 +230,7 @@ def out_layout(prefixes: list[str]) -> ParamLayout:
             ((0, HIDDEN),),
             row=HIDDEN * number,
             copies=("etp",),
-            grad_sum_group="etp",
+            grad_sum_groups=("etp",),
         )
         for number, prefix in enumerate(prefixes)
     ]
@@ -249,8 +249,8 @@ def add_gradients(module: ShardedModule, grid: RankGrid, step: int) -> None:
             whole.view(-1)[0] = 0
             part = whole[tuple(slice(*edge) for edge in piece.box)]
             share = share_of(grid.family(layout.family).replicas)
-            if piece.grad_sum_group is not None:
-                share *= share_of(grid.group(piece.grad_sum_group))
+            for name in piece.grad_sum_groups:
+                share *= share_of(grid.group(name))
             local_part(module.weight_grads[name], piece).add_(part, alpha=share / 2)
 
 

@@ -1,4 +1,4 @@
-"""GPU attention kernels against eager attention in fp64: the head sizes and dtypes that `config/derive/attention_backend.py`
+"""GPU attention kernels against eager attention in fp64: the head sizes and dtypes that `config/subjects/attention_kernel.py`
 allows them, and deterministic mode.
 """
 

@@ -22,6 +22,7 @@ from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.model_spec.stack import Stack
 from megatrain.model.gpt import Model, build_model
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -51,7 +52,7 @@ def _of_latents(query_rank: int | None, **options: Any) -> AttentionSpec:
 def spec_of(attention: AttentionSpec, mlp: MlpSpec, *, position: str = "pre", **norm: object) -> ModelSpec:
     layer = LayerSpec(parts=(attention, mlp), norm_position=position)  # type: ignore[arg-type]
     return ModelSpec(
-        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=128, layers=(layer,) * 2, is_tied=True, init_std=0.2,
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=128, stacks=(Stack(layers=(layer,) * 2),), is_tied=True, init_std=0.2,
         output_init_std=0.1, norm=NormSpec(**norm), hidden_dropout=0.1,  # type: ignore[arg-type]
     )  # fmt: skip
 

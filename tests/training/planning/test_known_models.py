@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.model_spec import describe_model
+from megatrain.config.subjects.model_spec import describe_model
 from megatrain.model.gpt import build_model
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape

@@ -24,7 +24,7 @@ _WORDS_OF: Final = {
 }
 _OF_EXPERTS: Final = ("experts", "router", "balancing", "capacity", "expert parallelism", "dispatcher")
 _NOT_DRAWN: Final = ("own", "globalauxloss", "severallosses")
-"""Words whose result is not claimed to be the same under every layout (config/rules/unproven.py)."""
+"""Words whose result is not claimed to be the same under every layout (`@unproven` in config/subjects/)."""
 _DRAWN: Final = [option for option in OPTIONS if option not in (*SIZES, "model", "sequence parallelism")]
 
 

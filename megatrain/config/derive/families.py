@@ -1,0 +1,102 @@
+"""Families of models (`--model-family`): the stacks and the heads that they make of the layers that flags describe.
+
+    gpt     decoder: the layers
+    bert    encoder: the layers with attention to all tokens                    language-model head with a dense layer, pooler
+    t5      encoder: the same; decoder: as many, each with cross-attention      language-model head, with a bias if it is tied
+
+Source: Megatron-LM, core/models/bert, core/models/T5, examples/bert, examples/t5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
+from megatrain.config.model_spec.head import HeadSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.relative_positions import RelativePositionSpec
+from megatrain.config.model_spec.stack import Stack
+from megatrain.config.schema.model import ModelConfig
+
+NUM_TOKEN_TYPES = 2
+"""BERT: the first and the second part of a sample."""
+
+
+def num_layers(model: ModelConfig) -> int:
+    """Return the layers of all stacks. As in Megatron-LM, --encoder-num-layers is the depth of both stacks of T5."""
+    return model.num_layers * (2 if model.model_family == "t5" else 1)
+
+
+def stacks_of(model: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[Stack, ...]:
+    """Return the stacks of a family, from the layers of a GPT."""
+    if model.model_family == "gpt":
+        return (Stack(layers=tuple(layers)),)
+    encoder = Stack(name="encoder", layers=tuple(_encoder_layer(model, layer) for layer in layers))
+    if model.model_family == "bert":
+        return (encoder,)
+    decoder = Stack(
+        name="decoder",
+        layers=tuple(_decoder_layer(model, layer) for layer in layers),
+        seq_length=model.decoder_seq_length,
+        memory="encoder",
+    )
+    return (encoder, decoder)
+
+
+def head_of(model: ModelConfig) -> HeadSpec:
+    """Return the heads of a family."""
+    if model.model_family == "bert":
+        return HeadSpec(
+            has_transform=True,
+            has_bias=True,
+            is_binary=not model.bert_no_binary_head,
+            averages_microbatches=True,
+        )
+    return HeadSpec(has_bias=model.model_family == "t5" and not model.untie_embeddings_and_output_weights)
+
+
+def num_token_types(model: ModelConfig) -> int | None:
+    """Return the rows of the embedding of token types; None: there is none."""
+    return NUM_TOKEN_TYPES if head_of(model).is_binary else None
+
+
+def _encoder_layer(model: ModelConfig, layer: LayerSpec) -> LayerSpec:
+    if layer.attention is None:
+        return layer
+    relative = _relative(model, is_bidirectional=True)
+    return layer.replaced(layer.attention, replace(layer.attention, mask="padding", relative=relative))
+
+
+def _decoder_layer(model: ModelConfig, layer: LayerSpec) -> LayerSpec:
+    if layer.attention is None:
+        return layer
+    own = replace(layer.attention, relative=_relative(model, is_bidirectional=False))
+    parts = [
+        new
+        for part in layer.parts
+        for new in ((own, _cross_attention(own)) if part is layer.attention else (part,))
+    ]
+    return replace(layer, parts=tuple(parts))
+
+
+def _cross_attention(own: AttentionSpec) -> CrossAttentionSpec:
+    return CrossAttentionSpec(
+        num_heads=own.num_heads,
+        head_dim=own.head_dim,
+        scale=own.scale,
+        dropout=own.dropout,
+        has_qkv_bias=own.has_qkv_bias,
+        has_bias=own.has_bias,
+    )
+
+
+def _relative(model: ModelConfig, *, is_bidirectional: bool) -> RelativePositionSpec | None:
+    if model.position_embedding_type != "relative":
+        return None
+    return RelativePositionSpec(
+        num_buckets=model.relative_attention_num_buckets,
+        max_distance=model.relative_attention_max_distance,
+        is_bidirectional=is_bidirectional,
+    )

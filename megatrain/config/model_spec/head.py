@@ -1,0 +1,19 @@
+"""Heads of a model as data: the language-model head, and a next-sentence head beside it (BERT)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """What follows the final norm of the last stack."""
+
+    has_transform: bool = False
+    """A dense layer, exact GELU and a norm precede the output layer."""
+    has_bias: bool = False
+    """The logits have a bias per id."""
+    is_binary: bool = False
+    """A pooler of the first token and two classes, whose loss is added: are the sentences in order?"""
+    averages_microbatches: bool = False
+    """Reported losses are means over micro-batches, not over tokens."""

@@ -1,0 +1,32 @@
+"""A stack of layers: one residual stream, from embedded tokens to its final norm.
+
+    GPT     decoder
+    BERT    encoder
+    T5      encoder ─ memory ─> decoder          its cross-attention reads the memory, the normalized output of the encoder
+
+All stacks embed their tokens with the same tables. The last stack feeds the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatrain.config.model_spec.layer import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Consecutive layers. The first stack of a model runs first."""
+
+    name: str = "decoder"
+    """Prefix of the canonical names of its layers and of its final norm."""
+    layers: tuple[LayerSpec, ...]
+    seq_length: int | None = None
+    """Tokens of a sample in this stack; None: as many as a sample of the data has."""
+    memory: str | None = None
+    """Name of the stack before it, whose output its cross-attention reads; None: it reads no other stack."""
+
+    def with_layers(self, layers: Iterator[LayerSpec]) -> Stack:
+        """Return the stack with the next of these layers in place of its own."""
+        return replace(self, layers=tuple(layer for _, layer in zip(self.layers, layers, strict=False)))

@@ -1,0 +1,155 @@
+"""All that the subjects register, and what holds for every setting: needs that are not met, and combinations that are not proven."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import divisors, multiples, use
+from megatrain.config.plan import Draft
+from megatrain.config.registry import (
+    Derivation,
+    Note,
+    Notes,
+    Override,
+    Problems,
+    Rule,
+    Unproven,
+    note,
+    registered,
+    rule,
+)
+from megatrain.config.schema.needs import Need
+from megatrain.config.schema.tree import Setting, flag_of, settings
+from megatrain.config.schema.values import is_resolved
+from megatrain.config.subjects import (
+    attention,
+    attention_kernel,
+    batches,
+    checkpoint,
+    context_parallel,
+    data,
+    data_plans,
+    device,
+    experts,
+    families,
+    fp8,
+    layers,
+    masked_samples,
+    model,
+    model_spec,
+    pipeline,
+    ranks,
+    resume,
+    run,
+    schedule,
+    transformer_engine,
+)
+
+_SUBJECTS: Final = (
+    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, fp8,
+    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
+)  # fmt: skip
+"""In the order in which problems and notes are printed."""
+
+
+@note
+def settings_without_effect(draft: Draft) -> Notes:
+    """Yield one note per need that is not met, about the settings that are given and not at their defaults."""
+    idle: dict[str, list[str]] = {}
+    for setting in settings():
+        value = draft.config.get(setting.path)
+        if not draft.is_given(setting.path) or value in (setting.default, None, False):
+            continue
+        for need in setting.needs:
+            if not need.holds(draft.get):
+                idle.setdefault(reason_of(need), []).append(f"{setting.flag}{_value(value)}")
+    for reason, flags in idle.items():
+        yield f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"
+
+
+def reason_of(need: Need) -> str:
+    """Return the end of a note about a need that is not met."""
+    return need.words.format(*map(flag_of, need.paths))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return ""
+    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+
+
+@rule
+def conflicting_settings(draft: Draft) -> Problems:
+    by_path = {setting.path: setting for setting in settings()}
+    for setting in by_path.values():
+        for one in setting.conflicts:
+            given, other = (
+                _given(draft, setting, one.of),
+                _given(draft, by_path[one.path], one.values),
+            )
+            if given and other and (one.when is None or one.when.holds(draft.config.raw)):
+                also = f", or {flag_of(one.path)}" if draft.is_given(one.path) else ""
+                yield Problem(
+                    f"{given} is not supported together with {other}{one.why}",
+                    one.fix or f"remove {setting.flag}{also}",
+                )
+
+
+@rule
+def multiples_are_multiples(draft: Draft) -> Problems:
+    for setting in settings():
+        if not setting.multiple_of or not all(need.holds(draft.config.raw) for need in setting.needs):
+            continue
+        number, factor = draft.config.raw(setting.path), draft.config.raw(setting.multiple_of)
+        if isinstance(number, int) and isinstance(factor, int) and number % factor:
+            yield Problem(
+                f"{setting.flag} {number} is not divisible by {flag_of(setting.multiple_of)} {factor}",
+                use(
+                    draft,
+                    divisors(setting.multiple_of, number, factor),
+                    multiples(setting.path, number, factor),
+                ),
+            )
+
+
+def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
+    """Return a setting with those of its values that are among these, or, without any, with its given value; empty: it has none."""
+    value = draft.config.raw(setting.path)
+    if not is_resolved(value):
+        return ""
+    if values:
+        found = [one for one in (value if isinstance(value, tuple) else (value,)) if one in values]
+        return f"{setting.flag} {' '.join(found)}" if found else ""
+    is_given = value and draft.origins[setting.path].kind != "derived"
+    return textwrap.shorten(f"{setting.flag}{_value(value)}", 100) if is_given else ""
+
+
+@note
+def unproven_combinations(draft: Draft) -> Notes:
+    if not draft.config.training.require_parity:
+        for one in UNPROVEN:
+            yield from (f"not proven equal under every layout: {line}" for line in one(draft))
+
+
+@rule
+def parity_is_required(draft: Draft) -> Problems:
+    for one in UNPROVEN if draft.config.training.require_parity else ():
+        for line in one(draft):
+            yield Problem(
+                f"--require-parity: {line}",
+                "change this setting, or remove --require-parity to run with a note",
+            )
+
+
+DERIVATIONS: Final = registered(Derivation, _SUBJECTS)
+OVERRIDES: Final = registered(Override, _SUBJECTS)
+UNPROVEN: Final = registered(Unproven, _SUBJECTS)
+RULES: Final = (
+    conflicting_settings,
+    multiples_are_multiples,
+    *registered(Rule, _SUBJECTS),
+    parity_is_required,
+)
+NOTES: Final = (unproven_combinations, settings_without_effect, *registered(Note, _SUBJECTS))

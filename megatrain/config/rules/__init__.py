@@ -1,1 +1,0 @@
-"""Validation rules: one small function per rule, each returning the problems it finds."""

@@ -1,0 +1,1 @@
+"""Derived values, rules and notes, a file per subject."""

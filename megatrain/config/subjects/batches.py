@@ -1,0 +1,319 @@
+"""Batch sizes, and the length of training and evaluations in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatrain.config.derive.batch_sizes import (
+    BatchSizes,
+    batch_rule,
+    batch_sizes,
+    micro_batches,
+    parse_steps,
+)
+from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.fixes import Change, divisors, multiples, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.schema.values import UnresolvedError, whole
+
+
+@derives("training.global_batch_size")
+def global_batch_size(draft: Draft) -> DerivedValue:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    if training.step_batch_size_schedule is not None:
+        try:
+            steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
+        except ConfigError:
+            raise UnresolvedError from None  # The rule `batch_sizes_are_valid` reports it.
+        return DerivedValue(steps.sizes[-1], "the last entry of --step-batch-size-schedule")
+    return DerivedValue(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
+
+
+@rule
+def global_batch_divides_into_passes(draft: Draft) -> Problems:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    batch, per_pass = training.global_batch_size, training.micro_batch_size * dp
+    if training.step_batch_size_schedule is not None:
+        return  # The rule `batch_sizes_are_valid` checks all of its batch sizes.
+    if training.decrease_batch_size_if_needed and batch < per_pass:
+        yield Problem(
+            f"--global-batch-size {batch} is less than --micro-batch-size {training.micro_batch_size} *"
+            f" data-parallel size {dp} = {per_pass}: --decrease-batch-size-if-needed would decrease it to 0",
+            use(
+                draft,
+                multiples("training.global_batch_size", per_pass, per_pass),
+                _smaller_micro_batches(draft, batch),
+            ),
+        )
+    if batch % per_pass and not training.decrease_batch_size_if_needed:
+        yield Problem(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
+            f" data-parallel size {dp} = {per_pass}",
+            use(
+                draft,
+                _smaller_micro_batches(draft, batch),
+                multiples("training.global_batch_size", batch, per_pass),
+            ),
+        )
+
+
+def _smaller_micro_batches(draft: Draft, batch: int) -> Iterator[Change]:
+    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same."""
+    per_replica, rest = divmod(batch, draft.derived.data_parallel_size)
+    limit = draft.config.training.micro_batch_size - 1
+    return iter(()) if rest else divisors("training.micro_batch_size", per_replica, limit)
+
+
+@rule
+def batch_sizes_are_valid(draft: Draft) -> Problems:
+    training = draft.config.training
+    pass_size = training.micro_batch_size * draft.derived.data_parallel_size
+    try:
+        rule = batch_rule(draft.config, pass_size=pass_size)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
+    misfits = sizes.misfits(is_decreased=training.decrease_batch_size_if_needed)
+    is_changing = len(rule.sizes) > 1 or training.step_batch_size_schedule is not None
+    if misfits and is_changing:
+        flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
+        yield Problem(
+            f"{flag} has a batch size of {misfits[0]}, which is not a multiple of --micro-batch-size"
+            f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
+            _fix_of_batches(draft, rule.sizes, sizes.pass_size),
+        )
+
+
+def _fix_of_batches(draft: Draft, sizes: Sequence[int], pass_size: int) -> str:
+    """Return how replicas share all batch sizes: by smaller micro-batches, which change nothing else, if there are some."""
+    per_replica, rest = divmod(math.gcd(*sizes), draft.derived.data_parallel_size)
+    limit = draft.config.training.micro_batch_size - 1
+    smaller = [] if rest else list(divisors("training.micro_batch_size", per_replica, limit))
+    fixes = [use(draft, smaller)] if smaller else []
+    fixes.append(f"use batch sizes that are multiples of {pass_size}")
+    if draft.breaks({"training.decrease_batch_size_if_needed": True}) == 0:
+        fixes.append("add --decrease-batch-size-if-needed")
+    return ", or ".join(fixes)
+
+
+@rule
+def changing_batches_require_samples(draft: Draft) -> Problems:
+    training, schedule = draft.config.training, draft.config.schedule
+    if not training.rampup_batch_size and not training.step_batch_size_schedule:
+        return
+    flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
+    counted = {
+        "--train-iters": (training.train_iters, "--train-samples"),
+        "--lr-decay-iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
+        "--lr-warmup-iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
+        "--lr-wsd-decay-iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
+    }
+    for other, (value, instead) in counted.items():
+        if value is not None:
+            yield Problem(
+                f"{other} {value} counts iterations, whose batch size changes with {flag}",
+                f"use {instead} {value * training.global_batch_size} in place of {other}, as Megatron-LM requires too",
+            )
+
+
+@note
+def batch_is_decreased(draft: Draft) -> Notes:
+    training, passes = draft.config.training, draft.derived.num_microbatches
+    size = passes * training.micro_batch_size * draft.derived.data_parallel_size
+    if training.decrease_batch_size_if_needed and size != training.global_batch_size:
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {micro_batches(passes)} per replica"
+
+
+@unproven
+def decreased_batches(draft: Draft) -> Notes:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    if not training.decrease_batch_size_if_needed:
+        return
+    sizes = sizes_of_batches(draft)
+    wanted = (*sizes.rule.sizes, training.eval_global_batch_size)
+    if any(size % sizes.pass_size for size in wanted):
+        yield (
+            "--decrease-batch-size-if-needed rounds the batch down to a multiple of"
+            f" {training.micro_batch_size} * dp {dp} samples"
+        )
+
+
+@note
+def batch_changed_on_resume(draft: Draft) -> Notes:
+    stored = draft.facts.checkpoint
+    before = stored.config.get("training", {}).get("global_batch_size") if stored else None
+    now = draft.config.training.global_batch_size
+    if stored is not None and stored.iteration and before not in (None, now):
+        yield (
+            f"--global-batch-size {before} -> {now}: the order of samples is unchanged, and training resumes after sample"
+            f" {stored.consumed_train_samples}; settings counted in iterations now cover a different number of samples"
+        )
+
+
+def sizes_of_batches(draft: Draft) -> BatchSizes:
+    """Return the batch sizes. Raises UnresolvedError if they are not valid: rules report it."""
+    try:
+        sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
+    except ConfigError:
+        raise UnresolvedError from None
+    if sizes.misfits(is_decreased=draft.config.training.decrease_batch_size_if_needed):
+        raise UnresolvedError
+    return sizes
+
+
+@derives("derived.num_microbatches")
+def num_microbatches(draft: Draft) -> DerivedValue:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    return _num_microbatches(draft, training.global_batch_size, dp)
+
+
+@derives("training.eval_global_batch_size")
+def eval_global_batch_size(draft: Draft) -> DerivedValue:
+    batch = draft.config.training.global_batch_size
+    if draft.config.training.decrease_batch_size_if_needed:
+        per_pass = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
+        return DerivedValue(
+            batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}"
+        )
+    return DerivedValue(batch, "equals --global-batch-size")
+
+
+@rule
+def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    batch, per_pass = training.eval_global_batch_size, training.micro_batch_size * dp
+    is_rounded = training.decrease_batch_size_if_needed and batch >= per_pass
+    if batch % per_pass and batch != training.global_batch_size and not is_rounded:
+        yield Problem(
+            f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
+            f" data-parallel size {dp} = {per_pass}",
+            use(draft, multiples("training.eval_global_batch_size", batch, per_pass)),
+        )
+
+
+@derives("derived.num_eval_microbatches")
+def num_eval_microbatches(draft: Draft) -> DerivedValue:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    return _num_microbatches(draft, training.eval_global_batch_size, dp)
+
+
+def _num_microbatches(draft: Draft, batch: int, dp: int) -> DerivedValue:
+    micro = draft.config.training.micro_batch_size
+    is_decreased = draft.config.training.decrease_batch_size_if_needed
+    count = batch // (micro * dp) if is_decreased else whole(batch, micro * dp)
+    rounded = ", rounded down" if batch % (micro * dp) else ""
+    return DerivedValue(count, f"global batch {batch} / (micro-batch {micro} * dp {dp}){rounded}")
+
+
+@derives("derived.tokens_per_iteration")
+def tokens_per_iteration(draft: Draft) -> DerivedValue:
+    batch, length = draft.config.training.global_batch_size, draft.config.data.seq_length
+    return DerivedValue(batch * length, f"global batch {batch} * {length} tokens")
+
+
+@derives("derived.start_iteration")
+def start_iteration(draft: Draft) -> DerivedValue:
+    stored = draft.facts.checkpoint
+    return DerivedValue(stored.iteration, f"{stored.path}") if stored else DerivedValue(0, "no checkpoint")
+
+
+@derives("derived.start_consumed_samples")
+def start_consumed_samples(draft: Draft) -> DerivedValue:
+    stored = draft.facts.checkpoint
+    return (
+        DerivedValue(stored.consumed_train_samples, f"{stored.path}")
+        if stored
+        else DerivedValue(0, "no checkpoint")
+    )
+
+
+@derives("derived.train_iters")
+def train_iters(draft: Draft) -> DerivedValue:
+    training, derived = draft.config.training, draft.derived
+    if training.train_iters is not None:
+        return DerivedValue(training.train_iters, "--train-iters")
+    if training.train_samples is None:
+        raise UnresolvedError  # The rule `training_has_one_length` reports it.
+    sizes = sizes_of_batches(draft)
+    to_come = sizes.iterations_to(
+        training.train_samples,
+        consumed=derived.start_consumed_samples,
+        fills_up=training.step_batch_size_schedule is not None,
+    )
+    done = f"{derived.start_iteration} done, and " if derived.start_iteration else ""
+    samples = f"{training.train_samples - derived.start_consumed_samples if done else training.train_samples} samples"
+    is_constant = len(sizes.rule.sizes) == 1
+    return DerivedValue(
+        derived.start_iteration + to_come,
+        f"{done}{samples} // global batch {sizes.at(0)}"
+        if is_constant
+        else f"{done}{samples} in batches of {sizes.rule.sizes[0]} to {sizes.rule.sizes[-1]}",
+    )
+
+
+@derives("derived.train_samples")
+def train_samples(draft: Draft) -> DerivedValue:
+    derived, sizes = draft.derived, sizes_of_batches(draft)
+    to_come = max(derived.train_iters - derived.start_iteration, 0)
+    samples = sizes.samples_after(to_come, consumed=derived.start_consumed_samples)
+    if len(sizes.rule.sizes) > 1:
+        return DerivedValue(samples, f"{derived.train_iters} iterations of growing batches")
+    if samples != derived.train_iters * sizes.at(0):
+        return DerivedValue(
+            samples,
+            f"{derived.start_consumed_samples} so far + {to_come} iterations * global batch {sizes.at(0)}",
+        )
+    return DerivedValue(samples, f"{derived.train_iters} iterations * global batch {sizes.at(0)}")
+
+
+@rule
+def training_has_one_length(draft: Draft) -> Problems:
+    training = draft.config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem(
+            "neither --train-iters nor --train-samples is given",
+            "give one of them, such as --train-iters 1000",
+        )
+
+
+@rule
+def samples_fill_a_batch(draft: Draft) -> Problems:
+    training = draft.config.training
+    samples, batch = training.train_samples, training.global_batch_size
+    is_changing = bool(training.rampup_batch_size) or training.step_batch_size_schedule is not None
+    if samples is not None and draft.derived.train_iters == 0:
+        yield Problem(
+            f"--train-samples {samples} is less than one {'batch' if is_changing else f'--global-batch-size {batch}'}",
+            f"use --train-samples {batch} or more",
+        )
+
+
+@note
+def train_samples_are_rounded(draft: Draft) -> Notes:
+    samples, read = draft.config.training.train_samples, draft.derived.train_samples
+    if samples is not None and samples > read:
+        yield f"the last {samples - read} of --train-samples {samples} are not read, since they do not fill a global batch"
+    if samples is not None and samples < read:
+        yield f"training ends at {read} samples, not {samples}, since the last global batch is completed"
+
+
+@rule
+def evaluation_has_a_checkpoint(draft: Draft) -> Problems:
+    checkpoint = draft.config.checkpoint
+    if (
+        draft.config.training.eval_only
+        and checkpoint.load is None
+        and checkpoint.pretrained_checkpoint is None
+    ):
+        yield Problem("--eval-only evaluates a checkpoint, and none is given", "add --load FOLDER")
+    if (
+        draft.config.training.eval_only
+        and draft.config.training.eval_iters == 0
+        and not draft.config.data.full_validation
+    ):
+        yield Problem(
+            "--eval-only with --eval-iters 0 evaluates nothing", "add --eval-iters 100, or --full-validation"
+        )

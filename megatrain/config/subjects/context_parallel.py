@@ -1,0 +1,157 @@
+"""Context parallelism: how ranks share keys and values.
+
+Megatron-LM's names     p2p (ring attention), all_gather, a2a (heads for rows), a2a+p2p (both, in two levels)
+an addition             a2a+all_gather
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import lengths, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.subjects.attention import (
+    all_attention_is_eager,
+    fits_gpu_kernels,
+    has_documents,
+    has_windows,
+)
+
+
+@derives("derived.cp_comm_types")
+def cp_comm_types(draft: Draft) -> DerivedValue:
+    """Derive the communication: for all layers, or for each. GPU kernels need keys in order for windows and documents."""
+    parallel = draft.config.parallel
+    if parallel.context_parallel_size == 1:
+        return DerivedValue((), "--context-parallel-size 1: no communication")
+    if not parallel.cp_comm_type:
+        if has_documents(draft):
+            return DerivedValue(("all_gather",), "with documents, a ring would balance its ranks badly")
+        if has_windows(draft):
+            return DerivedValue(("all_gather",), "with windows, a query needs keys of few ranks")
+        return DerivedValue(("p2p",), "a ring overlaps communication of keys and values with computation")
+    comm_types = tuple(parallel.cp_comm_type)
+    if reason := _why_no_ring(draft):
+        return DerivedValue(tuple(each.replace("p2p", "all_gather") for each in comm_types), reason)
+    return DerivedValue(comm_types, "--cp-comm-type")
+
+
+@note
+def ring_is_replaced(draft: Draft) -> Notes:
+    """Note that all-gather replaces the ring of --cp-comm-type."""
+    given = draft.config.parallel.cp_comm_type
+    has_ring = draft.config.parallel.context_parallel_size > 1 and any("p2p" in each for each in given)
+    if has_ring and (reason := _why_no_ring(draft)):
+        yield f"--cp-comm-type {' '.join(given)}: {reason}"
+
+
+def _why_no_ring(draft: Draft) -> str:
+    """Return the reason against a ring; empty: none. GPU kernels take ranges of keys, eager attention any mask."""
+    if not fits_gpu_kernels(draft) or all_attention_is_eager(draft):
+        return ""
+    causes = {"documents": has_documents(draft), "windows": has_windows(draft)}
+    found = " and ".join(name for name, is_there in causes.items() if is_there)
+    return f"keys and values are all-gathered, as kernels for {found} need keys in order" if found else ""
+
+
+@rule
+def cp_comm_type_is_given_per_layer(draft: Draft) -> Problems:
+    comm_types, layers = draft.config.parallel.cp_comm_type, draft.config.model.num_layers
+    if comm_types and len(comm_types) not in (1, layers):
+        yield Problem(
+            f"--cp-comm-type has {len(comm_types)} entries for {layers} layers",
+            f"give one for all layers, such as --cp-comm-type {comm_types[0]}, or one for each layer",
+        )
+
+
+@rule
+def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
+    """Each rank has two chunks, whose rows sequence parallelism divides further."""
+    parallel, length = draft.config.parallel, draft.config.data.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    rows = math.lcm(2, tp) if parallel.sequence_parallel else 2
+    if cp > 1 and length % (cp * rows):
+        also = f" and --sequence-parallel over --tensor-model-parallel-size {tp}" if rows != 2 else ""
+        yield Problem(
+            f"--seq-length {length} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
+            f" per rank{also}",
+            use(draft, lengths(draft, cp * rows)),
+        )
+
+
+@rule
+def levels_multiply_to_context_ranks(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    cp, sizes = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
+    if not any("+" in each for each in draft.derived.cp_comm_types):
+        return
+    if not are_levels(sizes, cp):
+        inner = next((size for size in range(2, cp // 2 + 1) if cp % size == 0), None)
+        given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}" if sizes else "none"
+        yield Problem(
+            f"--cp-comm-type {' '.join(parallel.cp_comm_type)} needs two sizes of at least 2 whose product is"
+            f" --context-parallel-size {cp}, not {given}",
+            "use --cp-comm-type p2p"
+            if inner is None
+            else f"use --hierarchical-context-parallel-sizes {inner} {cp // inner}",
+        )
+
+
+def are_levels(sizes: tuple[int, ...], cp: int) -> bool:
+    """Return whether these sizes are two levels of the context-parallel ranks."""
+    return len(sizes) == 2 and min(sizes) > 1 and math.prod(sizes) == cp
+
+
+@rule
+def heads_divide_over_context_ranks(draft: Draft) -> Problems:
+    """Each rank gets some heads for all rows, with the keys and values of these heads."""
+    for layer, comm_type, ranks, heads, groups in head_exchanges(draft):
+        if heads % ranks or (groups % ranks and ranks % groups):
+            yield Problem(
+                f"--cp-comm-type {comm_type} exchanges heads between {ranks} context-parallel ranks; layer {layer} (from 0)"
+                f" has {heads} heads and {groups} query groups per tensor-parallel rank, which do not divide over them",
+                "use --cp-comm-type p2p",
+            )
+            return
+
+
+class HeadExchange(NamedTuple):
+    """A layer whose heads are exchanged between context-parallel ranks."""
+
+    layer: int
+    """Number from 0."""
+    comm_type: str
+    ranks: int
+    """Number of ranks that exchange heads."""
+    heads: int
+    """Query heads of a tensor-parallel rank."""
+    groups: int
+    """Key and value heads of a tensor-parallel rank."""
+
+
+def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
+    """Iterate over the layers whose communication exchanges heads."""
+    parallel = draft.config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    sizes = parallel.hierarchical_context_parallel_sizes
+    inner = sizes[0] if are_levels(sizes, cp) else 1
+    comm_types, layers = draft.derived.cp_comm_types, draft.derived.model_spec.layers
+    for number, layer in enumerate(layers):
+        comm_type = (
+            comm_types[number] if len(comm_types) == len(layers) else comm_types[0] if comm_types else ""
+        )
+        if "a2a" in comm_type and layer.attention is not None:
+            ranks = cp if comm_type == "a2a" else inner
+            groups = max(1, layer.attention.num_query_groups // tp)
+            yield HeadExchange(number, comm_type, ranks, layer.attention.num_heads // tp, groups)
+
+
+@unproven
+def means_of_context_ranks(draft: Draft) -> Notes:
+    parallel = draft.config.parallel
+    if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
+        yield "--context-parallel-chunk-means makes the loss depend on --context-parallel-size"

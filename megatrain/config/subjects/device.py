@@ -1,0 +1,222 @@
+"""The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), dtypes, CUDA graphs.
+
+CUDA graphs are used where they are asked for and every kernel of a micro-batch has fixed sizes and arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.errors import Problem
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.subjects.attention import has_documents
+from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
+
+_CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
+WHOLE: Final = ("local", "full_iteration")
+"""Kinds of graphs that are one of a whole micro-batch."""
+_DIVISOR: Final = 8
+"""Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
+_ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
+"""Major compute capabilities on which `F.grouped_mm` is one kernel; on others the host reads the sizes (pytorch issue 169970)."""
+
+
+@derives("training.device")
+def device(draft: Draft) -> DerivedValue:
+    name = draft.facts.device_name
+    if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
+        return DerivedValue("cuda", "assumed for a dry run")
+    return DerivedValue(draft.facts.device, f"the device found{f', {name}' if name else ''}")
+
+
+@rule
+def device_is_available(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.facts.device != "cuda":
+        yield Problem(
+            "--device cuda requires a GPU, and none was found", "use --device cpu, or check `nvidia-smi`"
+        )
+
+
+@rule
+def each_rank_has_a_gpu(draft: Draft) -> Problems:
+    ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
+    if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
+        yield Problem(
+            f"{ranks} ranks were started on a node with {gpus} visible GPUs",
+            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES); without torchrun, where each"
+            " rank sees a GPU of its own, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 next to RANK and WORLD_SIZE",
+        )
+
+
+@rule
+def kernels_can_be_compiled(draft: Draft) -> Problems:
+    """A dry run does not need the compiler; without a GPU, `device_is_available` reports the problem."""
+    training = draft.config.training
+    if (
+        draft.config.training.device == draft.facts.device == "cuda"
+        and training.compile
+        and not (draft.facts.has_triton or training.dry_run)
+    ):
+        yield Problem(
+            "compiling GPU kernels requires Triton, which is not installed",
+            "install the triton version that this torch requires, or use --no-compile, which is slower",
+        )
+
+
+@rule
+def cublas_is_deterministic(draft: Draft) -> Problems:
+    given, training = draft.facts.cublas_workspace, draft.config.training
+    is_deterministic = training.deterministic_mode and training.device == "cuda"
+    if is_deterministic and given is not None and given not in _CUBLAS_WORKSPACES:
+        yield Problem(
+            f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
+            f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
+        )
+
+
+@derives("precision.params_dtype")
+def params_dtype(draft: Draft) -> DerivedValue:
+    if draft.config.precision.bf16:
+        return DerivedValue("bfloat16", "--bf16")
+    if draft.config.precision.fp16:
+        return DerivedValue("float16", "--fp16")
+    return DerivedValue("float32", "without --bf16 and --fp16")
+
+
+@derives("derived.master_dtype")
+def master_dtype(draft: Draft) -> DerivedValue:
+    weights = draft.config.precision.params_dtype
+    return DerivedValue("float64" if weights == "float64" else "float32", f"for {weights} weights")
+
+
+@rule
+def dtypes_agree(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.bf16 and precision.fp16:
+        yield Problem("--bf16 and --fp16 contradict each other", "remove one of them")
+        return
+    for flag, is_on, dtype in (("--bf16", precision.bf16, "bfloat16"), ("--fp16", precision.fp16, "float16")):
+        if is_on and precision.params_dtype != dtype:
+            yield Problem(
+                f"{flag} and --params-dtype {precision.params_dtype} contradict each other",
+                "remove one of them",
+            )
+        if not is_on and precision.params_dtype == dtype:
+            yield Problem(f"--params-dtype {dtype} requires {flag}", f"add {flag}")
+
+
+@note
+def float32_by_default(draft: Draft) -> Notes:
+    is_float32 = draft.config.precision.params_dtype == "float32"
+    if is_float32 and draft.config.training.device == "cuda" and not draft.is_given("precision.params_dtype"):
+        yield "--params-dtype float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
+
+
+@rule
+def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.grad_reduce_in_bf16 and precision.params_dtype != "bfloat16":
+        yield Problem(
+            f"--grad-reduce-in-bf16 requires bf16 weights, and they are {precision.params_dtype}: gradients would be less"
+            " precise than the weights that they update",
+            "add --bf16, or remove --grad-reduce-in-bf16",
+        )
+
+
+@rule
+def loss_scale_is_in_range(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield Problem(
+            f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale"
+            f" {precision.initial_loss_scale:g}",
+            f"use --min-loss-scale {precision.initial_loss_scale:g} or less",
+        )
+
+
+@derives("derived.cuda_graphs")
+def cuda_graphs(draft: Draft) -> DerivedValue:
+    """Decide whether the passes of training are CUDA graphs."""
+    kind = draft.config.training.cuda_graph_impl
+    if kind not in WHOLE:
+        return DerivedValue(False, "without --cuda-graph-impl local")
+    reason = next(_obstacles(draft), None)
+    return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
+
+
+@note
+def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
+    """Yield a note if CUDA graphs are asked for and not used, or used later than asked for."""
+    kind = draft.config.training.cuda_graph_impl
+    if kind == "transformer_engine":
+        yield "--cuda-graph-impl transformer_engine has no effect: graphs of single modules are missing; use local"
+    elif kind in WHOLE and not draft.derived.cuda_graphs:
+        yield f"--cuda-graph-impl {kind} has no effect: {draft.origins['derived.cuda_graphs'].detail}"
+    elif draft.derived.cuda_graphs and draft.config.training.cuda_graph_warmup_steps == 0:
+        yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
+
+
+@unproven
+def graphs_of_passes(draft: Draft) -> Notes:
+    if draft.derived.cuda_graphs:
+        yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
+
+
+def _obstacles(draft: Draft) -> Iterator[str]:
+    """Yield why a graph cannot be captured, or would repeat what must differ between micro-batches."""
+    config, derived = draft.config, draft.derived
+    model = config.model
+    if config.training.device != "cuda":
+        yield "a CPU has none"
+    if derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield "modules of Transformer Engine are not captured"
+    if config.precision.fp8_format is not None:
+        yield "casts of FP8 differ between micro-batches"
+    if model.hidden_dropout or model.attention_dropout:
+        yield "dropout differs between micro-batches"
+    if has_documents(draft):
+        yield "the sizes of documents change"
+    if layer_function(model.spec) is not None:
+        yield "custom layers may wait for the GPU"
+    if config.training.loss is not None:
+        yield "the function of --loss may wait for the GPU"
+    yield from _obstacles_of_ranks(draft)
+    if config.experts.num_experts is not None:
+        yield from _obstacles_of_experts(draft)
+
+
+def _obstacles_of_ranks(draft: Draft) -> Iterator[str]:
+    parallel = draft.config.parallel
+    if parallel.pipeline_model_parallel_size > 1:
+        yield "pipeline ranks communicate between passes"
+    if parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap is not captured"
+    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        yield "ZeRO-2 and ZeRO-3 communicate within the passes"
+
+
+def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
+    experts, parallel = draft.config.experts, draft.config.parallel
+    if not draft.config.precision.bf16 or any(width % _DIVISOR for width in _widths_of_experts(draft)):
+        yield f"the host reads the sizes of experts; with --bf16 and widths that are multiples of {_DIVISOR} it does not"
+    capability = draft.facts.device_capability
+    if capability is not None and capability[0] not in _ONE_KERNEL_ARCHITECTURES:
+        yield "torch's grouped products wait for the host on this GPU"
+    if parallel.expert_model_parallel_size > 1 and experts.sends_by_alltoall:
+        yield "the host reads the counts of an all-to-all; --moe-alltoall-as-allgather has none"
+    if experts.overlap_moe_expert_parallel_comm:
+        yield "--overlap-moe-expert-parallel-comm runs passes of two micro-batches in turn"
+    if experts.moe_shared_expert_overlap:
+        yield "the memory of --moe-shared-expert-overlap is shared by two streams"
+    if "global_aux_loss" in experts.moe_router_load_balancing_type:
+        yield "global_aux_loss sums the loads of earlier micro-batches"
+
+
+def _widths_of_experts(draft: Draft) -> Iterator[float]:
+    for layer in draft.derived.model_spec.all_layers:
+        if layer.experts is not None:
+            yield layer.experts.latent_size or draft.config.model.hidden_size
+            yield layer.experts.ffn_hidden_size / draft.derived.expert_tensor_parallel_size

@@ -1,0 +1,123 @@
+"""Rules of the families of models: what BERT and T5 have no counterpart for, and what is missing for them."""
+
+import math
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.registry import Problems, rule
+from megatrain.config.schema.tree import flag_of
+
+_WITHOUT_MASKS: Final = (
+    "model.multi_latent_attention",
+    "model.experimental_attention_variant",
+    "model.window_size",
+    "model.attn_logit_softcapping",
+    "model.mtp_num_layers",
+    "data.reset_attention_mask",
+    "data.dataloader_inter_document_masking",
+    "data.sft",
+)
+"""Settings for attention, samples and predictions of a decoder alone."""
+_PER_SAMPLE: Final = "training.calculate_per_token_loss"
+
+
+@rule
+def families_have_their_own_samples(draft: Draft) -> Problems:
+    family, config = draft.config.model.model_family, draft.config
+    if family == "gpt":
+        return
+    names = [*_WITHOUT_MASKS, *(["model.use_parallel_residual"] if family == "t5" else [])]
+    given = [flag_of(path.split(".")[1]) for path in names if config.get(path)]
+    if config.model.softmax_type != "vanilla":
+        given.append(f"--softmax-type {config.model.softmax_type}")
+    for flag in given:
+        yield Problem(f"--model-family {family} is not supported with {flag}", f"remove {flag}")
+    if family == "bert" and config.get(_PER_SAMPLE):
+        yield Problem(
+            "--model-family bert averages losses over micro-batches, so --calculate-per-token-loss has no meaning",
+            "remove --calculate-per-token-loss",
+        )
+
+
+@rule
+def context_ranks_have_no_padding(draft: Draft) -> Problems:
+    family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
+    if family != "gpt" and cp > 1:
+        yield Problem(
+            f"--context-parallel-size {cp} is not supported with --model-family {family}: attention with padding masks"
+            " reads whole samples",
+            "use --context-parallel-size 1",
+        )
+
+
+@rule
+def decoder_has_a_length(draft: Draft) -> Problems:
+    model, parallel, length = draft.config.model, draft.config.parallel, draft.config.data.seq_length
+    if model.model_family != "t5":
+        return
+    if model.decoder_seq_length is None:
+        yield Problem(
+            "--model-family t5 requires --decoder-seq-length",
+            f"add --decoder-seq-length {max(length // 4, 1)}, or the length of the decoder's samples",
+        )
+        return
+    tp, positions = parallel.tensor_model_parallel_size, model.max_position_embeddings
+    if parallel.sequence_parallel and model.decoder_seq_length % tp:
+        yield Problem(
+            f"--decoder-seq-length {model.decoder_seq_length} is not divisible by --tensor-model-parallel-size {tp},"
+            " over which --sequence-parallel splits it",
+            f"use --decoder-seq-length {math.ceil(model.decoder_seq_length / tp) * tp}, or remove --sequence-parallel",
+        )
+    is_learned = model.position_embedding_type == "learned_absolute"
+    if is_learned and positions is not None and model.decoder_seq_length > positions:
+        yield Problem(
+            f"--decoder-seq-length {model.decoder_seq_length} exceeds --max-position-embeddings {positions}",
+            f"use --max-position-embeddings {model.decoder_seq_length}",
+        )
+
+
+@rule
+def stacks_are_equally_deep(draft: Draft) -> Problems:
+    model = draft.config.model
+    depth = model.decoder_num_layers
+    if model.model_family == "t5" and depth not in (None, model.num_layers):
+        yield Problem(
+            f"--decoder-num-layers {depth} has no effect, as in Megatron-LM: --encoder-num-layers {model.num_layers} is the"
+            " depth of both stacks of T5",
+            f"use --decoder-num-layers {model.num_layers}, or change --encoder-num-layers",
+        )
+
+
+@rule
+def cross_attention_has_all_heads(draft: Draft) -> Problems:
+    model, parallel = draft.config.model, draft.config.parallel
+    if model.model_family != "t5":
+        return
+    if model.num_query_groups != model.num_attention_heads:
+        yield Problem(
+            f"--num-query-groups {model.num_query_groups} is not supported with cross-attention, as in Megatron-LM",
+            "remove --group-query-attention",
+        )
+    if parallel.tp_comm_overlap:
+        yield Problem("--tp-comm-overlap is not supported with --model-family t5", "remove --tp-comm-overlap")
+
+
+@rule
+def relative_positions_are_of_t5(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.position_embedding_type != "relative":
+        return
+    if model.model_family != "t5":
+        yield Problem(
+            f"--position-embedding-type relative is not supported with --model-family {model.model_family}, as in"
+            " Megatron-LM",
+            "use --position-embedding-type rope, or --model-family t5",
+        )
+    exact = model.relative_attention_num_buckets // 2
+    if model.relative_attention_max_distance <= exact:
+        yield Problem(
+            f"--relative-attention-max-distance {model.relative_attention_max_distance} is not above {exact}, half of"
+            f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
+            f"use --relative-attention-max-distance {exact + 1} or more",
+        )

@@ -1,0 +1,253 @@
+"""The model apart from attention and experts: MLP, muP, dropout, FLOPs, recomputation.
+
+Maximal update parametrization (muP) with m = hidden size / base hidden size, as in Megatron-LM (core 0.20.0):
+
+                       initial values   Adam             SGD       forward
+    matrices           std / sqrt(m)    lr / m, eps / m  lr
+    vectors, tables    std              lr               lr * m    embedding output * embedding multiplier
+    untied output      std              lr / m, eps / m  lr        logits * output multiplier, 1 / m
+    attention                                                      scores * sqrt(base head channels) / channels ** power
+
+A --decoupled-lr is not scaled. Source: Yang et al., arXiv:2203.03466, table 8, which has lr instead of lr / m for an
+untied output layer with Adam.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
+from megatrain.config.schema.tree import flag_of
+from megatrain.config.subjects.model_spec import output_multiplier
+
+_WITHOUT_MUP: Final = "--use-mup is off"
+_MAX_NORMS_PERCENT: Final = 0.5
+"""Largest part of a step that recomputed norms may take by default."""
+_FLOPS_PER_BYTE: Final = 600 / 4
+"""Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
+_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
+
+
+@derives("model.ffn_hidden_size")
+def ffn_hidden_size(draft: Draft) -> DerivedValue:
+    model = draft.config.model
+    if model.swiglu or model.geglu:
+        width = int(4 * model.hidden_size * 2 / 3 / 64) * 64
+        return DerivedValue(
+            width, f"4 * hidden size {model.hidden_size} * 2/3, down to a multiple of 64 (gated)"
+        )
+    return DerivedValue(4 * model.hidden_size, f"4 * hidden size {model.hidden_size}")
+
+
+@rule
+def ffn_size_is_positive(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.ffn_hidden_size == 0:
+        yield Problem(
+            f"--hidden-size {model.hidden_size} gives a gated MLP of width 0, rounded down to a multiple of 64",
+            f"give a width, such as --ffn-hidden-size {4 * model.hidden_size}",
+        )
+
+
+@rule
+def mlp_has_one_activation(draft: Draft) -> Problems:
+    model = draft.config.model
+    names = ("swiglu", "geglu", "quick_geglu", "squared_relu")
+    given = [flag_of(name) for name in names if getattr(model, name)]
+    if len(given) > 1:
+        yield Problem(f"{' and '.join(given)} each select the activation of the MLP", "give one of them")
+
+
+@rule
+def clamp_is_of_quick_geglu(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.activation_func_clamp_value is not None and not model.quick_geglu:
+        yield Problem(
+            f"--activation-func-clamp-value {model.activation_func_clamp_value} has no effect without --quick-geglu,"
+            " as in Megatron-LM",
+            "remove --activation-func-clamp-value, or add --quick-geglu",
+        )
+
+
+@note
+def dropout_by_default(draft: Draft) -> Notes:
+    paths = ("model.hidden_dropout", "model.attention_dropout")
+    enabled = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
+    if enabled:
+        flags = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in enabled)
+        yield f"{flags} by default, as in Megatron-LM; most models are trained with 0 today"
+
+
+@derives("model.mup_base_hidden_size")
+def mup_base_hidden_size(draft: Draft) -> DerivedValue:
+    model = draft.config.model
+    if not model.use_mup:
+        return DerivedValue(None, _WITHOUT_MUP)
+    return DerivedValue(model.hidden_size, "this model's own hidden size")
+
+
+@note
+def mup_base_is_this_model(draft: Draft) -> Notes:
+    model = draft.config.model
+    if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
+        yield (
+            f"--use-mup without --mup-base-hidden-size uses --hidden-size {model.hidden_size} as base, as in Megatron-LM: only"
+            " attention scores are scaled"
+        )
+
+
+@derives("model.mup_width_mult")
+def mup_width_mult(draft: Draft) -> DerivedValue:
+    width, base = draft.config.model.hidden_size, draft.config.model.mup_base_hidden_size
+    if not draft.config.model.use_mup or base is None:
+        return DerivedValue(1.0, _WITHOUT_MUP)
+    return DerivedValue(width / base, f"hidden size {width} / base hidden size {base}")
+
+
+@rule
+def mup_width_mult_matches_sizes(draft: Draft) -> Problems:
+    model = draft.config.model
+    if not model.use_mup:
+        return
+    base = model.mup_base_hidden_size
+    if base is None:
+        yield Problem(
+            "--mup-base-hidden-size none gives --use-mup no base model",
+            "remove --mup-base-hidden-size, or give a size",
+        )
+    elif model.mup_width_mult != model.hidden_size / base:
+        yield Problem(
+            f"--mup-width-mult {model.mup_width_mult:g} is not equal to --hidden-size {model.hidden_size} /"
+            f" --mup-base-hidden-size {base} (Megatron-LM ignores it silently)",
+            f"remove it, or use --mup-width-mult {model.hidden_size / base:g}",
+        )
+
+
+@derives("model.mup_output_mult")
+def mup_output_mult(draft: Draft) -> DerivedValue:
+    model = draft.config.model
+    if not model.use_mup:
+        return DerivedValue(1.0, _WITHOUT_MUP)
+    return DerivedValue(1.0 / model.mup_width_mult, f"1 / width multiplier {model.mup_width_mult:g}")
+
+
+@overrides("model.mup_output_mult")
+def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
+    """Override --mup-output-mult 1, which Megatron-LM treats as its default."""
+    given = output_multiplier(draft.config.model)
+    if not draft.config.model.use_mup or given == draft.config.model.mup_output_mult:
+        return None
+    return DerivedValue(
+        given, f"--mup-output-mult 1 with --use-mup means 1 / width multiplier, as in Megatron-LM: {given:g}"
+    )
+
+
+@note
+def mup_output_layer_lr_differs(draft: Draft) -> Notes:
+    model, optimizer = draft.config.model, draft.config.optimizer
+    if not (model.use_mup and model.mup_width_mult != 1 and model.untie_embeddings_and_output_weights):
+        return
+    if optimizer.decoupled_lr is None:
+        m, is_sgd = model.mup_width_mult, optimizer.optimizer == "sgd"
+        megatron_lr, mup_lr = ("lr", f"lr * {m:g}") if is_sgd else (f"lr / {m:g}", "lr")
+        yield (
+            f"--use-mup: the learning rate of an untied output layer is {megatron_lr}, as in Megatron-LM; muP"
+            f" (arXiv:2203.03466, table 8) has {mup_lr}, set by --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g}"
+        )
+
+
+@derives("derived.flops_per_iteration")
+def flops_per_iteration(draft: Draft) -> DerivedValue:
+    tokens = draft.derived.tokens_per_iteration
+    operations = draft.derived.model_spec.training_flops(
+        num_tokens=tokens, sum_of_squared_lengths=tokens * draft.config.data.seq_length
+    )
+    return DerivedValue(
+        operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"
+    )
+
+
+@derives("training.recompute_norms")
+def recompute_norms(draft: Draft) -> DerivedValue:
+    training, model = draft.config.training, draft.config.model
+    if training.device != "cuda":
+        return DerivedValue(False, "not on a GPU")
+    if draft.derived.transformer_impl != "local":
+        return DerivedValue(False, "Transformer Engine keeps the outputs of its norms")
+    if model.norm_position == "post":
+        return DerivedValue(False, "no norm precedes a linear layer")
+    if training.recompute_granularity is not None or training.recompute_activations:
+        return DerivedValue(False, "something else is recomputed")
+    if draft.derived.fp8_layers:
+        return DerivedValue(False, "FP8 layers save one byte per element of the outputs of norms")
+    percent = percent_of_norms(model.hidden_size)
+    cost = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
+    if percent > _MAX_NORMS_PERCENT:
+        return DerivedValue(False, f"that would take {cost}")
+    return DerivedValue(True, f"it takes {cost} and saves the outputs of two norms per layer")
+
+
+def percent_of_norms(hidden_size: int) -> float:
+    """Return the time of two more norms in percent of a layer's: 8 h bytes per token, against 6 FLOPs for each of 12 h^2 weights."""
+    return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)
+
+
+@note
+def norms_are_recomputed(draft: Draft) -> Notes:
+    if draft.config.training.recompute_norms and not draft.is_given("training.recompute_norms"):
+        reason = draft.origins["training.recompute_norms"].detail
+        yield f"norms are recomputed: {reason} (disable with --no-recompute-norms)"
+
+
+@overrides("training.recompute_granularity")
+def selective_for_experts(draft: Draft) -> DerivedValue | None:
+    """Override the granularity, as --moe-layer-recompute does in Megatron-LM."""
+    training = draft.config.training
+    if not training.moe_layer_recompute or training.recompute_granularity is not None:
+        return None
+    return DerivedValue("selective", "--moe-layer-recompute is --recompute-granularity selective")
+
+
+@overrides("training.recompute_modules")
+def modules_with_experts(draft: Draft) -> DerivedValue | None:
+    """Override the recomputed modules, as --moe-layer-recompute does in Megatron-LM."""
+    training = draft.config.training
+    if not training.moe_layer_recompute or "moe" in training.recompute_modules:
+        return None
+    modules = (*(training.recompute_modules or ("core_attn",)), "moe")
+    return DerivedValue(modules, f"--moe-layer-recompute is --recompute-modules {' '.join(modules)}")
+
+
+@rule
+def recomputation_is_complete(draft: Draft) -> Problems:
+    training = draft.config.training
+    kind, method, layers = (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+    )
+    if kind == "full" and (method is None or layers is None):
+        missing = " and ".join(
+            flag
+            for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers))
+            if value is None
+        )
+        yield Problem(
+            f"--recompute-granularity full requires {missing}",
+            "add --recompute-method uniform --recompute-num-layers 1, which recomputes every layer",
+        )
+
+
+@note
+def modules_without_effect(draft: Draft) -> Notes:
+    """Name the parts that the model is asked to recompute and does not have."""
+    modules, model = draft.config.training.recompute_modules, draft.config.model
+    names = [name for name in modules if name in _EXPERT_MODULES]
+    if names and draft.config.experts.num_experts is None:
+        yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
+    if "mla_up_proj" in modules and not model.multi_latent_attention:
+        yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention"
+    if "layernorm" in modules and model.norm_position == "post":
+        yield "--recompute-modules layernorm has no effect with --norm-position post, since no norm precedes a linear layer"

@@ -1,0 +1,378 @@
+"""The pipeline: its schedule, the model chunks of each rank, and the layers of each virtual stage.
+
+    --pipeline-model-parallel-size 4                                12 layers   3  3  3  3
+    --decoder-first-pipeline-num-layers 2                           14 layers   2  4  4  4
+    --account-for-loss-in-pipeline-split                            15 layers   4  4  4  3
+    --num-virtual-stages-per-pipeline-rank 2                        16 layers   2  2  2  2  2  2  2  2
+    --pipeline-model-parallel-layout "Ett|(tttt|)*2tttL"            13 layers   2  4  4  3
+    --pipeline-model-parallel-layout "Ett|ttt|m|L"                  5 layers    2  3  0  0, multi-token prediction alone
+    --pipeline-model-parallel-layout auto                           any number, balanced by FLOPs, head included
+
+The embedding is on the first virtual stage, the head on the last one, as is multi-token prediction unless the layout has it
+elsewhere (m), before the head's stage. Virtual stage k is chunk k // ranks of rank k % ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
+from math import inf
+
+from megatrain.config.derive.families import num_layers
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Problems, derives, rule
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
+from megatrain.config.schema.values import UnresolvedError
+
+
+class PipelineError(Exception):
+    """Settings of the pipeline that fit no model; a rule reports the problem."""
+
+    def __init__(self, text: str, fix: str) -> None:
+        super().__init__(text)
+        self.problem = Problem(text, fix)
+
+
+@derives("derived.pipeline_chunks")
+def pipeline_chunks(draft: Draft) -> DerivedValue:
+    """Derive the number of model chunks of each rank."""
+    try:
+        return DerivedValue(*_chunks(draft))
+    except PipelineError as error:
+        raise UnresolvedError from error
+
+
+@derives("derived.pipeline_layers")
+def pipeline_layers(draft: Draft) -> DerivedValue:
+    """Derive the number of layers of each virtual stage."""
+    try:
+        counts, reason = _layers(draft)
+        _check_stages(counts, draft.derived.mtp_stage)
+    except PipelineError as error:
+        raise UnresolvedError from error
+    return DerivedValue(counts, reason)
+
+
+@derives("derived.mtp_stage")
+def mtp_stage(draft: Draft) -> DerivedValue:
+    """Derive the virtual stage of multi-token prediction."""
+    try:
+        return DerivedValue(*_mtp_stage(draft, draft.derived.pipeline_chunks))
+    except PipelineError as error:
+        raise UnresolvedError from error
+
+
+@derives("parallel.pipeline_schedule")
+def pipeline_schedule(draft: Draft) -> DerivedValue:
+    """Derive the schedule for an open --pipeline-schedule."""
+    if draft.config.parallel.pipeline_model_parallel_size == 1:
+        return DerivedValue(ONE_CHUNK, "one stage")
+    chunks = draft.derived.pipeline_chunks
+    if chunks == 1:
+        return DerivedValue(ONE_CHUNK, "1 model chunk per rank")
+    return DerivedValue(SEVERAL_CHUNKS, f"{chunks} model chunks per rank")
+
+
+@rule
+def pipeline_is_valid(draft: Draft) -> Problems:
+    """Rule: the settings of the pipeline give every virtual stage something to compute."""
+    try:
+        chunks, _ = _chunks(draft)
+        yield from _schedule_problems(draft, chunks)
+        counts, _ = _layers(draft, chunks)
+        _check_stages(counts, _mtp_stage(draft, chunks)[0])
+    except PipelineError as error:
+        yield error.problem
+    parallel = draft.config.parallel
+    pp, group = (
+        parallel.pipeline_model_parallel_size,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+    if group is not None and group < pp:
+        yield Problem(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}:"
+            " stages would wait for one another for ever",
+            f"use --microbatch-group-size-per-virtual-pipeline-stage {pp} or more",
+        )
+
+
+def _schedule_problems(draft: Draft, chunks: int) -> Problems:
+    """Yield the problem of a schedule that has another number of model chunks."""
+    schedule, pp = draft.config.parallel.pipeline_schedule, draft.config.parallel.pipeline_model_parallel_size
+    needed = PIPELINE_SCHEDULES[schedule].num_chunks
+    if pp > 1 and needed is not None and chunks != needed:
+        yield Problem(
+            f"--pipeline-schedule {schedule} has {needed} model chunk{'s' * (needed > 1)} per rank, not {chunks}",
+            f"use --num-virtual-stages-per-pipeline-rank {needed}, or remove --pipeline-schedule",
+        )
+    if pp > 1 and needed is None and chunks == 1:
+        yield Problem(
+            f"--pipeline-schedule {schedule} requires several model chunks per rank",
+            f"add --num-virtual-stages-per-pipeline-rank 2, or use --pipeline-schedule {ONE_CHUNK}",
+        )
+
+
+def _chunks(draft: Draft) -> tuple[int, str]:
+    """Return the chunks per rank, and the reason."""
+    parallel, layers = draft.config.parallel, num_layers(draft.config.model)
+    pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    given, per_stage = (
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.num_layers_per_virtual_pipeline_stage,
+    )
+    if pp == 1:
+        return 1, "one stage"
+    if layout not in (None, "auto"):
+        parts = len(parse_layout(layout))
+        if parts % pp:
+            raise PipelineError(
+                f"--pipeline-model-parallel-layout {layout} has {parts} stages, not a multiple of"
+                f" --pipeline-model-parallel-size {pp}",
+                "divide the layers by `|` into as many stages as ranks, or a multiple of it; or use"
+                " --pipeline-model-parallel-layout auto",
+            )
+        return parts // pp, f"{parts} stages in --pipeline-model-parallel-layout / pp {pp}"
+    if given is not None and per_stage is not None:
+        raise PipelineError(
+            f"--num-virtual-stages-per-pipeline-rank {given} and --num-layers-per-virtual-pipeline-stage {per_stage}"
+            " both set the number of model chunks",
+            "give one of them",
+        )
+    if given is not None:
+        return given, "--num-virtual-stages-per-pipeline-rank"
+    if per_stage is not None:
+        units = layers + _units_besides_layers(draft)
+        if units % (pp * per_stage):
+            raise PipelineError(
+                f"--num-layers {layers}{_besides(draft)} is not divisible by --pipeline-model-parallel-size {pp} *"
+                f" --num-layers-per-virtual-pipeline-stage {per_stage}",
+                "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
+            )
+        return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
+    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else ONE_CHUNK
+    needed = PIPELINE_SCHEDULES[schedule].num_chunks or 1
+    return needed, "default" if needed == 1 else f"--pipeline-schedule {schedule}"
+
+
+def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], str]:
+    """Return the number of layers of each virtual stage, and the reason."""
+    parallel, layers = draft.config.parallel, num_layers(draft.config.model)
+    pp = parallel.pipeline_model_parallel_size
+    chunks = draft.derived.pipeline_chunks if chunks is None else chunks
+    stages, layout = pp * chunks, parallel.pipeline_model_parallel_layout
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if pp == 1:
+        return (layers,), "one stage"
+    if layout == "auto":
+        return _balanced(draft, stages), "balanced by FLOPs, with the head"
+    if layout is not None:
+        return _counts_of_layout(layout, layers), "--pipeline-model-parallel-layout"
+    if first is not None or last is not None:
+        return _uneven(draft, chunks, first, last), "--decoder-first- and --decoder-last-pipeline-num-layers"
+    units = layers + _units_besides_layers(draft)
+    if units % stages:
+        besides = _units_besides_layers(draft)
+        smaller = (
+            {"model.num_layers": size} for size in range(layers - 1, 0, -1) if (size + besides) % stages == 0
+        )
+        larger = ({"model.num_layers": units // stages * stages + stages - besides} for _ in range(1))
+        size = use(draft, itertools.chain(smaller, larger))
+        other = (
+            "add --pipeline-model-parallel-layout auto"
+            if stages <= layers + 1
+            else _fewer_stages(draft, lambda ranks: units % (ranks * chunks) == 0)
+        )
+        raise PipelineError(
+            f"--num-layers {layers}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
+            ", or ".join(filter(None, (other, size))),
+        )
+    counts = [units // stages] * stages
+    counts[0] -= parallel.account_for_embedding_in_pipeline_split
+    counts[-1] -= parallel.account_for_loss_in_pipeline_split
+    return tuple(counts), f"{units} / {stages} stages{_besides(draft)}"
+
+
+def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return the layers of each virtual stage, given those of the first and the last rank."""
+    layers, pp = num_layers(draft.config.model), draft.config.parallel.pipeline_model_parallel_size
+    given = {0: first} if first is not None else {}
+    given |= {pp - 1: last} if last is not None else {}
+    rest, others = layers - sum(given.values()), pp - len(given)
+    if rest < 0 or (rest % others if others else rest):
+        raise PipelineError(
+            f"--num-layers {layers} without {sum(given.values())} layers of the first and the last rank leaves {rest},"
+            f" which do not divide over the other {others} ranks",
+            "add --pipeline-model-parallel-layout auto in place of --decoder-first-pipeline-num-layers and"
+            " --decoder-last-pipeline-num-layers",
+        )
+    per_rank = [given.get(rank, rest // others if others else 0) for rank in range(pp)]
+    if any(count % chunks for count in per_rank):
+        raise PipelineError(
+            f"{' '.join(map(str, per_rank))} layers of the ranks do not divide into {chunks} model chunks",
+            "use --pipeline-model-parallel-layout auto in place of --decoder-first-pipeline-num-layers and"
+            " --decoder-last-pipeline-num-layers, or name the layers of each chunk in it",
+        )
+    return tuple(count // chunks for _ in range(chunks) for count in per_rank)
+
+
+def parse_layout(layout: str) -> list[str]:
+    """Return the stages of a --pipeline-model-parallel-layout as strings of E, t, m and L, with repetitions expanded."""
+    text = re.sub(r"[\s,]", "", layout)
+    expanded = re.sub(r"([EtmL|])\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    expanded = re.sub(r"\(([EtmL|]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), expanded)
+    if not re.fullmatch(r"[EtmL|]+", expanded) or expanded.count("E") > 1 or expanded.count("L") > 1:
+        raise PipelineError(
+            f"--pipeline-model-parallel-layout {layout} is not of the form Ett|(tt|)*2tL",
+            "write E for the embedding, t for a layer, L for the loss, `|` between stages, and *N after a letter or"
+            " parentheses for repetitions; or use --pipeline-model-parallel-layout auto",
+        )
+    return expanded.split("|")
+
+
+def _counts_of_layout(layout: str, layers: int) -> tuple[int, ...]:
+    stages = parse_layout(layout)
+    counts = tuple(stage.count("t") for stage in stages)
+    order = "".join(stages)
+    if sum(counts) != layers:
+        raise PipelineError(
+            f"--pipeline-model-parallel-layout {layout} has {sum(counts)} layers (t), and --num-layers is {layers}",
+            f"use --num-layers {sum(counts)}, or change the layout",
+        )
+    if not re.fullmatch(r"Et*m*L", order) or "E" not in stages[0] or "L" not in stages[-1]:
+        raise PipelineError(
+            f"--pipeline-model-parallel-layout {layout} has the embedding (E) not first, or the loss (L) not last",
+            "begin the first stage with E, and end the last one with L; or use --pipeline-model-parallel-layout auto",
+        )
+    return counts
+
+
+def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
+    """Return the virtual stage of multi-token prediction, None without it, and the reason."""
+    parallel, depths = draft.config.parallel, draft.config.model.mtp_num_layers or 0
+    layout = parallel.pipeline_model_parallel_layout
+    has_layout = parallel.pipeline_model_parallel_size > 1 and layout not in (None, "auto")
+    stages = parse_layout(layout) if layout is not None and has_layout else []
+    found = [number for number, stage in enumerate(stages) for _ in range(stage.count("m"))]
+    if found and (len(found) != depths or found[0] != found[-1]):
+        raise PipelineError(
+            f"--pipeline-model-parallel-layout {layout} has {len(found)} layers of multi-token prediction (m) in"
+            f" {len(set(found))} stages, and --mtp-num-layers is {depths}",
+            f"write {'m' * depths or 'no m'}, in one stage"
+            if depths
+            else "write no m, or add --mtp-num-layers",
+        )
+    if not depths:
+        return None, "--mtp-num-layers is 0"
+    last = parallel.pipeline_model_parallel_size * chunks - 1
+    return (found[0], "m in --pipeline-model-parallel-layout") if found else (last, "the last virtual stage")
+
+
+def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
+    """Return the split whose most expensive stage is cheapest and, among those, the most even one.
+
+    Costs are FLOPs per token; the head counts as part of the last stage.
+    """
+    layers, head = draft.derived.model_spec.flops_per_token(draft.config.data.seq_length)
+    if len(layers) < stages - 1:
+        chunks = stages // draft.config.parallel.pipeline_model_parallel_size
+        fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)
+        raise PipelineError(
+            f"--num-layers {len(layers)} are too few for {stages} stages",
+            ", or ".join(filter(None, (fewer, f"use --num-layers {stages - 1} or more"))),
+        )
+    return balanced_split(layers, head, stages)
+
+
+def balanced_split(layers: Sequence[int], head: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage; see `_balanced`. There are at least stages - 1 layers.
+
+    Args:
+        layers, head: costs.
+    """
+    starts = _balanced_starts([*layers, head], stages)
+    counts = [b - a for a, b in pairwise([*starts, len(layers) + 1])]
+    return (*counts[:-1], counts[-1] - 1)
+
+
+def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
+    """Return the starts of `stages` runs of costs: the largest sum is as small as possible, then the sum of squares."""
+    sums = [0, *accumulate(costs)]
+    bounds = sorted({b - a for a, b in combinations(sums, 2)})
+    bound = bounds[bisect_left(bounds, x=True, key=lambda most: _num_runs(costs, most) <= stages)]
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    """For each number of runs: by their end, the smallest sum of squares and the start of the last run."""
+    for _ in range(stages):
+        ends: dict[int, tuple[int, int]] = {}
+        for start, (squares, _) in best[-1].items():
+            for end in range(start + 1, len(costs) + 1):
+                run = sums[end] - sums[start]
+                if run > bound:
+                    break
+                ends[end] = min(ends.get(end, (squares + run**2, start)), (squares + run**2, start))
+        best.append(ends)
+    starts, end = [], len(costs)
+    for ends in reversed(best[1:]):
+        end = ends[end][1]
+        starts.append(end)
+    return starts[::-1]
+
+
+def _num_runs(costs: Sequence[int], most: int) -> float:
+    """Return the smallest number of runs of at most this cost; infinity if one cost is above it."""
+    runs, run = 1, 0
+    for cost in costs:
+        if cost > most:
+            return inf
+        if run + cost > most:
+            runs, run = runs + 1, 0
+        run += cost
+    return runs
+
+
+def _check_stages(counts: Sequence[int], mtp_stage: int | None) -> None:
+    """Raise PipelineError for a stage between first and last with neither layers nor `mtp_stage`, or for negative counts."""
+    for stage, count in enumerate(counts):
+        if count < 0 or (count == 0 and 0 < stage < len(counts) - 1 and stage != mtp_stage):
+            raise PipelineError(
+                f"virtual stage {stage} (from 0) would have no layers: {' '.join(map(str, counts))}",
+                "use --pipeline-model-parallel-layout auto, or fewer stages (--pipeline-model-parallel-size,"
+                " --num-virtual-stages-per-pipeline-rank), or more layers",
+            )
+
+
+def layer_ranges(counts: Sequence[int]) -> list[range]:
+    """Return the numbers of the layers of each virtual stage."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def _units_besides_layers(draft: Draft) -> int:
+    parallel = draft.config.parallel
+    return parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+
+
+def _besides(draft: Draft) -> str:
+    parallel = draft.config.parallel
+    names = {
+        "embedding": parallel.account_for_embedding_in_pipeline_split,
+        "loss": parallel.account_for_loss_in_pipeline_split,
+    }
+    counted = " and ".join(name for name, is_counted in names.items() if is_counted)
+    return f" with the {counted} as layers" if counted else ""
+
+
+def _fewer_stages(draft: Draft, fits: Callable[[int], bool]) -> str | None:
+    """Return the remedy of fewer pipeline ranks that fit; None: even one does not."""
+    path, pp = "parallel.pipeline_model_parallel_size", draft.config.parallel.pipeline_model_parallel_size
+    sizes = [{path: ranks} for ranks in range(pp - 1, 0, -1) if fits(ranks)]
+    return use(draft, sizes) if sizes else None
+
+
+def _number_of_stages(draft: Draft, chunks: int) -> str:
+    text = f"--pipeline-model-parallel-size {draft.config.parallel.pipeline_model_parallel_size}"
+    return text if chunks == 1 else f"{text} * {chunks} model chunks"

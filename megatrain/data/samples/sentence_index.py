@@ -1,0 +1,202 @@
+"""Build the index of samples of sentences: which sentences of which document sample k consists of.
+
+    documents x epochs -> each cut into runs of sentences that reach a target length -> shuffled
+
+A dataset holds whole epochs. Targets are drawn from one generator, in the order of documents; with short sequences, one in
+1 / p is shorter than the longest.
+
+Source: Megatron-LM, core/datasets/helpers.cpp (build_mapping).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.config.errors import ConfigError
+from megatrain.data.samples.index_cache import digest
+from megatrain.data.samples.mersenne import shuffled_by_64, words_32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatrain.data.samples.index_cache import IndexCache
+
+Integers = npt.NDArray[np.integer[Any]]
+
+LONG_SENTENCE: Final = 512
+"""Documents of several sentences with a longer one are left out."""
+BLOCK_SENTENCES: Final = 1 << 20
+"""Sentences that are cut at once: bounds the scratch memory of building an index."""
+_FORMAT: Final = 1
+"""Version of the arrays of a cached index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceOrder:
+    """What determines the samples of a corpus, apart from the corpus."""
+
+    max_tokens: int
+    """Longest target of a sample, without special tokens."""
+    min_sentences: int
+    """Sentences of a sample: 2 for the task of sentence order."""
+    short_probability: float
+    """Probability of a target that is shorter than `max_tokens`."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class SentenceIndex:
+    """The samples of a split, over all its epochs."""
+
+    samples: Integers
+    """First sentence, end of the sentences, and target length in tokens, of each sample in shuffled order: [samples, 3]."""
+    num_epochs: int
+
+    def __len__(self) -> int:
+        """Return the samples of all epochs: at least as many as were requested."""
+        return len(self.samples)
+
+
+def build_sentence_index(
+    lengths: Integers,
+    boundaries: Integers,
+    part: range,
+    order: SentenceOrder,
+    *,
+    num_samples: int | None,
+    cache: IndexCache | None = None,
+) -> SentenceIndex:
+    """Build the index of one split.
+
+    Args:
+        lengths: tokens of every sentence of the dataset, [n].
+        boundaries: first sentence of every document, and n, [documents + 1].
+        part: the documents of this split, ascending.
+        order: how samples are drawn.
+        num_samples: requested samples, rounded up to whole epochs; None: one epoch.
+        cache: reads the index if it is cached, and stores it if it is large.
+
+    Raises:
+        ConfigError: no document gives a sample.
+    """
+
+    def build() -> dict[str, Integers]:
+        blocks = []
+        count = num_epochs = 0
+        targets = _targets(order)
+        while num_epochs == 0 if num_samples is None else count < num_samples:
+            of_epoch = list(_cut(lengths, boundaries, part, order.min_sentences, targets))
+            if not sum(map(len, of_epoch)):
+                raise _no_samples(boundaries, part, order.min_sentences)
+            blocks += of_epoch
+            count += sum(map(len, of_epoch))
+            num_epochs += 1
+        dtype = np.dtype(np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.uint64)
+        rows = np.concatenate(blocks).astype(dtype) if blocks else np.empty((0, 3), dtype)
+        return {
+            "samples": rows[shuffled_by_64(len(rows), order.seed + 1)],
+            "epochs": np.array([num_epochs]),
+        }
+
+    sentences = slice(*(int(boundaries[document]) for document in (part.start, part.stop)))
+    if cache is None or not cache.should_cache(max(num_samples or 0, sentences.stop - sentences.start)):
+        arrays = build()
+    else:
+        key = {
+            "lengths": digest(lengths[sentences]),
+            "boundaries": digest(boundaries[part.start : part.stop + 1]),
+            "documents": [part.start, part.stop],
+            "samples": num_samples,
+            "format": _FORMAT,
+            **vars(order),
+        }
+        arrays = cache.get_or_build("sentences", key, build)
+    return SentenceIndex(arrays["samples"], int(arrays["epochs"][0]))
+
+
+def _targets(order: SentenceOrder) -> Iterator[int]:
+    """Return the target lengths in the order in which they are drawn, without end."""
+    longest = order.max_tokens
+    if not order.short_probability:
+        return itertools.repeat(longest)
+    ratio = int(1 / order.short_probability + 0.5)
+
+    def blocks() -> Iterator[list[int]]:
+        for words in words_32(order.seed):
+            targets: list[int] = np.where(words % ratio, longest, 2 + words % (longest - 1)).tolist()
+            yield targets
+
+    return itertools.chain.from_iterable(blocks())
+
+
+def _cut(
+    lengths: Integers, boundaries: Integers, part: range, least: int, targets: Iterator[int]
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the rows of one epoch, [samples, 3], a block of documents at a time.
+
+    A sample ends where it has its target and `least` sentences, if more than one sentence is left; the last one of a document
+    takes the rest. A target is drawn when a document begins, and after each sample.
+    """
+    for documents in _blocks(boundaries, part):
+        borders = boundaries[documents.start : documents.stop + 1]
+        start = int(borders[0])
+        sizes = lengths[start : int(borders[-1])]
+        totals: list[int] = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).tolist()
+        used = _is_used(sizes, borders - start, least)
+        rows: list[int] = []
+        for first, end in zip(
+            (borders[:-1][used] - start).tolist(), (borders[1:][used] - start).tolist(), strict=True
+        ):
+            target = next(targets)
+            while first < end:
+                close = bisect_left(totals, totals[first] + target, first + least, end)
+                if close > end - 2:
+                    close = end
+                rows += (first, close, target)
+                target = next(targets)
+                first = close
+        found = np.array(rows, np.int64).reshape(-1, 3)
+        found[:, :2] += start
+        yield found
+
+
+def _blocks(boundaries: Integers, part: range) -> Iterator[range]:
+    """Yield the documents of a split in blocks of about BLOCK_SENTENCES sentences."""
+    start = part.start
+    while start < part.stop:
+        end = int(np.searchsorted(boundaries, int(boundaries[start]) + BLOCK_SENTENCES, side="right")) - 1
+        end = min(max(end, start + 1), part.stop)
+        yield range(start, end)
+        start = end
+
+
+def _is_used(sizes: Integers, borders: Integers, least: int) -> npt.NDArray[np.bool_]:
+    """Return which documents give samples: those with `least` sentences, and no long one among several."""
+    counts = np.diff(borders)
+    long_before = np.concatenate(([0], np.cumsum(sizes > LONG_SENTENCE)))
+    used: npt.NDArray[np.bool_] = (counts >= max(least, 1)) & (
+        (counts == 1) | ~np.diff(long_before[borders]).astype(bool)
+    )
+    return used
+
+
+def _no_samples(boundaries: Integers, part: range, least: int) -> ConfigError:
+    counts = np.diff(boundaries[part.start : part.stop + 1])
+    short = int(np.count_nonzero(counts < least))
+    problem = (
+        f"documents {part.start} to {part.stop} (excluded) give no sample: of {len(part)}, {short} have fewer than {least}"
+        f" sentence{'s' * (least > 1)}, {len(part) - short} have a sentence of more than {LONG_SENTENCE} tokens among several"
+    )
+    if least > 1 and short and counts.max() == 1:
+        return ConfigError(
+            f"{problem}: the data is not split into sentences",
+            fix="make it again with preprocess_data.py --split-sentences and give the prefix that ends in _sentence, or add"
+            " --bert-no-binary-head",
+        )
+    return ConfigError(problem, fix="use other data, or a larger share in --split")

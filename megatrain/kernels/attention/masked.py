@@ -1,0 +1,58 @@
+"""Attention with a mask of keys and a bias of scores, for any numbers of queries and keys, differentiated by torch.
+
+Shapes: q and the result [sq, b, n, d], k and v [sk, b, g, d]. Every query has a key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.attention.torch_sdpa import sdpa
+from megatrain.kernels.dtypes import accumulation_dtype
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Compute attention by torch's SDPA.
+
+    Args:
+        mask: True where a query attends to a key, bool, expands to [b, n, sq, sk]; None: everywhere.
+        bias: added to scaled scores, expands to the same; None: none.
+    """
+    if mask is None:
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+    if bias is not None:
+        mask = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    backend = "sdpa" if bias is None else "biased"
+    return sdpa(q, k, v, backend, scale=scale, mask=mask.expand(-1, -1, q.shape[0], k.shape[0]))
+
+
+def eager_masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute the same with all scores in memory, in the accumulation dtype; the reference.
+
+    Args:
+        kept: factor of each probability, [b, n, sq, sk]: 0 where dropout drops it; None: no dropout.
+    """
+    kind, copies = accumulation_dtype(q.dtype), q.shape[2] // k.shape[2]
+    queries, keys, values = (x.permute(1, 2, 0, 3).to(kind) for x in (q, k, v))  # [b, n, s, d]
+    keys, values = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (keys, values))
+    scores = (queries * scale) @ keys.mT
+    if bias is not None:
+        scores = scores + bias.to(kind)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    probs = scores.softmax(-1)
+    if kept is not None:
+        probs = probs * kept.to(kind)
+    return (probs @ values).permute(2, 0, 1, 3).to(q.dtype)

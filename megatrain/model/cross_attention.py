@@ -1,0 +1,70 @@
+"""Cross-attention: queries of the residual stream, keys and values of the memory, the output of another stack."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
+from megatrain.model import functions
+from megatrain.model.layer import TransformerLayer, branch_output
+from megatrain.model.layer_context import LayerContext
+from megatrain.model.masked_attention import MaskedAttention
+from megatrain.model.recompute import RecomputedModule
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.tensor_parallel import TensorParallel
+
+
+class CrossAttention(nn.Module):
+    """Attention over this rank's heads, from the norm to the output of the branch."""
+
+    def __init__(self, spec: CrossAttentionSpec, context: LayerContext) -> None:
+        super().__init__()
+        self.spec = spec
+        linears = context.linears(spec)
+        self.q = context.column_linear(linears["q"], context.branch_norm(spec), has_bias=spec.has_qkv_bias)
+        self.kv = context.column_linear(linears["k"], None, has_bias=spec.has_qkv_bias, keeps_norm=True)
+        core = MaskedAttention(spec, context)
+        self.core = RecomputedModule(core) if context.recompute.has_part("core_attn") else core
+        self.proj = context.row_linear(linears["proj"], has_bias=spec.has_bias)
+        self.output = branch_output(spec, context)
+
+    def forward(
+        self, residual: Tensor, delta: Tensor | None, memory: Tensor, info: PassInfo
+    ) -> tuple[Tensor, Tensor]:
+        """Like the branches of `parts.py`, with the memory [s_memory/tp, b, h]."""
+        residual, q = self.q(residual, delta, info)
+        _, kv = self.kv(memory, None, info)
+        kv = kv.unflatten(-1, (-1, self.spec.head_dim))  # the heads of keys, then those of values
+        k, v = functions.split_heads(kv, [kv.shape[2] // 2] * 2)
+        heads = self.core(q.unflatten(-1, (-1, self.spec.head_dim)), k, v, info)
+        return residual, self.output(self.proj(heads, info), info)
+
+
+class LayerWithMemory(TransformerLayer):
+    """A layer of a stack that reads the output of another one, which travels with the stream.
+
+    [(s + s_memory)/tp, b, h] -> the same: first this rank's rows of the residual stream, then those of the memory.
+    """
+
+    def __init__(self, branches: list[nn.Module], tp: TensorParallel) -> None:
+        super().__init__(branches)
+        self.tp = tp
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+        residual, memory = split_memory(hidden, batch, self.tp)
+        delta: Tensor | None = None
+        for branch in self.branches:
+            if isinstance(branch, CrossAttention):
+                residual, delta = branch(residual, delta, memory, info)
+            else:
+                residual, delta = branch(residual, delta, info)
+        return torch.cat((residual if delta is None else residual + delta, memory))
+
+
+def split_memory(hidden: Tensor, batch: Batch, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of the residual stream, and of the memory."""
+    assert batch.encoder is not None, "the batch of a model with an encoder and a decoder"
+    rows = tp.sequence_rows(batch.encoder.tokens.shape[1])
+    stream, memory = hidden.split([hidden.shape[0] - rows, rows])
+    return stream, memory

@@ -1,0 +1,59 @@
+"""Rules about families of models: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+
+BERT = "--model-family bert"
+T5 = "--model-family t5 --decoder-seq-length 32"
+LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings"
+RELATIVE = "--position-embedding-type relative"
+
+CASES = {
+    "families_have_their_own_samples": [
+        (f"{BERT} --window-size 8,0", "", None, (BERT, "--window-size"), ("remove --window-size",)),
+        (f"{T5} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
+        (f"{T5} --use-parallel-residual", "", None, ("--use-parallel-residual",), ("remove --use-parallel-residual",)),
+        (f"{BERT} --softmax-type learnable", "", None, ("--softmax-type learnable",), ("remove --softmax-type learnable",)),
+        (f"{BERT} --calculate-per-token-loss", "", None,
+         (BERT, "--calculate-per-token-loss"), ("remove --calculate-per-token-loss",)),
+    ],
+    "context_ranks_have_no_padding": [
+        (f"{BERT} --context-parallel-size 2", "", Facts(world_size=2),
+         ("--context-parallel-size 2", BERT), ("--context-parallel-size 1",)),
+    ],
+    "decoder_has_a_length": [
+        ("--model-family t5", "", None, ("--decoder-seq-length",), ("--decoder-seq-length 32",)),
+        ("--model-family t5 --decoder-seq-length 33 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),
+         ("--decoder-seq-length 33", "--tensor-model-parallel-size 2"), ("--decoder-seq-length 34", "--sequence-parallel")),
+        (f"--model-family t5 --decoder-seq-length 200 {LEARNED} 128", "position-embedding-type", None,
+         ("--decoder-seq-length 200", "--max-position-embeddings 128"), ("--max-position-embeddings 200",)),
+    ],
+    "stacks_are_equally_deep": [
+        (f"{T5} --decoder-num-layers 6", "", None,
+         ("--decoder-num-layers 6", "--encoder-num-layers 4"), ("--decoder-num-layers 4", "--encoder-num-layers")),
+    ],
+    "cross_attention_has_all_heads": [
+        (f"{T5} --group-query-attention --num-query-groups 2", "", None,
+         ("--num-query-groups 2", "cross-attention"), ("remove --group-query-attention",)),
+        (f"{T5} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", Facts(world_size=2),
+         ("--tp-comm-overlap",), ("remove --tp-comm-overlap",)),
+    ],
+    "relative_positions_are_of_t5": [
+        (RELATIVE, "position-embedding-type", None, (RELATIVE, "gpt"), ("rope", "--model-family t5")),
+        (f"{T5} {RELATIVE} --relative-attention-max-distance 16", "position-embedding-type", None,
+         ("--relative-attention-max-distance 16", "--relative-attention-num-buckets 32"), ("--relative-attention-max-distance 17",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+@pytest.mark.parametrize("flags", [BERT, f"{BERT} --bert-no-binary-head", T5, f"{T5} --decoder-num-layers 4"])
+def test_families_resolve(problems_of, flags):
+    assert problems_of(flags) == []
