@@ -13,12 +13,11 @@ import torch
 from megatrain.config import parse
 from megatrain.parallel.batch import Batch
 from megatrain.training.build import build_schedules
-from megatrain.training.checkpoints import resume_run
+from megatrain.training.checkpoints import Progress, resume_run
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import evaluate
 from megatrain.training.launch.ranks import Ranks, joined_ranks, report_errors
 from megatrain.training.losses import mean_losses
-from megatrain.training.progress import Progress
 from megatrain.training.saving import RunSaves
 
 FLAGS = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import StoredTensor
-from megatrain.checkpoint.reader import CheckpointSource, TensorReader
+from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
 from megatrain.parallel.initialize import InitialWeights
@@ -46,7 +46,7 @@ class Adaptation:
     def source(self, source: CheckpointSource) -> AdaptedSource | UpcycledSource:
         """Return the source of the run's weights."""
         adapted = AdaptedSource(source, self)
-        return adapted if self.upcycling is None else UpcycledSource(adapted, self.upcycling)
+        return adapted if self.upcycling is None else UpcycledSource(adapted, source.reader, self.upcycling)
 
     def origin(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> Piece | None:
         """Return the checkpoint's tensor with the values of a piece that is not upcycled; None: its values are 0."""
@@ -72,14 +72,9 @@ class AdaptedSource:
     source: CheckpointSource
     adaptation: Adaptation
 
-    @property
-    def reader(self) -> TensorReader:
-        """The reader of the checkpoint."""
-        return self.source.reader
-
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
         """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
-        piece = self.adaptation.origin(box.piece, self.reader.manifest.tensors)
+        piece = self.adaptation.origin(box.piece, self.source.reader.manifest.tensors)
         if piece is None:
             out.zero_()
             return

@@ -25,7 +25,7 @@ CRC32_OF_ZEROS: Final = zlib.crc32(bytes(NUM_SUMS * _WORD.itemsize))
 
 
 def checksum_of_sums(block: memoryview) -> int:
-    """Return the crc32 of 1023 sums modulo 2^64, little-endian: the i-th is that of the words i, i + 1023, i + 2046, ...
+    """Return the crc32 of 1023 sums modulo 2^64, little-endian: the i-th sums the words i, i + 1023, i + 2046, ...
 
     The block is padded with zeros to whole words.
     """
@@ -44,7 +44,7 @@ def checksum_of_sums(block: memoryview) -> int:
 def crc32_of_bits() -> NDArray[np.uint32]:
     """Return what each bit of the sums adds to the crc32, uint32 [64, 1023]: bit b of sum i is in row b.
 
-    The crc32 of the sums is that of zeros, exclusive or the constants of all bits that are set.
+    The crc32 of the sums is the crc32 of zeros, exclusive or the constants of all bits that are set.
     """
     of_zero = zlib.crc32(bytes(1))
     table = np.array([zlib.crc32(bytes([byte])) ^ of_zero for byte in range(256)], np.uint32)

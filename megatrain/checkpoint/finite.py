@@ -45,7 +45,7 @@ def check_finite(parts: Iterable[tuple[str, str, Tensor]]) -> None:
 
 
 def check_finite_values(value: Any, name: str) -> None:
-    """Check the numbers in JSON values, such as the biases of experts; `name` is that of the value in the message.
+    """Check the numbers in JSON values, such as the biases of experts; `name` names the value in the message.
 
     Raises:
         NotFiniteStateError: one is infinite or NaN.

@@ -8,7 +8,7 @@
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
 `checksums` has eight hexadecimal digits for each block of `block_bytes` of the chunk (block_checksums.py). In version 2 these are
-`crc32s` of the blocks; in version 1, `crc32` is that of the whole chunk.
+`crc32s` of the blocks; in version 1, `crc32` is the checksum of the whole chunk.
 A manifest is untrusted input: every value is checked, and no file name leads out of the folder.
 """
 
@@ -97,7 +97,7 @@ class Manifest:
     consumed_train_samples: int
     optimizer_step_count: int
     state: Mapping[str, Any]
-    """JSON values that the caller of `save_checkpoint` stores."""
+    """JSON values that the run stores, besides tensors and its configuration."""
     config: Mapping[str, Any]
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]
@@ -195,7 +195,7 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return why the boxes do not cover each element of the shape exactly once, or None if they do.
 
     The corners of a box, with signs that alternate along each edge, are the mixed derivative of its indicator function. So the
-    boxes tile the shape exactly if their signed corners sum to those of the shape; time is linear in the number of boxes.
+    boxes tile the shape exactly if their signed corners sum to the corners of the shape; time is linear in the number of boxes.
     """
     covered = sum(math.prod(box_shape(box)) for box in boxes)
     if covered != math.prod(shape):

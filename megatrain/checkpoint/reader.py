@@ -10,7 +10,6 @@ about 64 MiB; for a GPU, two on the host and two there: a thread reads the next 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import queue
@@ -38,7 +37,6 @@ from megatrain.parallel.layout import (
     box_shape,
     intersect,
     slices_within,
-    whole_box,
 )
 
 _MAX_THREADS = 8
@@ -60,6 +58,18 @@ class TensorReader(Protocol):
         Raises:
             MismatchError: there is no such tensor, or it has another shape.
         """
+        found, fix = self.manifest.tensors.get(name), "load it into the model that it was saved from"
+        if found is None:
+            raise MismatchError(f"{self.path}: has no tensor {name}", fix=fix)
+        if found.shape != shape:
+            raise MismatchError(
+                f"{self.path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}", fix=fix
+            )
+        if kind not in found.kinds:
+            raise MismatchError(
+                f"{self.path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
+            )
+        return found.kinds[kind]
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -73,7 +83,8 @@ class TensorReader(Protocol):
         return
 
     def close(self) -> None:
-        """Release files and threads."""
+        """Release files and threads; here there are none."""
+        return
 
 
 class CheckpointReader(TensorReader):
@@ -122,10 +133,6 @@ class CheckpointReader(TensorReader):
             self._close_files()
             if self._hold is not None:
                 self._hold.close()
-
-    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-        """Return the chunks of one kind of state of a tensor."""
-        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype; the caller's stream sees it from here on."""
@@ -205,7 +212,7 @@ class CheckpointReader(TensorReader):
         ).view(box_shape(part))
 
     def _wait_for_lanes(self) -> list[list[ReadBuffer]]:
-        """Let the caller's stream wait for those of the lanes; return the buffers of each device."""
+        """Let the caller's stream wait for the streams of the lanes; return the buffers of each device."""
         found = []
         for device, lanes in self._lanes.items():
             found.append(buffers := list[ReadBuffer]())
@@ -291,27 +298,6 @@ def checks_on_gpu(device: torch.device, blocks: BlockFormat) -> bool:
     return device.type == "cuda" and blocks == BLOCKS
 
 
-def stored_kind(reader: TensorReader, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-    """Return one kind of state of a tensor by the manifest.
-
-    Raises:
-        MismatchError: there is none, or the tensor has another shape.
-    """
-    path, found = reader.path, reader.manifest.tensors.get(name)
-    fix = "load it into the model that it was saved from"
-    if found is None:
-        raise MismatchError(f"{path}: has no tensor {name}", fix=fix)
-    if found.shape != shape:
-        raise MismatchError(
-            f"{path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}", fix=fix
-        )
-    if kind not in found.kinds:
-        raise MismatchError(
-            f"{path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
-        )
-    return found.kinds[kind]
-
-
 def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list[str]:
     """Return all problems of a checkpoint, each with its file; every byte is read. `progress` gets the bytes of each chunk."""
     try:
@@ -346,23 +332,6 @@ def find_damage(
                 except DamagedError as error:
                     yield chunk.file, error.problems[0].text
                 progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)
-
-
-def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
-    """Return the SHA-256 of each tensor's data of this kind, in row-major order: independent of the layout that wrote it.
-
-    One tensor is in memory at a time.
-    """
-    hashes: dict[str, str] = {}
-    with CheckpointReader(path) as reader:
-        for name, tensor in sorted(reader.manifest.tensors.items()):
-            if kind not in tensor.kinds:
-                continue
-            stored = tensor.kinds[kind]
-            values = torch.empty(tensor.shape, dtype=DTYPES[stored.dtype])
-            reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
-            hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
-    return hashes
 
 
 def _parts_to_read(chunk: Box, box: Box, max_elements: int) -> Iterator[tuple[Box, Box]]:

@@ -48,56 +48,6 @@ _FILES_AT_A_TIME = 2
 """Files that a rank writes at the same time while training waits."""
 
 
-def save_checkpoint(
-    folder: Path,
-    *,
-    iteration: int,
-    consumed_train_samples: int,
-    optimizer: ShardedOptimizer,
-    grid: RankGrid,
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
-    disk: Disk | None = None,
-    with_optimizer: bool = True,
-    verifies: bool = False,
-) -> Path:
-    """Write the checkpoint of this iteration. All ranks call it and return once it is committed.
-
-    Args:
-        folder: folder on storage that all ranks share; created if missing.
-        state, config: JSON values; those of rank 0 are stored.
-        disk: writes the files.
-        with_optimizer: also write optimizer state.
-        verifies: read every file again after it is written.
-
-    Returns:
-        The committed folder.
-
-    Raises:
-        CheckpointError: on all ranks; older checkpoints are intact.
-    """
-    writer = DirectWriter(
-        optimizer,
-        grid,
-        optimizer.kinds if with_optimizer else (WEIGHT,),
-        disk=disk,
-        verifies=verifies,
-    )
-    writer.begin(
-        Save(
-            folder,
-            iteration=iteration,
-            consumed_train_samples=consumed_train_samples,
-            optimizer_step_count=optimizer.step_count,
-            grid=grid,
-            state=state,
-            config=config,
-            disk=disk,
-        )
-    )
-    return writer.commit()
-
-
 class DirectWriter:
     """Writes a rank's shards from where they are, while training waits. `BackgroundWriter` has the same methods.
 
@@ -151,8 +101,9 @@ class Save:
     """One save, in two steps that all ranks make together; between them every rank writes its shards to `temporary`.
 
     Args:
-        folder, iteration, consumed_train_samples, grid, state, config: as for `save_checkpoint`.
+        folder: folder on storage that all ranks share; created if missing.
         optimizer_step_count: of the state that is saved.
+        state, config: JSON values; the values of rank 0 are stored.
         disk: of rank 0: creates the folder and commits.
     """
 

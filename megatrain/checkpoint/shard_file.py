@@ -45,7 +45,7 @@ class WrittenFile:
     num_bytes: int
     header_crc32: int
     checksums: list[str]
-    """For each chunk (or piece), those of its blocks, as `BlockFormat.checksums` returns them."""
+    """For each chunk (or piece), the checksums of its blocks, as `BlockFormat.checksums` returns them."""
 
 
 def write_shard_file(

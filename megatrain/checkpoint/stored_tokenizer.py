@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, compared with that of the training run, and the tokens that end a text."""
+"""The tokenizer of a checkpoint, compared with the tokenizer of the training run, and the tokens that end a text."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.optim.sharded import TensorSource
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, Piece
 
@@ -29,7 +29,7 @@ _WITHOUT_ORIGIN = re.compile(r".*\.mlp\.(router|shared|shared_gate)\..*")
 
 @dataclass(frozen=True)
 class Upcycling:
-    """Relation of the tensors of a model with experts to those of a dense model."""
+    """Relation of the tensors of a model with experts to the tensors of a dense model."""
 
     granularity: int
     """Experts that a copy of the MLP is cut into."""
@@ -67,29 +67,21 @@ class Upcycling:
         return None if found is None else found.piece
 
 
-class DenseSource(Protocol):
-    """A TensorSource: the weights of the dense model."""
-
-    @property
-    def reader(self) -> TensorReader:
-        """The reader of its checkpoint."""
-
-    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
-
-
 @dataclass(frozen=True)
 class UpcycledSource:
     """A TensorSource: the weights of a model with experts."""
 
-    dense: DenseSource
+    dense: TensorSource
+    """The weights of the dense model."""
+    reader: TensorReader
+    """The reader of its checkpoint."""
     upcycling: Upcycling
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
         origin, initial = self.upcycling.origin(box.piece, box.box), InitialWeights(self.upcycling.seed)
         if origin is not None:
             self.dense.fill(out, layout, origin)
-            self.dense.reader.finish()
+            self.reader.finish()
             out.mul_(self.upcycling.factor(box.piece.name))
         elif ".mlp.router." in box.piece.name:
             first, stop = box.box[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from megatrain.config.derive.custom_layers import CustomLayers
+from megatrain.config.derive.custom_layers import Layers
 from megatrain.config.errors import Problem
 
 
@@ -175,12 +175,10 @@ class Facts:
     """Settings that the run takes from a config.json (--from-hf), by path."""
     described_by: str = ""
     """That file."""
-    custom_layers: CustomLayers | None = None
-    """The custom layers of --spec."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files of the user's functions, by the setting that names the function."""
-    lr_decay_digest: str | None = None
-    """Digest of the file that --lr-decay-style names."""
+    custom_layers: Layers | None = field(default=None, compare=False)
+    """The function of --spec, which each rank loads from its own file."""
     layers_config: str | None = None
     """Contents of the file of --heterogeneous-layers-config-path."""
     module_precision: str | None = None
@@ -196,8 +194,7 @@ class Facts:
 
     def to_json(self) -> str:
         """Return all facts, without the function of --spec: each rank loads its own."""
-        values = dataclasses.asdict(dataclasses.replace(self, custom_layers=None))
-        return json.dumps({**values, "custom_layers": self.custom_layers and self.custom_layers.digest})
+        return json.dumps(dataclasses.asdict(dataclasses.replace(self, custom_layers=None)))
 
     @classmethod
     def from_json(cls, text: str) -> Facts:
@@ -207,8 +204,6 @@ class Facts:
             stored["sources"], stored["started"] = tuple(stored["sources"]), tuple(stored["started"])
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
-        digest = values["custom_layers"]
-        values["custom_layers"] = None if digest is None else CustomLayers(digest, None)
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         if values["device_capability"] is not None:
             values["device_capability"] = tuple(values["device_capability"])

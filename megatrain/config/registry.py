@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
@@ -62,7 +62,7 @@ class Unproven(Registered[Notes]):
 
 
 rule, note, unproven = Rule, Note, Unproven
-AnyRegistered = TypeVar("AnyRegistered", bound=Registered[object])
+AnyRegistered = TypeVar("AnyRegistered", bound=Registered[Any])
 
 
 def derives(path: str) -> Callable[[Callable[[Draft], DerivedValue]], Derivation]:

@@ -36,7 +36,6 @@ from megatrain.config.subjects import (
     families,
     fp8,
     layers,
-    masked_samples,
     model,
     model_spec,
     pipeline,
@@ -48,7 +47,7 @@ from megatrain.config.subjects import (
 )
 
 _SUBJECTS: Final = (
-    device, attention, model, data, masked_samples, model_spec, layers, pipeline, ranks, context_parallel, fp8,
+    device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,
     transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""

@@ -1,6 +1,9 @@
 """A function or class in a file of the user's own, named by a flag: `--spec my_layers.py:my_spec`.
 
-The digest of the file is compared before the file is run: with that of the checkpoint, and with that of rank 0.
+    a checkpoint, or --spec-digest ──> `digest`, on rank 0 ──> Facts.digests ──> `load`, on every rank
+
+The digest of the file is compared before the file is run: with that of the checkpoint, and with that of rank 0. The bytes that
+run are those whose digest was compared, never a compiled copy, which may be of an older file.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from typing import Any, Final
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Config, flag_of
 
-USER_FUNCTIONS: Final = ("data.dataset", "training.loss", "logging.callbacks")
+USER_FUNCTIONS: Final = ("model.spec", "data.dataset", "training.loss", "logging.callbacks")
 """Settings that name a function or a class. The digest of its file is in the setting of the same name with `_digest`."""
+LR_FUNCTION: Final = "schedule.lr_decay_style"
+"""The setting that may name a function too. Its digest is stored with the schedules (`ScheduleValues`)."""
 
 
 @dataclass(frozen=True)
@@ -50,46 +55,78 @@ class UserFunction:
         module, _, name = words[0].rpartition(":") if len(words) == 1 else " : ".join(words).partition(" : ")
         return cls(module, name, flag) if module and name.isidentifier() else None
 
-    def digest(self) -> str:
-        """Return the digest of the file, which is not run. Raises ConfigError."""
-        try:
-            return _digest(_file_of(self.module).read_bytes())
-        except (OSError, ImportError) as error:
-            raise self._not_imported(f"{type(error).__name__}: {error}") from error
+    def digest(
+        self,
+        *,
+        given: str | None = None,
+        stored: str | None = None,
+        before: UserFunction | None = None,
+        flag: str = "",
+    ) -> str:
+        """Return the digest of the file, which is not run.
 
-    def require_digest(self, expected: str | None) -> None:
-        """Compare this rank's file with that of the plan. Raises ConfigError."""
-        found = self.digest()
-        if found != expected:
-            raise ConfigError(
-                f"{self.flag} {self}: this rank's file has digest {found}, the plan has {expected}",
-                fix="let all ranks read the same file, and do not change it during the start",
-            )
-
-    def load(self) -> Callable[..., Any]:
-        """Run the file, once a process while it does not change, and return the function.
+        Args:
+            given: the digest that a setting asks for.
+            stored, before: without it, the digest and the function of the checkpoint that the run continues.
+            flag: the flag, with {digest}, that accepts another file.
 
         Raises:
-            ConfigError: the file cannot be imported, or has no such function.
+            ConfigError: the file cannot be read, or is not the one that is asked for.
         """
+        digest, consent = _digest(self._read()), "add " + flag
+        if given is None and before is not None and before.name != self.name:
+            raise ConfigError(
+                f"{self.flag} {self}: the checkpoint is of another function, {before}",
+                fix=f"use that function, or {consent.format(digest=digest)} to run this one",
+            )
+        expected = stored if given is None else given
+        if expected not in (None, digest):
+            source = "that of the checkpoint" if given is None else flag.split(maxsplit=1)[0]
+            raise ConfigError(
+                f"{self.flag} {self}: the file has changed, its digest is {digest}, and {source} is {expected}",
+                fix=f"use the file of that run, or {consent.format(digest=digest)} to run the changed file",
+            )
+        return digest
+
+    def load(self, digest: str | None = None) -> Callable[..., Any]:
+        """Run the file, once a process while it does not change, and return the function.
+
+        Args:
+            digest: of the file that the plan has; None: of any.
+
+        Raises:
+            ConfigError: the file has another digest, cannot be imported, or has no such function.
+        """
+        text = self._read()
+        if digest not in (None, found := _digest(text)):
+            raise ConfigError(
+                f"{self.flag} {self}: this rank's file has digest {found}, the plan has {digest}",
+                fix="let all ranks read the same file, and do not change it during the start",
+            )
         try:
             is_file = self.module.endswith(".py")
-            module = _run_file(Path(self.module)) if is_file else importlib.import_module(self.module)
+            module = _run_file(Path(self.module), text) if is_file else _run_module(self.module, text)
         except Exception as error:
             raise self._not_imported(self.where(error)) from error
-        found = getattr(module, self.name, None)
-        if not callable(found):
+        function = getattr(module, self.name, None)
+        if not callable(function):
             raise ConfigError(
                 f"{self.flag} {self}: {self.module} has no function {self.name}",
                 fix="name a function of that module",
             )
-        return found  # type: ignore[no-any-return]
+        return function  # type: ignore[no-any-return]
 
     def failure(self, error: Exception) -> ConfigError:
         """Return the error that the user's code raised, with its file and line."""
         return ConfigError(
             f"{self.flag} {self}: {self.where(error)}", fix="correct the function at that line"
         )
+
+    def _read(self) -> bytes:
+        try:
+            return _file_of(self.module).read_bytes()
+        except (OSError, ImportError) as error:
+            raise self._not_imported(f"{type(error).__name__}: {error}") from error
 
     def _not_imported(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -98,19 +135,29 @@ class UserFunction:
         )
 
     def where(self, error: Exception) -> str:
-        """Return the error with the last line of the user's file that led to it, or else the line that raised it."""
-        if isinstance(error, SyntaxError) and error.lineno is not None:
-            return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-        frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(sys.modules.get(self.module), "__file__", None) or self.module
-        last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-        return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        """Return the error with the line of the user's file that led to it."""
+        return describe_line(error, str(_file_of(self.module)))
+
+
+def describe_line(error: Exception, file: str) -> str:
+    """Return the error with the last line of a file that led to it, or else, as for wrong arguments, with the file."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames, path = traceback.extract_tb(error.__traceback__), Path(file).resolve()
+    lines = [f"{file}:{frame.lineno}" for frame in frames if Path(frame.filename).resolve() == path]
+    return f"{type(error).__name__}: {error} ({[file, *lines][-1]})"
 
 
 def user_function(config: Config, setting: str) -> UserFunction | None:
-    """Return the function that one of `USER_FUNCTIONS` names; None: it names none."""
-    text = config.get(setting)
-    return None if text is None else UserFunction.parse(text, flag_of(setting))
+    """Return the function that a setting names; None: it names none."""
+    return function_of(setting, config.get(setting))
+
+
+def function_of(setting: str, words: str | Sequence[str] | None) -> UserFunction | None:
+    """Return the function that the words of a setting name; None: they name none, or layers of Megatron-LM."""
+    function = UserFunction.parse(words, flag_of(setting)) if words else None
+    is_megatron = function is not None and setting == "model.spec" and function.module.startswith("megatron.")
+    return None if is_megatron else function
 
 
 def _file_of(module: str) -> Path:
@@ -120,8 +167,7 @@ def _file_of(module: str) -> Path:
     name, folders, file = "", None, None
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
-        found = (finder.find_spec(name, folders) for finder in sys.meta_path)
-        spec = next((one for one in found if one is not None), None)
+        spec = _spec_of(name, folders)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
         folders, file = spec.submodule_search_locations, spec.origin
@@ -130,9 +176,28 @@ def _file_of(module: str) -> Path:
     return Path(file)
 
 
-def _run_file(path: Path) -> ModuleType:
-    """Run the bytes of a file as a module, so that the code that runs has the digest that was compared."""
-    text = path.read_bytes()
+def _spec_of(name: str, folders: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    finders = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+    found = (finder.find_spec(name, folders) for finder in finders)
+    return next((one for one in found if one is not None), None)
+
+
+def _run_module(name: str, text: bytes) -> ModuleType:
+    """Import a module from these bytes. A module that was imported from elsewhere is imported again."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded.__loader__, "text", None) == text:
+        return loaded
+    sys.modules.pop(name, None)
+    finder = _Finder(name, text)
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module(name)  # the package of the module may import it too
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def _run_file(path: Path, text: bytes) -> ModuleType:
+    """Run the bytes of a file as a module."""
     name = f"{path.stem}_{_digest(str(path.resolve()).encode() + text)}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path), text))
@@ -146,6 +211,31 @@ def _run_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Finds a module whose source is these bytes."""
+
+    name: str
+    text: bytes
+
+    def find_spec(
+        self,
+        name: str,
+        folders: Sequence[str] | None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how to load the module; None: it is another one, or not of Python's source."""
+        spec = _spec_of(name, folders) if name == self.name else None
+        if (
+            spec is None
+            or spec.origin is None
+            or not isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        ):
+            return None
+        spec.loader = _Loader(name, spec.origin, self.text)
+        return spec
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

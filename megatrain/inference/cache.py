@@ -121,7 +121,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Extent:
-    """New tokens of one sequence in a pass, and its rows in a space, which end with those of the new tokens."""
+    """New tokens of one sequence in a pass, and its rows in a space, which end with the rows of the new tokens."""
 
     first_token: int
     num_tokens: int
@@ -147,7 +147,7 @@ class Cache:
         self.num_rows = {
             space: plan.num_sequences * plan.rows_of(space, plan.max_tokens) for space in plan.spaces
         }
-        # The last row is that of slots without a sequence, in passes with a fixed number of slots.
+        # The last row serves slots without a sequence, in passes with a fixed number of slots.
         self.rows = [
             [
                 torch.zeros((self.num_rows[layer.window] + 1, *shape), dtype=plan.dtype, device=device)

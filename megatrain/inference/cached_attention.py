@@ -9,7 +9,7 @@ linear attention. In others the new tokens of all sequences are one packed row, 
 one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels, those with
 softcaps too, compute them one by one.
 
-The up-projection of a latent is linear, so that scores and outputs are those of latents, with projected queries and outputs:
+The up-projection of a latent is linear, so that scores and outputs follow from latents, with projected queries and outputs:
 q . (W_k c) = (W_k^T q) . c, and sum p (W_v c) = W_v (sum p c). All heads attend to one head of rows (multi-query attention).
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (absorbed projections).
@@ -67,7 +67,7 @@ class DecodeRows:
 
     first: Tensor
     count: Tensor
-    """Rows of each sequence, with that of the new token."""
+    """Rows of each sequence, with the row of the new token."""
     written: Tensor
     """Row of the new token."""
 
@@ -247,7 +247,7 @@ class CachedDeltaRule(nn.Module):
         return out
 
     def begin_pass(self, info: CachedPass) -> None:
-        """Group the sequences by their number of new tokens: those of a group are computed together."""
+        """Group the sequences by their number of new tokens: the sequences of a group are computed together."""
         groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
         firsts = itertools.accumulate(info.lengths[:-1], initial=0)
         for first, length, state in zip(firsts, info.lengths, info.states, strict=True):

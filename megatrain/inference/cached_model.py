@@ -2,7 +2,7 @@
 
     new tokens of all sequences, packed [1, t] ─> embedding ─> layers ─> hidden [t, 1, h] ─> head of some rows ─> logits
 
-RoPE tables and learned positions are those of each token's position in its sequence.
+RoPE tables and learned positions follow each token's position in its sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NewTokens:
     tokens: Sequence[int]
     first_position: int
     wants_all: bool = False
-    """Logits of all of them are wanted; else those of the last one alone."""
+    """Logits of all of them are wanted; else of the last one alone."""
 
 
 class CachedModel:
@@ -133,17 +133,22 @@ class CachedModel:
         """Return the hidden states [t, 1, h] of tokens [1, t] with these positions."""
         for rope, (cos, sin) in self._ropes:
             rope.tables = (cos[positions[0]], sin[positions[0]])
-        unused = torch.zeros_like(ids)
-        batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
-        hidden = None
-        for segment in self.model.segments[:-1]:
-            hidden = segment(hidden, batch, info)
-        assert hidden is not None
-        return hidden  # type: ignore[no-any-return]  # of a module
+        return hidden_states(self.model, ids, positions, info)
+
+
+def hidden_states(model: Model, ids: Tensor, positions: Tensor, info: PassInfo) -> Tensor:
+    """Return the hidden states before the head, [s, b, h], of tokens [b, s] with these positions."""
+    unused = torch.zeros_like(ids)
+    batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
+    hidden = None
+    for segment in model.segments[:-1]:
+        hidden = segment(hidden, batch, info)
+    assert hidden is not None
+    return hidden  # type: ignore[no-any-return]  # of a module
 
 
 def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
-    """Yield the layers in order, without those of multi-token prediction, which generation does not compute."""
+    """Yield the layers in order, without layers of multi-token prediction, which generation does not compute."""
     for segment in segments:
         if not isinstance(segment, MtpLayer):
             yield from (module for module in segment.modules() if isinstance(module, TransformerLayer))

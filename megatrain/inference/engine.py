@@ -3,7 +3,7 @@
     submitted ─> waiting ─ memory is reserved for all its tokens ─> running ─> finished, memory returns
                            pass: one token of each sequence that has its prompt in the cache, then parts of prompts
 
-Passes that add one token to each sequence (decoding.py) do not wait for the tokens before: the host reads those of a pass after it
+Passes that add one token to each sequence (decoding.py) do not wait for the tokens before: the host reads the tokens of a pass after it
 has started the next one. A sequence that has ended by then has one token too many, which is left out.
 
 A pass has a limited number of tokens, so that a long prompt delays others by one pass at most, and memory of activations is

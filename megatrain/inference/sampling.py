@@ -3,7 +3,7 @@
     logits ─ repetition penalty ─ temperature ─ top-k ─ top-p ─> probabilities, sorted ─> the token at a uniform number
 
 A sequence has a random generator of its own, so that its text does not depend on other sequences. The order of the steps is
-that of `transformers`.
+the order in `transformers`.
 
 Sources: CTRL, arXiv:1909.05858 (repetition penalty); Holtzman et al., arXiv:1904.09751 (top-p).
 """
@@ -49,7 +49,7 @@ class Sampling:
     ends_at_eod: bool = True
     """The end-of-document token ends the completion."""
     num_log_probs: int | None = None
-    """Most likely tokens to report with each token; None: no log-probabilities, 0: that of the token alone."""
+    """Most likely tokens to report with each token; None: no log-probabilities, 0: only the log-probability of the token."""
     wants_prompt_log_probs: bool = False
     """Report log-probabilities of the prompt's tokens too."""
 
@@ -80,7 +80,7 @@ class Sampling:
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalties: Tensor) -> Tensor:
-    """Return logits [n, v] in which those of `seen` tokens, bool [n, v], are lower by penalties [n, 1], once each."""
+    """Return logits [n, v] in which the logits of `seen` tokens, bool [n, v], are lower by penalties [n, 1], once each."""
     lower = torch.where(logits > 0, logits / penalties, logits * penalties)
     return torch.where(seen, lower, logits)
 

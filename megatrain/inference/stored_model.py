@@ -56,7 +56,7 @@ class ModelOptions:
 
     Attributes:
         spec: words of --spec, for a model with custom layers.
-        spec_digest: digest of the file of --spec; None: that of the checkpoint.
+        spec_digest: digest of the file of --spec; None: the digest of the checkpoint.
         is_unlimited: experts have no capacity, so that no token depends on other sequences.
     """
 
@@ -209,11 +209,7 @@ def _with_user_spec(path: Path, config: ModelConfig, options: ModelOptions) -> M
             f"{path}: its model has custom layers of {function}, and no code is run that only a checkpoint names",
             fix=f"add --spec {function} if you trust that code",
         )
-    digest, expected = given.digest(), options.spec_digest or config.spec_digest
-    if digest != expected:
-        source = "that of the checkpoint" if options.spec_digest is None else "--spec-digest"
-        raise ConfigError(
-            f"--spec {given}: the file has changed, its digest is {digest}, and {source} is {expected}",
-            fix=f"use the file of the training run, or add --spec-digest {digest} to run the changed file",
-        )
+    digest = given.digest(
+        given=options.spec_digest, stored=config.spec_digest, before=function, flag="--spec-digest {digest}"
+    )
     return dataclasses.replace(config, spec=options.spec, spec_digest=digest)

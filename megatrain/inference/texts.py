@@ -85,7 +85,7 @@ class TextEngine:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; of an empty one the end-of-document token, as that of a document before.
+    """Return the tokens of a prompt; of an empty one the end-of-document token, which ends a document before.
 
     Raises:
         ValueError: it is not text of this tokenizer.

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels import output_gate
-from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
+from megatrain.model.families.masked_attention import MaskedAttention
+from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
@@ -20,9 +20,7 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
-from megatrain.model.masked_attention import MaskedAttention
 from megatrain.parallel.layout import Init
-from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
@@ -37,15 +35,9 @@ def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     return core
 
 
-def qk_norm(
-    spec: AttentionSpec,
-    name: str,
-    columns: Columns,
-    norm: NormSpec,
-    builder: ModuleBuilder,
-    tp: TensorParallel,
-) -> list[Pointwise]:
+def qk_norm(spec: AttentionSpec, context: LayerContext, name: str, columns: Columns) -> list[Pointwise]:
     """Build the norm of queries or keys, if there is one; `columns` are their outputs of the projection."""
+    builder, norm, tp, name = context.builder, context.model.norm, context.tp, f"{context.name(spec)}.{name}"
     decays, gain = spec.qk_norm_decays, unit_gain(norm)
     if spec.qk_norm == "head":
         weight = heads_layout(f"{name}.weight", spec.head_dim, gain, tp, decays=decays)

@@ -3,14 +3,13 @@
     def my_spec(model: ModelConfig, layers: tuple[LayerSpec, ...]) -> Sequence[LayerSpec]: ...
 
 The function receives the resolved settings of the model and the layers that they describe, and returns as many layers. Every
-rank calls it; rank 0's digest of the file is in the plan, and a different digest on any rank is an error. A digest is always
-compared before the file is run.
+rank calls it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -32,12 +31,12 @@ def apply_custom_layers(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     function = layer_function(model.spec)
     if function is None:
         return spec
-    return spec.with_layers(load_layers(function)(model, spec.layers))
+    call = layers_of(function, function.load(model.spec_digest))
+    return spec.with_layers(call(model, spec.layers))
 
 
-def load_layers(function: UserFunction) -> Layers:
-    """Load the function. What is returned calls it, and checks its result. Raises ConfigError, both do."""
-    found = function.load()
+def layers_of(function: UserFunction, found: Callable[..., Any]) -> Layers:
+    """Return what calls the loaded function, and checks its result. It raises ConfigError."""
 
     def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
         try:
@@ -89,7 +88,9 @@ def _problems(function: UserFunction, layer: LayerSpec, hidden_size: int) -> Ite
     names = [getattr(part, "name", None) for part in layer.parts]
     for part, name in zip(layer.parts, names, strict=True):
         kind = type(part).__name__
-        if not isinstance(part, Part):
+        if isinstance(part, type):
+            yield f"{part.__name__} is a class: create a part, {part.__name__}(...)"
+        elif not isinstance(part, Part):
             yield f"{kind} is no part of a layer: derive it from megatrain.config.model_spec.part.Part"
         elif not _is_frozen(part) or getattr(part, "role", None) not in get_args(Role) or not name:
             yield f"{kind} must be a frozen dataclass with a class attribute `name`, and `role` of {get_args(Role)}"

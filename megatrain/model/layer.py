@@ -65,7 +65,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         self.spec = spec
-        builder, tp, norm, prefix = context.builder, context.tp, context.model.norm, context.name(spec)
+        tp = context.tp
         local_groups = max(1, spec.num_query_groups // tp.size)
         num_heads = spec.num_heads // tp.size
         self.sizes = [num_heads, local_groups, local_groups, *([num_heads] if spec.has_output_gate else [])]
@@ -74,10 +74,7 @@ class Attention(nn.Module):
             linears["q"], context.branch_norm(spec), has_bias=spec.has_qkv_bias, is_qkv=True
         )
         columns = context.columns(linears["q"], "weight")
-        norms = [
-            qk_norm(spec, f"{prefix}.{x}_norm", one, norm, builder, tp)
-            for x, one in zip("qk", columns[:2], strict=True)
-        ]
+        norms = [qk_norm(spec, context, f"{x}_norm", one) for x, one in zip("qk", columns[:2], strict=True)]
         # Without norms of queries and keys, one kernel splits the projection and applies RoPE.
         rope = context.rope_of(spec)
         self.rope = None if any(norms) else rope

@@ -145,13 +145,19 @@ class LayerContext:
         recompute_norm = self.recompute.has_part("layernorm") and not keeps_norm
         return self.builder.column_linear(norm, LinearLayout(layout, bias), recompute_norm=recompute_norm)
 
-    def replicated_linear(self, linear: Linear, norm: LinearLayout | None) -> ColumnLinear:
+    def replicated_linear(
+        self, linear: Linear, norm: LinearLayout | None, *, init: Init | None = None, has_bias: bool = False
+    ) -> ColumnLinear:
         """Build the same with a GEMM whose weight every tensor rank holds whole."""
         _require_split(linear, "none")
         tensors = [(columns.name, columns.num_outputs) for columns in self.columns(linear, "weight")]
-        layout = replicated_layout(tensors, linear.inputs, Init(std=self.model.init_std), self.tp)
+        layout = replicated_layout(tensors, linear.inputs, init or Init(std=self.model.init_std), self.tp)
+        bias = None
+        if has_bias:
+            (one,) = self.columns(linear, "bias")
+            bias = stream_layout(one.name, one.num_outputs, Init(), self.tp)
         recompute_norm = self.recompute.has_part("layernorm") and norm is not None
-        return self.builder.replicated_linear(norm, LinearLayout(layout), recompute_norm=recompute_norm)
+        return self.builder.replicated_linear(norm, LinearLayout(layout, bias), recompute_norm=recompute_norm)
 
     def row_linear(self, linear: Linear, *, has_bias: bool = False) -> RowLinear:
         """Build a row-parallel GEMM, whose output is added to the residual stream."""

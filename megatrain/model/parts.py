@@ -7,19 +7,22 @@ cross-attention takes the memory too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import nn
 
+from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.model.cross_attention import CrossAttention
+from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
+from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
@@ -30,8 +33,25 @@ from megatrain.model.recompute import RecomputedModule
 def build_part(part: Part, context: LayerContext) -> nn.Module:
     """Build the module of a part: its own, or that of the table."""
     build = type(part).module or MODULES[type(part)]
-    module: nn.Module = build(part, context)
+    try:
+        module: nn.Module = build(part, context)
+    except MegatrainError:
+        raise
+    except Exception as error:
+        if type(part).module is None:
+            raise
+        raise failure_of(part, error) from error
     return module
+
+
+def failure_of(part: Part, error: Exception) -> ConfigError:
+    """Return the error that a part of the user's own raised, with the line of its module."""
+    kind = type(part)
+    return ConfigError(
+        f"--spec: {kind.__name__}: {describe_line(error, inspect.getfile(kind.module))}",
+        fix="correct the module at that line: forward(residual, delta, info) gets the residual stream [s/tp, b, h] and"
+        " delta, of its shape or None (docs/extending.md)",
+    )
 
 
 def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:

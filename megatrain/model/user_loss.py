@@ -38,6 +38,7 @@ class UserLoss:
 
     Args:
         function: it is tried on random values.
+        digest: of its file in the plan.
         vocab_size: ids of these values are below it.
         device: of the values.
 
@@ -45,8 +46,10 @@ class UserLoss:
         ConfigError: the function fails, is random, or a token's loss depends on other tokens.
     """
 
-    def __init__(self, function: UserFunction, vocab_size: int, device: torch.device) -> None:
-        self.function, self._call = function, function.load()
+    def __init__(
+        self, function: UserFunction, vocab_size: int, device: torch.device, *, digest: str | None = None
+    ) -> None:
+        self.function, self._call = function, function.load(digest)
         generator = torch.Generator().manual_seed(1)
         tokens, labels = torch.randint(vocab_size, (2, 32), generator=generator).to(device)
         trial = LossInputs(

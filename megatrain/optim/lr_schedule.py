@@ -39,12 +39,15 @@ class LrSchedule(ScheduleValues):
         function = values.function
         if function is None:
             return cls(**values.to_dict(), formula=LR_FORMULAS[values.lr_decay_style])
-        function.require_digest(values.lr_decay_digest)
-        schedule = cls(**values.to_dict(), formula=_of_user(function))
-        warmup, end = int(schedule.lr_warmup_samples), schedule.lr_decay_samples
-        for samples in (0, warmup + 1, (warmup + end) // 2, end):  # errors show at the start, not after days
-            schedule.at(samples)
+        formula = _checked(function, function.load(values.lr_decay_digest))
+        schedule = cls(**values.to_dict(), formula=formula)
+        schedule.trial()  # errors show at the start, not after days
         return schedule
+
+    def trial(self) -> dict[int, float]:
+        """Return some of the learning rates, by samples."""
+        warmup, end = int(self.lr_warmup_samples), self.lr_decay_samples
+        return {samples: self.at(samples) for samples in (0, warmup + 1, (warmup + end) // 2, end)}
 
     def at(self, samples: int) -> float:
         """Return the learning rate of the step that starts after `samples` samples."""
@@ -103,9 +106,8 @@ LR_FORMULAS: Final[Mapping[str, LrFormula]] = {
 """Formulas of `LR_STYLES`."""
 
 
-def _of_user(function: UserFunction) -> LrFormula:
-    """Load the user's own schedule, and check what it returns. Raises ConfigError."""
-    formula = function.load()
+def _checked(function: UserFunction, formula: LrFormula) -> LrFormula:
+    """Check what the user's own schedule returns. Raises ConfigError."""
 
     def checked(samples: int, schedule: LrSchedule) -> float:
         try:

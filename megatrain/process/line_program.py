@@ -20,7 +20,7 @@ class ProgramEndedError(Exception):
 
 
 class LineProgram:
-    """The program that `command` starts. `options` are those of `subprocess.Popen`."""
+    """The program that `command` starts. `options` go to `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)

@@ -1,4 +1,4 @@
-"""Logits of an exported folder in transformers, compared with those of the checkpoint it comes from, in fp32 on the CPU.
+"""Logits of an exported folder in transformers, compared with the logits of the checkpoint it comes from, in fp32 on the CPU.
 
 checkpoint ─> our model, weights rounded to the dtype of the folder ─┐
 folder ─> from_pretrained ─────────────────────────────────────────────┴─> largest difference
@@ -17,10 +17,11 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
+from megatrain.inference.cached_model import hidden_states
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
-from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batch import PassInfo
 
 _NUM_TOKENS: Final = 64
 _LIMIT: Final = 1e-4
@@ -31,7 +32,7 @@ def compare_logits(reader: CheckpointReader, folder: Path, *, vocab_size: int, d
     """Return a sentence about the largest difference.
 
     Args:
-        dtype: name of the folder's dtype in safetensors; None: that of the checkpoint.
+        dtype: name of the folder's dtype in safetensors; None: the dtype of the checkpoint.
 
     Raises:
         MegatrainError: it is too large.
@@ -89,13 +90,7 @@ def _logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
 def all_logits(model: Model, tokens: Tensor) -> Tensor:
     """Return the logits of the next token at each position of `tokens` [b, s]: [s, b, v]."""
     info = PassInfo(is_training=False)
-    unused = torch.zeros_like(tokens)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=positions)
-    hidden = None
-    for segment in model.segments[:-1]:
-        hidden = segment(hidden, batch, info)
-    assert hidden is not None
     head = model.segments[-1]
     assert isinstance(head, Head)
-    return head.logits(hidden, info)
+    return head.logits(hidden_states(model, tokens, positions, info), info)

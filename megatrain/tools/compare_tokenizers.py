@@ -1,4 +1,4 @@
-"""The tokenizer of an exported folder in transformers, compared with that of the run on sample texts."""
+"""The tokenizer of an exported folder in transformers, compared with the tokenizer of the run on sample texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compare_tokenizers(files: Mapping[str, bytes], tokenizer: Tokenizer, *, num_
 
     Args:
         files: names and contents of the folder's files other than weights.
-        tokenizer: that of the run.
+        tokenizer: tokenizer of the run.
         num_rows: rows of the embedding.
 
     Raises:

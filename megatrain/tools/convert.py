@@ -35,7 +35,7 @@ def add_flags(commands: Any) -> None:
     convert = add_command(
         commands,
         "convert",
-        description="Convert checkpoints from and to those of other programs, without a GPU. No code that they name is run.",
+        description="Convert checkpoints from and to checkpoints of other programs, without a GPU. No code that they name is run.",
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
     texts: dict[Callable[[argparse.Namespace], int], tuple[str, str]] = {

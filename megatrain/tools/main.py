@@ -19,7 +19,7 @@ from megatrain.process.streams import StandardStreams
 
 COMMANDS: Final = {
     "checkpoint": ("checkpoint.cli", "list, verify, inspect, compare, remove and rewrite checkpoints"),
-    "convert": ("convert", "convert checkpoints of other programs, and to those of transformers"),
+    "convert": ("convert", "convert checkpoints of other programs, and to checkpoints of transformers"),
     "parity": ("parity.cli", "check that every parallel layout computes the same as one process"),
     "port": ("port.cli", "print the command for a launch script or a YAML file of Megatron-LM"),
     "plan": ("plan.cli", "find the best layout of a run, or the best pipeline schedule for given times"),
@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "generate": ("generation.generate", "generate text from a checkpoint"),
     "serve": ("generation.serve", "serve completions of a checkpoint over HTTP"),
     "trace": ("trace", "print the table of a profiler trace"),
+    "settings": ("settings", "print all settings, or the differences from Megatron-LM's flags"),
     "data": ("data.cli", "inspect datasets, show samples, build index caches, merge datasets"),
 }
 """The module of each subcommand below megatrain.tools, with `add_flags`, and its line of help."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain import __version__
 from megatrain.config.errors import ConfigError
-from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_run, run_names
+from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_runs
 from megatrain.tools.subcommands import add_command
 
 _TEMPLATE = Path(__file__).with_name("report.html")
@@ -34,14 +34,13 @@ def add_flags(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    paths = [Path(text) for text in arguments.runs]
     output = Path(arguments.output)
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--output {output}: the report is an HTML page",
             fix=f"use --output {output.with_suffix('.html')}",
         )
-    runs = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
+    runs = read_runs(arguments.runs)
     text = page(runs)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,12 @@ class RunData:
     """Time of the last write of metrics or status, in seconds since the epoch."""
 
 
+def read_runs(texts: Sequence[str]) -> list[RunData]:
+    """Read the runs that a command line names. Raises what `read_run` raises."""
+    paths = [Path(text) for text in texts]
+    return [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
+
+
 def read_run(path: Path, name: str) -> RunData:
     """Read one run from its folder or its metrics file.
 
@@ -148,9 +154,8 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Return path and values of the settings that differ between runs, without the paths of the runs themselves."""
-    paths = dict.fromkeys(path for run in runs for path in run.settings)
-    rows = [(path, [_displayed(run, path) for run in runs]) for path in paths if path not in _PATH_SETTINGS]
-    return [(path, values) for path, values in rows if len(set(values)) > 1]
+    rows = all_settings(runs)
+    return [(path, values) for path, values in rows if len(set(values)) > 1 and path not in _PATH_SETTINGS]
 
 
 def all_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
@@ -223,7 +228,7 @@ def _columns(
 
 
 def _tokens(row: dict[str, Any], seq_length: float | None) -> float | None:
-    """Return the consumed tokens of a row; without the field, those of its samples."""
+    """Return the consumed tokens of a row; without the field, the tokens of its samples."""
     tokens, samples = _number(row.get("consumed_tokens")), _number(row.get("consumed_samples"))
     if tokens is None and samples is not None and seq_length is not None:
         return _number(samples * seq_length)
@@ -261,10 +266,7 @@ def _summary(
     status = _status(folder / "status.json")
     death = _death(status, folder)
     last = steps[-1] if steps else {}
-    speeds = [
-        value for row in steps[1:] if (value := _number(row.get("tokens_per_second_per_gpu"))) is not None
-    ]
-    mfus = [value for row in steps[1:] if (value := _number(row.get("mfu"))) is not None]
+    speeds, mfus = (_numbers(steps[1:], name) for name in ("tokens_per_second_per_gpu", "mfu"))
     losses = [loss for _, loss in validations.get("valid", []) if loss is not None]
     return {
         "iterations": last.get("iteration", 0),
@@ -274,7 +276,7 @@ def _summary(
         "tokens_per_second_per_gpu": _number(statistics.median(speeds)) if speeds else None,
         "mfu": _number(statistics.median(mfus)) if mfus else None,
         "max_memory_bytes": _number(last.get("max_memory_bytes")),
-        "hours": _number(sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6),
+        "hours": _number(sum(_numbers(steps, "iteration_ms")) / 3.6e6),
         **_saves(steps, status, folder),
         "faults": len(_faults(steps)),
         "is_running": "exit_code" in status and status["exit_code"] is None and death is None,
@@ -409,6 +411,11 @@ def _reduced(reduction: Callable[[Sequence[float]], float], values: Sequence[flo
         return _number(reduction(values)) if values else None
     except OverflowError:  # a sum of values near the largest
         return None
+
+
+def _numbers(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Return the numbers of a field, without rows that lack it."""
+    return [value for row in rows if (value := _number(row.get(name))) is not None]
 
 
 def _number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Parts that several subcommands share: how they are declared, and texts of their flags."""
+"""Parts that several subcommands share: how they are declared, texts of their flags, and durations."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
     )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units, such as `3 h 20 min`."""
+    whole = round(seconds)
+    units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
+    first = next((at for at, (_, count) in enumerate(units) if count), len(units) - 1)
+    return " ".join(f"{count} {unit}" for unit, count in units[first : first + 2] if count) or "0 s"

@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final
 
-from megatrain.tools.report_data import RunData, read_run, run_names
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.report_data import RunData, read_runs
+from megatrain.tools.subcommands import add_command, duration
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _CURVES: Final = {"lm_loss": "loss", "grad_norm": "gradient", "max_load": "experts"}
@@ -45,14 +44,9 @@ def add_flags(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    paths = [Path(text) for text in arguments.runs]
-    names = run_names(paths)
     while True:
-        width = shutil.get_terminal_size().columns
-        text = "\n\n".join(
-            "\n".join(lines(read_run(path, name), width=width, now=time.time()))
-            for path, name in zip(paths, names, strict=True)
-        )
+        width, now = shutil.get_terminal_size().columns, time.time()
+        text = "\n\n".join("\n".join(lines(run, width=width, now=now)) for run in read_runs(arguments.runs))
         if arguments.once or not sys.stdout.isatty():
             print(text)
             return 0
@@ -98,14 +92,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as `3 h 20 min`."""
-    whole = round(seconds)
-    units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
-    first = next((at for at, (_, count) in enumerate(units) if count), len(units) - 1)
-    return " ".join(f"{count} {unit}" for unit, count in units[first : first + 2] if count) or "0 s"
 
 
 def _state(run: RunData, now: float) -> str:

@@ -24,7 +24,7 @@ from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
-from megatrain.data.samples.user_dataset import UserDataset, build_user_datasets
+from megatrain.data.samples.user_dataset import build_user_datasets, first_digests
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
@@ -124,7 +124,6 @@ def build_samples(
     )
     function = user_function(plan.config, "data.dataset")
     if function is not None:
-        function.require_digest(data.dataset_digest)
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)
     builder = SplitBuilder(
         options,
@@ -194,8 +193,8 @@ class _Lengths:
     valid: int | None
     test: int | None
     named_valid: dict[str, int] = field(default_factory=dict)
-    first_sample: str | None = None
-    """Digest of the first training sample of --dataset, which must be the same on all ranks."""
+    first_samples: list[str] = field(default_factory=list)
+    """See `first_digests`."""
 
     @classmethod
     def of(cls, splits: SplitDatasets) -> _Lengths:
@@ -203,8 +202,7 @@ class _Lengths:
             None if one is None else len(one) for one in (splits.train, splits.valid, splits.test)
         )
         named = {name: len(one) for name, one in splits.named_valid.items()}
-        first = splits.train.first_digest if isinstance(splits.train, UserDataset) else None
-        return cls(train, valid, test, named, first)
+        return cls(train, valid, test, named, first_digests(splits))
 
 
 def _build_in_turns(

@@ -22,7 +22,7 @@ from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
-from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
+from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
@@ -42,11 +42,14 @@ from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.training.trial_parts import try_parts
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
+    if device.type != "meta":
+        try_parts(plan, device)
     return build_model(
         plan.derived.model_spec,
         grid,
@@ -74,8 +77,7 @@ def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:
     function = user_function(plan.config, "training.loss")
     if function is None:
         return None
-    function.require_digest(plan.config.training.loss_digest)
-    return UserLoss(function, plan.derived.vocab_size, device)
+    return UserLoss(function, plan.derived.vocab_size, device, digest=plan.config.training.loss_digest)
 
 
 def _expert_communication(plan: Plan) -> ExpertCommunication:
@@ -264,14 +266,14 @@ def build_loss_scaler(plan: Plan) -> LossScaler:
         "skip",
     )
     if precision.fp16 and precision.loss_scale is None:
-        return DynamicLossScale(
+        return DynamicLossScaler(
             scale=precision.initial_loss_scale,
             minimum=precision.min_loss_scale,
             window=precision.loss_scale_window,
             hysteresis=precision.hysteresis,
             skips_all=not is_checked,
         )
-    return ConstantLossScale(
+    return LossScaler(
         precision.loss_scale or 1.0,
         skips_gradients=precision.fp16 and precision.loss_scale is not None,
         skips_all=not is_checked,

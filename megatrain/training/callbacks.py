@@ -2,7 +2,7 @@
 
     start ─> on_start ─> [ on_iteration ─> on_evaluation? ─> on_save? ] ... ─> on_end
 
-All ranks make the same calls. The values are those of `metrics.jsonl`; changing them changes nothing.
+All ranks make the same calls. The values are the fields of `metrics.jsonl`; changing them changes nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class RunCallbacks:
         self._function, self._object = user_function(ranks.plan.config, "logging.callbacks"), None
         if self._function is None:
             return
-        self._function.require_digest(ranks.plan.config.logging.callbacks_digest)
-        made = self._function.load()
+        made = self._function.load(ranks.plan.config.logging.callbacks_digest)
         try:
             self._object = made(RunInfo(ranks.plan, ranks.grid))
         except Exception as error:

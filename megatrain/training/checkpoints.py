@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,30 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
 
 _MAX_NAMES = 10
 """Names of files that a note has."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Counters of a run, equal on all ranks. They count iterations whose report is read."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    scheduled_samples: int = 0
+    """Samples of the steps that updated weights: the position of the schedules."""
+    consumed_valid_samples: int = 0
+    is_evaluation_pending: bool = False
+    """The run stopped before the evaluation at this iteration was complete."""
+    loaded: Path | None = None
+    """The checkpoint from which the run continues: all its data are intact."""
+
+    def advance(self, samples: int, *, is_updated: bool) -> None:
+        """Count an iteration of this many samples; schedules move if it updated weights."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.scheduled_samples += samples if is_updated else 0
 
 
 def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
@@ -48,8 +69,8 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     if checkpoint.save is None or plan.config.training.only_evaluates:
         return None
     plan_of_rank = plan_chunks(engine.optimizer, ranks.grid, saved_kinds(plan, engine))
-    own_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
-    of_ranks = ranks.grid.messages.gather(own_bytes)
+    local_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
+    of_ranks = ranks.grid.messages.gather(local_bytes)
     found = (sum(of_ranks), Disk().free_bytes(Path(checkpoint.save))) if ranks.is_main else None
     num_bytes, free = ranks.grid.messages.broadcast(found)
     text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain.config import Plan
 from megatrain.config.subjects.data_plans import evaluations
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -19,12 +18,8 @@ from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.garbage import GarbageCollection
-from megatrain.training.launch.ranks import Ranks
 from megatrain.training.losses import mean_losses
-from megatrain.training.progress import Progress
-from megatrain.training.run_log import RunLog
-from megatrain.training.saving import RunSaves
-from megatrain.training.stopping import StopRequest
+from megatrain.training.training_run import TrainingRun
 
 
 def evaluate(
@@ -56,34 +51,18 @@ class Evaluation:
     """The evaluations of a run.
 
     Args:
-        ranks: this process among its peers.
-        plan: the resolved configuration.
-        engine: computes the losses.
+        run: the run whose model is evaluated.
         sets: evaluation sets of all splits.
-        log: shows the losses.
-        progress: of the run; updated.
-        stop: stops an evaluation before its end.
         garbage: collects before and after an evaluation.
-        saves: saves of the run; those in the background are committed also during an evaluation.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        plan: Plan,
-        engine: Engine,
-        sets: tuple[EvaluationSet, ...],
-        *,
-        log: RunLog,
-        progress: Progress,
-        stop: StopRequest,
-        garbage: GarbageCollection,
-        saves: RunSaves,
+        self, run: TrainingRun, sets: tuple[EvaluationSet, ...], *, garbage: GarbageCollection
     ) -> None:
-        self.ranks, self.plan, self.engine, self.sets = ranks, plan, engine, sets
-        self.log, self.progress, self.stop, self.garbage = log, progress, stop, garbage
-        self.saves = saves
-        self.schedule = evaluations(plan)
+        self.ranks, self.plan, self.engine, self.sets = run.ranks, run.plan, run.engine, sets
+        self.log, self.progress, self.saves, self.stop = run.log, run.progress, run.saves, run.stop
+        self.garbage = garbage
+        self.schedule = evaluations(run.plan)
 
     def run_if_due(self) -> str | None:
         """Evaluate if this iteration asks for it; return the reason to stop if the evaluation is incomplete.

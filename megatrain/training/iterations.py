@@ -13,19 +13,13 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import partial
 
-from megatrain.config import Plan
 from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
 from megatrain.training.debugging.replicas import check_replicas
-from megatrain.training.engine import Engine
 from megatrain.training.faults.responses import FaultResponses, Iteration, scales_of
-from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
-from megatrain.training.run_log import RunLog
-from megatrain.training.saving import RunSaves
-from megatrain.training.stopping import StopRequest
+from megatrain.training.training_run import TrainingRun
 
 _SECONDS_TO_REPORT = 10.0
 """Time for a report of late ranks."""
@@ -35,49 +29,25 @@ class Iterations:
     """The iterations of one rank; all ranks make the same calls.
 
     Args:
-        ranks: this process among its peers.
-        plan: the resolved configuration.
-        engine: runs the steps.
+        run: the run that has these iterations.
         batches: training data.
-        log: logs each iteration.
-        progress: position of the run; updated.
-        stop: stop requests of this rank.
-        saves: saves of the run; those in the background are committed after a step.
         passed_over: iterations that a rewind passes over, by number.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        plan: Plan,
-        engine: Engine,
-        batches: Batches,
-        *,
-        log: RunLog,
-        progress: Progress,
-        stop: StopRequest,
-        saves: RunSaves,
-        passed_over: Collection[int] = (),
-    ) -> None:
-        self.ranks, self.plan, self.engine = ranks, plan, engine
-        self.batches, self.log, self.progress = batches, log, progress
-        self.stop, self.saves = stop, saves
-        self.schedules = build_schedules(plan)
-        self.batch_sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
-        training = plan.config.training
-        self.start, self.skipped = progress.iteration, frozenset(training.iterations_to_skip)
+    def __init__(self, run: TrainingRun, batches: Batches, *, passed_over: Collection[int]) -> None:
+        self.ranks, self.plan, self.engine, self.batches = run.ranks, run.plan, run.engine, batches
+        self.log, self.progress, self.saves, self.stop = run.log, run.progress, run.saves, run.stop
+        config, data_parallel_size = run.plan.config, run.plan.derived.data_parallel_size
+        self.schedules = build_schedules(run.plan)
+        self.batch_sizes = batch_sizes(config, data_parallel_size=data_parallel_size)
+        self.start, self.skipped = run.progress.iteration, frozenset(config.training.iterations_to_skip)
         self.passed_over = frozenset(passed_over)
         self.pending: deque[Iteration] = deque()
         """Iterations that have begun and are not read, oldest first."""
         self.faults = FaultResponses(
-            ranks,
-            plan,
-            engine,
+            run,
             batches,
             schedules=self.schedules,
-            log=log,
-            progress=progress,
-            saves=saves,
             pending=self.pending,
             flags=self._flags,
             passed_over={*self.passed_over, *(count + 1 for count in self.skipped)},

@@ -26,10 +26,9 @@ from megatrain.config import Plan
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
 from megatrain.storage.disk import Disk
-from megatrain.training.checkpoints import local_folder, saved_kinds, state_to_save
+from megatrain.training.checkpoints import Progress, local_folder, saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.callbacks import RunCallbacks
-from megatrain.training.checkpoints import require_space, resume_run, rewind_run
+from megatrain.training.checkpoints import Progress, require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
@@ -39,14 +39,14 @@ from megatrain.training.iterations import Iterations
 from megatrain.training.launch.out_of_memory import allocation_errors
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.liveness.failure import exit_code_of
-from megatrain.training.liveness.flight_recorder import FOLDER, write_collectives
+from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_collectives
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.planning.model_summary import model_summary
-from megatrain.training.progress import Progress
 from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves, SaveTimes
 from megatrain.training.stopping import StopRequest
+from megatrain.training.training_run import TrainingRun
 
 REACHED, FAILED, STOPPED_EARLY = 0, 1, 75
 
@@ -182,17 +182,16 @@ class Trainer:
             report=self.ranks.console.print,
             before_kill=self.status.record_end,
         )
-        evaluation = Evaluation(
-            self.ranks,
-            self.plan,
-            self.engine,
-            self.batches.evaluations,
-            log=log,
+        run = TrainingRun(
+            ranks=self.ranks,
+            plan=self.plan,
+            engine=self.engine,
             progress=self.progress,
-            stop=stop,
-            garbage=self.garbage,
+            log=log,
             saves=self.saves,
+            stop=stop,
         )
+        evaluation = Evaluation(run, self.batches.evaluations, garbage=self.garbage)
         reason = None
         with stop.listening(), self.garbage.manual_collection(), self._saving():
             if config.training.only_evaluates:
@@ -204,37 +203,27 @@ class Trainer:
                 reason = self._evaluate_if_due(evaluation)
                 self._save_if_due(is_stopping=True)
             if reason is None and not self._is_done:
-                reason = self._run_iterations(log, stop, evaluation)
+                reason = self._run_iterations(run, evaluation)
         if not self._is_done or self.progress.is_evaluation_pending:
             return STOPPED_EARLY, reason or ""
         is_resumed_at_target = start == self.progress.iteration
         return REACHED, f"the target {'was reached before' if is_resumed_at_target else 'is reached'}"
 
-    def _run_iterations(self, log: RunLog, stop: StopRequest, evaluation: Evaluation) -> str | None:
+    def _run_iterations(self, run: TrainingRun, evaluation: Evaluation) -> str | None:
         """Run iterations up to the target; return the reason to stop before it, if there is one."""
         assert self.batches.train is not None
         profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=self.progress.iteration)
         self._print(profiling.start_message())
-        log.restart_clock()
-        iterations = Iterations(
-            self.ranks,
-            self.plan,
-            self.engine,
-            self.batches.train,
-            log=log,
-            progress=self.progress,
-            stop=stop,
-            saves=self.saves,
-            passed_over=self.passed_over,
-        )
+        run.log.restart_clock()
+        iterations = Iterations(run, self.batches.train, passed_over=self.passed_over)
         reason = None
         with self._trace_on_failure(profiling):
             while reason is None and not self._is_done:
                 number = iterations.next_number
                 profiling.before_iteration(number)
-                is_boundary = self._is_boundary(number, stop, evaluation) or profiling.is_boundary(number)
+                is_boundary = self._is_boundary(number, run.stop, evaluation) or profiling.is_boundary(number)
                 reason = iterations.run_next(waits=is_boundary)
-                self._update_profile(profiling, log, is_stopping=reason is not None or self._is_done)
+                self._update_profile(profiling, run.log, is_stopping=reason is not None or self._is_done)
                 self.garbage.after_iteration(number)
                 if not iterations.pending:
                     self._check_replicas_if_due()
@@ -342,7 +331,7 @@ class Trainer:
         try:
             with self.phases.phase("preparing the data"):
                 self.batches = build_batches(self.ranks, self.plan, self._print)
-        except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
+        except MegatrainError as error:  # nothing was started: the exit code stays the code of wrong input
             self.status.record_refused_start(error.exit_code, error.problems[0].text)
             raise
 
@@ -383,7 +372,7 @@ class Trainer:
     def _write_collectives(self) -> None:
         """Write what this rank's collectives are, for a run that hangs."""
         if self.save_folder is not None and self.save_folder.is_dir():
-            write_collectives(self.save_folder / FOLDER, self.ranks.grid.rank)
+            write_collectives(self.save_folder / COLLECTIVES_FOLDER, self.ranks.grid.rank)
 
     def _open_log(self) -> RunLog:
         with self.phases.phase("opening logs"):

@@ -29,10 +29,11 @@ from megatrain.checkpoint.load import (
 )
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.save import (
+    DirectWriter,
+    Save,
     begin_save,
     commit_save,
     merge_reports,
-    save_checkpoint,
     write_rank_shards,
 )
 from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
@@ -45,7 +46,7 @@ from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.model.gpt import build_model
-from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
@@ -170,18 +171,32 @@ def training_state(iteration: int) -> dict[str, Any]:
 
 
 def save(
-    folder: Path, rank: Rank, iteration: int, *, state: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    rank: Rank,
+    iteration: int,
+    *,
+    state: dict[str, Any] | None = None,
+    disk: Disk | None = None,
+    with_optimizer: bool = True,
+    verifies: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Path:
-    """Call `save_checkpoint` with a state that has the iteration, and these values."""
-    return save_checkpoint(
-        folder,
-        iteration=iteration,
-        consumed_train_samples=8 * iteration,
-        optimizer=rank.optimizer,
-        grid=rank.grid,
-        state=training_state(iteration) | (state or {}),
-        **{"config": {"training": {"seed": 1}}} | options,
+    """Save a checkpoint whose state has the iteration, and these values; return the committed folder."""
+    kinds = rank.optimizer.kinds if with_optimizer else (WEIGHT,)
+    writer = DirectWriter(rank.optimizer, rank.grid, kinds, disk=disk, verifies=verifies)
+    writer.begin(
+        Save(
+            folder,
+            iteration=iteration,
+            consumed_train_samples=8 * iteration,
+            optimizer_step_count=rank.optimizer.step_count,
+            grid=rank.grid,
+            state=training_state(iteration) | (state or {}),
+            config={"training": {"seed": 1}} if config is None else config,
+            disk=disk,
+        )
     )
+    return writer.commit()
 
 
 def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
@@ -191,7 +206,7 @@ def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
 def save_all(
     folder: Path, ranks: list[Rank], iteration: int, *, chunk_bytes: int = 1 << 20, file_bytes: int = 1 << 30
 ) -> Path:
-    """Save as `save_checkpoint` does, rank after rank."""
+    """Save as `save` does, rank after rank."""
     disk = Disk()
     final = folder / f"iter_{iteration:07d}"
     temporary = final.with_name(f"{final.name}.tmp-0")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     Rank,
     assert_same,
@@ -30,7 +31,7 @@ import megatrain
 from megatrain.checkpoint import background
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.errors import CheckpointError
-from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.save import Save
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.storage.disk import Disk

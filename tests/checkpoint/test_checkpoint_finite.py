@@ -12,7 +12,6 @@ from checkpoint_helpers import Rank, build_ranks, one_rank, run_ranks, save, sma
 from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.finite import check_finite, check_finite_values
-from megatrain.checkpoint.save import save_checkpoint
 from megatrain.parallel.rank_lists import GridShape
 
 torch.set_num_threads(1)
@@ -70,15 +69,7 @@ def test_all_ranks_fail_and_name_the_rank(tmp_path: Path) -> None:
 
     def attempt(rank: Rank) -> str:
         with pytest.raises(NotFiniteStateError) as caught:
-            save_checkpoint(
-                tmp_path,
-                iteration=1,
-                consumed_train_samples=1,
-                optimizer=rank.optimizer,
-                grid=rank.grid,
-                state={},
-                config={},
-            )
+            save(tmp_path, rank, 1)
         return str(caught.value)
 
     for message in run_ranks(ranks, attempt):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     CPU,
     STATE_KINDS,
@@ -28,7 +29,7 @@ from megatrain.checkpoint.chunks import plan_chunks, split_box
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest, tiling_problem
-from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, hash_tensors, verify
+from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, verify
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from megatrain.config import ConfigError, Facts, Problem, StoredRun, fixes, parse, resolve
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.plan import Derived
 from megatrain.config.registry import rule
 from megatrain.config.rule_list import DERIVATIONS, RULES
@@ -269,7 +268,7 @@ def test_the_function_of_spec_is_called_once_however_many_fixes_are_tried(proble
         calls.append(model)
         return default
 
-    facts = Facts(world_size=6, custom_layers=CustomLayers("1", layers))
+    facts = Facts(world_size=6, digests={"model.spec": "1"}, custom_layers=layers)
     found = problems_of(
         "--spec my.py:layers --tensor-model-parallel-size 3 --global-batch-size 12", facts=facts
     )

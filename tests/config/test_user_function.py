@@ -1,5 +1,8 @@
 """`UserFunction`: names of the user's functions, their digests, and errors that name file and line."""
 
+import importlib
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,9 +40,33 @@ def test_a_file_is_run_once_until_it_changes(tmp_path: Path) -> None:
         text.replace("return 1", "return 3")
     )  # same size, same second: a compiled copy would be stale
     assert (f.load()(), runs.read_text()) == (3, "xx")
-    f.require_digest(f.digest())
+    f.load(f.digest())
     with pytest.raises(ConfigError, match=rf"--loss .*mine.py:f: this rank's file has .*{first}\n  fix: "):
-        f.require_digest(first)
+        f.load(first)
+
+
+def test_a_module_runs_from_the_bytes_of_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a compiled copy of another file of the same size and second runs, nor the module of an earlier import."""
+    package = tmp_path / "package_of_bytes"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from .inner import f\n"
+    )  # the package imports the module before we do
+    file = package / "inner.py"
+    file.write_text("def f(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    inner = importlib.import_module(f"{package.name}.inner")  # writes a compiled copy
+    before = file.stat()
+    file.write_text("def f(): return 2\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    function = UserFunction(f"{package.name}.inner", "f", "--loss")
+    found = function.load(function.digest())
+    assert (found(), inner.f()) == (2, 1)
+    assert function.load() is found
+    for name in (package.name, f"{package.name}.inner"):
+        del sys.modules[name]
+    assert function.load(function.digest())() == 2
+    assert sys.modules[package.name].f is function.load()
 
 
 @pytest.mark.parametrize(

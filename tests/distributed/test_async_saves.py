@@ -13,13 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 from test_resume import EACH_LAYOUT, STATE_KINDS
 
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.find import find_checkpoints
-from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.checkpoint.reader import verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training import evaluation, saving
 from megatrain.training.engine import Engine

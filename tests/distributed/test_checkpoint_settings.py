@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import MODEL as LARGER_MODEL
 from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import find_checkpoints
-from megatrain.checkpoint.reader import hash_tensors
 from megatrain.config import ConfigError, parse, resolve
 from megatrain.config.cli.render_plan import render_plan
 from megatrain.config.environment import LaunchEnvironment

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
@@ -21,7 +22,7 @@ from megatrain.checkpoint.find import NODE_FILES_NAME, TRACKER_NAME, find_checkp
 from megatrain.checkpoint.local.nodes import copy_groups
 from megatrain.checkpoint.local.transfer import Transfer, send
 from megatrain.checkpoint.manifest import MANIFEST_NAME
-from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.checkpoint.reader import verify
 from megatrain.config.errors import MegatrainError, describe
 from megatrain.parallel.grid import RankGroup
 from megatrain.storage.disk import Disk

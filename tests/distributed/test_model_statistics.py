@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatrain.optim.sharded import num_zero_gradients, parameter_norm
-from megatrain.tools.parity.measure import Job, engine_of, measure, own_batches, tiny_plan, weights_of
+from megatrain.tools.parity.measure import Job, engine_of, local_batches, measure, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.planning.model_summary import model_summary
@@ -46,7 +46,7 @@ def test_statistics_are_those_of_the_whole_tensors() -> None:
 
 def statistics(rank: int, world_size: int, layout: Layout) -> tuple[int, float]:
     engine = engine_of(tiny_plan(layout, world_size), rank)
-    engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
+    engine.accumulate_gradients(list(local_batches(0, layout, engine.grid.dp.rank)))
     return int(num_zero_gradients(engine.optimizer)), float(parameter_norm(engine.optimizer))
 
 

@@ -50,12 +50,12 @@ def train(rank: int, world_size: int, command: list[str]) -> list[float]:
     engine.initialize()
     schedules = build_schedules(plan)
     return [
-        engine.step(own_batches(step, grid), schedules.at(step * GLOBAL_BATCH)).lm_loss
+        engine.step(local_batches(step, grid), schedules.at(step * GLOBAL_BATCH)).lm_loss
         for step in range(NUM_ITERATIONS)
     ]
 
 
-def own_batches(step: int, grid: RankGrid) -> list[Batch]:
+def local_batches(step: int, grid: RankGrid) -> list[Batch]:
     """Return this replica's micro-batches of ids with a Zipf distribution."""
     ids = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (GLOBAL_BATCH, SEQ + 1)) % VOCAB)
     return [

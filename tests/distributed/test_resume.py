@@ -4,11 +4,12 @@ import random
 from pathlib import Path
 
 import pytest
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.checkpoint.reader import verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -70,7 +70,8 @@ def filled(name: str, *shape: int, granularity: int = 2) -> Tensor:
     box = tuple((0, size) for size in shape)
     layout = ParamLayout(shape=shape, pieces=(), init=Init(std=1.0))
     out = torch.empty(shape)
-    source = UpcycledSource(CheckpointSource(Numbers(), "weight"), Upcycling(granularity, 10.0, seed=7))
+    reader = Numbers()
+    source = UpcycledSource(CheckpointSource(reader, "weight"), reader, Upcycling(granularity, 10.0, seed=7))
     source.fill(out, layout, BoxRange(Piece(name, shape, box), box, 0))
     return out
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from forked_job import ForkedJob
+from user_files import write_example
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer"
     " --vocab-size 101 --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-4 --decoupled-lr 2e-3"
@@ -18,11 +18,7 @@ RUN = (
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """The example of the page in a file."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (text,) = (block for block in blocks if "def cubic" in block)
-    path = tmp_path / "my_schedule.py"
-    path.write_text(text)
-    return path
+    return write_example(tmp_path, "my_schedule.py")
 
 
 def run(folder: Path, flags: str, *, num_ranks: int = 1) -> tuple[int, str]:
@@ -54,10 +50,10 @@ def test_a_schedule_in_a_file_of_the_user_s_own(tmp_path: Path, file: Path) -> N
     file.write_text(text_of_run.replace("** 3", "** 2"))
     exit_code, text = run(tmp_path, f"{mine} --train-iters 6")
     assert exit_code == 2
-    assert "digest of the file of --lr-decay-style: the checkpoint has" in text
-    exit_code, text = run(tmp_path, f"{mine} --train-iters 6 --use-checkpoint-opt-param-scheduler")
-    assert exit_code == 2
     assert f"--lr-decay-style {file}:cubic: the file has changed" in text
+    assert "or add --override-opt-param-scheduler to run the changed file" in text
+    accepted = f"{mine} --train-iters 6 --override-opt-param-scheduler --dry-run"
+    assert run(tmp_path, accepted)[0] == 0
 
     file.write_text(text_of_run)
     assert run(tmp_path, f"{mine} --train-iters 6")[0] == 0

@@ -25,10 +25,12 @@ def test_layouts_and_restarts_read_the_same_samples(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_with_other_samples_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_ranks_with_other_samples_are_reported(tmp_path: Path, split: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import os\ndef f(request): return [[int(os.environ['RANK'])] * 17] * (request.num_samples or 1)\n"
+        f"import os\ndef f(request):\n    other = int(os.environ['RANK']) if request.split == {split!r} else 0\n"
+        "    return [[other] * 17] * (request.num_samples or 1)\n"
     )
     output = train(tmp_path / "run", f"--dataset {file}:f", 2, exit_code=2)
     assert "rank 1 has other samples than rank 0\n  fix: compute sample k from k" in output

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from user_files import losses, train, write_example
+import torch
+from user_files import MODEL, losses, train, write_example
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.tools.main import main
@@ -14,7 +15,8 @@ from megatrain.tools.parity.compare import judge
 from megatrain.tools.parity.measure import Job, measure, plan_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.user_files import add_user_files
+from megatrain.training.trial_parts import try_parts
 
 DEPTHS = f"{Path(__file__).parent / 'mixture_of_depths.py'}:with_depths"
 LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2")
@@ -79,7 +81,7 @@ def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):
 def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, convolutions, capsys):
     text = Path(convolutions.split(":")[0]).read_text()
     frozen, twice = tmp_path / "frozen.py", tmp_path / "twice.py"
-    frozen.write_text(text.replace('weight_of(self, "kernel")', "self.kernel"))
+    frozen.write_text(text.replace('weight_of(self, "kernel")', 'weight_of(self, "kernel").detach()'))
     assert main(f"parity --spec {frozen}:with_convolutions --layouts pp2".split()) == 1
     assert "FAIL  decoder.layers.1.short_convolution.kernel has no gradient" in capsys.readouterr().out
     line = 'self.add_weight("kernel", layout, context.ranks.dtype)'
@@ -90,6 +92,36 @@ def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, 
     other.write_text(text.replace('split="inputs", reads', 'split="none", reads'))
     with pytest.raises(ConfigError, match=r"its module splits it .* by inputs, and linears\(\) by none"):
         measure(0, 1, Job(Layout.of(""), spec=(f"{other}:with_convolutions",)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("chunk(3", "chunk(2", r"ValueError: not enough values to unpack .*mine.py:\d+\)"),
+        ("info):", "info, mask):", r"TypeError: .* missing 1 required positional argument: 'mask' \(.*mine.py\)"),
+        ('linears["b"]', 'linears["gates"]', r"KeyError: 'gates' \(.*mine.py:\d+\)"),
+        ("return residual, self", "return self", "forward returned Tensor, not two tensors"),
+        ("return residual, ", "return residual.transpose(0, 1), ", r"returned \[2, 16, 32\] and .* here \[16, 2, 32\]"),
+        ('weight_of(self, "kernel")', "self.kernel", "parameter kernel does not reach the gradient buffer"),
+        ("(residual, delta, info)\n", "(residual, None, info)\n", r"the residual stream differs from residual \+ delta"),
+        ("return residual, ", "return residual + delta if delta is not None else residual, ", "the residual stream differs from"),
+        ("b * x, weight", "(b * x).flip(0), weight", "output for a token differs from that before a change of later tokens"),
+        ("b * x, weight", "(b * x).transpose(0, 1).reshape(b.shape), weight", "a change of (later tokens|other samples)"),
+        ("return residual, ", "return residual, torch.rand(()) * ", "its output differs from that of an equal call before"),
+    ],
+)  # fmt: skip
+def test_a_part_that_computes_wrongly_is_found_at_the_start(tmp_path, convolutions, old, new, words):
+    text = Path(convolutions.split(":")[0]).read_text()
+    start, forward = text.split("    def forward(")
+    assert old in text
+    where = "    def forward(" + forward
+    changed = start + where.replace(old, new, 1) if old in where else start.replace(old, new, 1) + where
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\n{changed}")
+    request = parse(f"{MODEL} --mock-data --spec {path}:with_convolutions".split())
+    plan = resolve(request, add_user_files(request, Facts(vocab_size=101, eod_id=100)))
+    with pytest.raises(ConfigError, match=rf"--spec: ShortConvolution[\s\S]*{words}[\s\S]*fix: "):
+        try_parts(plan, torch.device("cpu"))
 
 
 PART = """
@@ -116,6 +148,7 @@ def f(model, layers): return [layer.with_part(Mine()) for layer in layers]
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ("Mine()) for", "Mine) for", "Mine is a class: create a part"),
         ("Mine()) for", "Other()) for", r"AttributeError: 'Other' object has no attribute 'role'"),
         ("class Mine(Part)", "class Mine", "Mine is no part of a layer: derive it from .*Part"),
         ("@dataclass(frozen=True)", "", "Mine must be a frozen dataclass"),
@@ -144,4 +177,4 @@ def test_a_part_that_cannot_be_used_is_named(tmp_path, old, new, words):
     )
     request = parse(f"{flags} --spec {path}:f".split())
     with pytest.raises(ConfigError, match=rf"--spec[\s\S]*{words}"):
-        resolve(request, add_custom_layers(request, Facts(vocab_size=101, eod_id=100, world_size=2)))
+        resolve(request, add_user_files(request, Facts(vocab_size=101, eod_id=100, world_size=2)))

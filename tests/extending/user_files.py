@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forked_job import ForkedJob
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+DOCS = Path(__file__).parents[2] / "docs"
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope --hidden-dropout 0"
     " --attention-dropout 0 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2"
@@ -22,8 +22,9 @@ LAYOUTS = {
 
 
 def write_example(folder: Path, name: str) -> Path:
-    """Write the example of the page that begins with a comment with this file name."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Write the example of the pages that begins with a comment with this file name."""
+    pages = [(DOCS / page).read_text() for page in ("extending.md", "training.md")]
+    blocks = re.findall(r"```python\n(.*?)```", "".join(pages), re.DOTALL)
     (text,) = [block for block in blocks if block.startswith(f"# {name}\n")]
     path = folder / name
     path.write_text(text)

@@ -12,12 +12,13 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from canonical_weights import hash_tensors
 from run_here import make_trainer, metrics
 
 from faults.case import Cases, judge, require
 from faults.killed_runs import small_data
 from megatrain.checkpoint.find import folder_name
-from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.checkpoint.reader import verify
 from megatrain.tools.worker_pool import WorkerPool
 
 SAVED_AT, NUM_ITERATIONS = 4, 9

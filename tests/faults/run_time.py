@@ -33,7 +33,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.storage.disk import Disk
 from megatrain.training import evaluation, losses
 from megatrain.training.engine import Engine
-from megatrain.training.faults import spikes
+from megatrain.training.faults import responses
 from megatrain.training.liveness.heartbeat import Heartbeat
 
 LIMIT = 3
@@ -163,7 +163,7 @@ def spoils_the_loss(factor: float) -> Plant:
 
         Engine.begin_step = counted  # type: ignore[method-assign]
         losses.mean_losses = lambda sums: mean(sums) * (factor if state["iteration"] == BAD else 1.0)
-        spikes.REFERENCE_STEPS = 3
+        responses.REFERENCE_STEPS = 3
 
     return plant
 

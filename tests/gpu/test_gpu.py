@@ -15,7 +15,7 @@ from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weigh
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.tools.parity.measure import on_device, own_batches, tiny_plan
+from megatrain.tools.parity.measure import local_batches, on_device, tiny_plan
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.engine import Engine
@@ -74,7 +74,7 @@ def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [
-            [on_device(batch, torch.device(device)) for batch in own_batches(step, Layout.of(""), 0)]
+            [on_device(batch, torch.device(device)) for batch in local_batches(step, Layout.of(""), 0)]
             for step in range(3)
         ]
         reports[device] = [engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)) for batches in moved]
@@ -150,7 +150,7 @@ def test_training_in_16_bits_stays_near_fp32(precision: list[str]) -> None:
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
+        batches = [on_device(b, torch.device("cuda")) for b in local_batches(0, Layout.of(""), 0)]
         hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
         reports = [engine.step(batches, hyperparams) for _ in range(10)]
         assert all(report.is_finite for report in reports)
@@ -196,7 +196,7 @@ def test_without_compiled_kernels_a_run_is_the_same_within_rounding(
         )
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
+        batches = [on_device(b, torch.device("cuda")) for b in local_batches(0, Layout.of(""), 0)]
         hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
         losses.append([engine.step(batches, hyperparams).lm_loss for _ in range(5)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if "float32" in precision else 5e-3)
@@ -224,7 +224,7 @@ def test_a_step_does_not_synchronize_the_host(model: str, flags: str) -> None:
     assert engine.max_pending == 1
     batches = [
         on_device(b, torch.device("cuda"))
-        for b in own_batches(0, Layout.of("documents" if "reset" in flags else ""), 0)
+        for b in local_batches(0, Layout.of("documents" if "reset" in flags else ""), 0)
     ]
     hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
     for _ in range(2):

@@ -18,7 +18,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.models import MODELS as PARITY_MODELS
-from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.user_files import add_user_files
 
 VOCAB, SEQ = 97, 30
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01"
@@ -40,7 +40,7 @@ def _model(name: str) -> Model:
     )
     request = parse([*flags.split(), *MODELS[name].split()])
     facts = Facts(vocab_size=VOCAB, eod_id=VOCAB - 1)
-    config = resolve(request, add_custom_layers(request, facts)).config
+    config = resolve(request, add_user_files(request, facts)).config
     spec = apply_custom_layers(describe_model(config.model, config.experts, vocab_size=VOCAB), config.model)
     spec = without_capacity(spec)
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
-from megatrain.config.derive.custom_layers import CustomLayers, layer_function
+from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.user_function import UserFunction
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
@@ -19,7 +19,7 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import evaluate
-from megatrain.training.launch.custom_layers import add_custom_layers, with_own_layers
+from megatrain.training.launch.user_files import add_user_files, with_own_files
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODEL = (
@@ -44,8 +44,8 @@ def example(tmp_path: Path) -> Path:
 
 def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "", ranks: int = 1) -> Plan:
     request = parse(f"{MODEL} --spec {spec} {flags}".split())
-    facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
-    return resolve(request, with_own_layers(request, Facts.from_json(facts.to_json())))
+    facts = add_user_files(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
+    return resolve(request, with_own_files(request, Facts.from_json(facts.to_json())))
 
 
 EXPERTS = """
@@ -81,7 +81,7 @@ def test_custom_windows_choose_all_gather_over_a_ring(tmp_path: Path, asked: str
     flags = f"{MODEL} --context-parallel-size 2 {asked} --device cuda --bf16 --kv-channels 16"
     known = Facts(vocab_size=101, eod_id=100, world_size=2, device="cuda")
     request = parse(f"{flags} --spec {file}:near".split())
-    plan = resolve(request, add_custom_layers(request, known))
+    plan = resolve(request, add_user_files(request, known))
     assert plan.derived.cp_comm_types == ("all_gather",)
     assert resolve(parse(flags.split()), known).derived.cp_comm_types == ("p2p",)
 
@@ -122,7 +122,7 @@ def test_a_plan_knows_the_needs_of_custom_attention(
     file = tmp_path / "scores.py"
     file.write_text(SCORES)
     request = parse(f"{MODEL} --device cuda --bf16 --kv-channels 16 --spec {file}:{name}".split())
-    facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+    facts = add_user_files(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
     plan = resolve(request, facts)
     mixers = [layer.attention for layer in plan.derived.model_spec.layers if layer.attention]
     assert any(mixer.sink != "none" for mixer in mixers) == has_sinks
@@ -249,9 +249,9 @@ def test_a_changed_file_is_reported(example: Path) -> None:
     digest = first.config.model.spec_digest
     with pytest.raises(ConfigError, match=r"--spec .*has changed[\s\S]*--spec-digest"):
         plan_of(f"{example}:my_spec", flags=f"--spec-digest {digest}")
-    of_rank_0 = Facts(custom_layers=CustomLayers(str(digest), None))
+    of_rank_0 = Facts(digests={"model.spec": str(digest)})
     with pytest.raises(ConfigError, match="fix: let all ranks read the same file"):
-        with_own_layers(parse(f"{MODEL} --spec {example}:my_spec".split()), of_rank_0)
+        with_own_files(parse(f"{MODEL} --spec {example}:my_spec".split()), of_rank_0)
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -274,9 +274,9 @@ def test_a_changed_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plan_of(name, stored=stored, flags="--load c")
     with pytest.raises(ConfigError, match="has changed"):
         plan_of(name, flags=f"--spec-digest {first.config.model.spec_digest}")
-    of_rank_0 = Facts(custom_layers=CustomLayers(str(first.config.model.spec_digest), None))
+    of_rank_0 = Facts(digests={"model.spec": str(first.config.model.spec_digest)})
     with pytest.raises(ConfigError, match="this rank's file has digest"):
-        with_own_layers(parse(f"{MODEL} --spec {name}".split()), of_rank_0)
+        with_own_files(parse(f"{MODEL} --spec {name}".split()), of_rank_0)
     assert not mark.exists()
     plan_of(name)
     assert mark.exists()
@@ -313,7 +313,7 @@ def test_sizes_of_custom_layers_must_divide_over_the_ranks(tmp_path: Path) -> No
     )
     request = parse(f"{MODEL} --spec {spec} --tensor-model-parallel-size 2".split())
     with pytest.raises(ConfigError) as found:
-        resolve(request, add_custom_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
+        resolve(request, add_user_files(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
     texts = [problem.text for problem in found.value.problems]
     over_ranks = [text for text in texts if "--tensor-model-parallel-size 2" in text]
     assert sum("9 heads" in text for text in over_ranks) == 1
@@ -344,6 +344,6 @@ def test_an_error_beside_spec_is_the_only_one_on_a_cpu(tmp_path: Path) -> None:
     spec = spec_file(tmp_path, "def f(model, layers): return layers")
     request = parse(f"{MODEL.replace(' --device cpu', '')} --spec {spec} --train-samples 8".split())
     with pytest.raises(ConfigError) as found:
-        resolve(request, add_custom_layers(request, Facts(vocab_size=101, eod_id=100, has_triton=False)))
+        resolve(request, add_user_files(request, Facts(vocab_size=101, eod_id=100, has_triton=False)))
     (problem,) = found.value.problems
     assert "--train-samples" in problem.text

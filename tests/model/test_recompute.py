@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.model.recompute import discarded
-from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import OPTIONS, Layout
 
 
@@ -26,7 +26,7 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        engine.accumulate_gradients(list(own_batches(0, layout, 0)), first_sample=8)
+        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
     return torch.cat(engine.buffers.gradients.full), kept
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from copied_weights import CopiedWeights
+from canonical_weights import CopiedWeights
 from tiny_models import ROPE3, YARN
 from torch import Tensor
 from torch.nn import functional as F

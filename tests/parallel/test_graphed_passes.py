@@ -9,7 +9,7 @@ from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks, Work
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.tools.parity.measure import own_batches, tiny_plan, weights_of
+from megatrain.tools.parity.measure import local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.build import build_executor
 from megatrain.training.engine import Engine
@@ -73,7 +73,7 @@ def trained(layout: Layout, *, with_graphs: bool) -> tuple[list[tuple[float, ...
         engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 2, recorder)
     found = []
     for step in range(4):
-        batches = list(own_batches(step, layout, 0))
+        batches = list(local_batches(step, layout, 0))
         report = engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01))
         found.append((report.lm_loss, report.grad_norm, report.z_loss or 0.0))
     if with_graphs:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import pretrain
-from megatrain.checkpoint.reader import CheckpointReader, hash_tensors, verify
+from megatrain.checkpoint.reader import CheckpointReader, verify
 from megatrain.tools.checkpoint import rewrite
 from megatrain.tools.checkpoint.contents import Statistics
 from megatrain.tools.main import main

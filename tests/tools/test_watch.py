@@ -15,7 +15,8 @@ from tools.test_report import make_run
 
 from megatrain.tools.main import main
 from megatrain.tools.report_data import read_run
-from megatrain.tools.watch import duration, lines, sparkline
+from megatrain.tools.subcommands import duration
+from megatrain.tools.watch import lines, sparkline
 from megatrain.training.launch.save_lock import Owner
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from accumulation_orders import SEEDS, AnotherOrder, Numbers, assert_near, assert_within_noise
-from copied_weights import CopiedWeights
+from canonical_weights import CopiedWeights
 from safetensors.torch import load_file
 from tf32_routers import routers_in_tf32
 from torch import Tensor

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatrain.parallel.batch import Batch
-from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 
 
@@ -23,7 +23,7 @@ def joined(batches: list[Batch]) -> list[Batch]:
 @pytest.mark.parametrize("scale", ["noscale", "scale"])
 def test_by_tokens_micro_batches_make_no_difference(scale: str) -> None:
     layout = Layout.of(f"tokens {scale}")
-    batches = list(own_batches(0, layout, 0))
+    batches = list(local_batches(0, layout, 0))
     loss, found = gradients_of(layout, batches)
     # A single micro-batch is its own mean, under both rules.
     whole, expected = gradients_of(Layout.of(""), joined(batches))
@@ -33,7 +33,7 @@ def test_by_tokens_micro_batches_make_no_difference(scale: str) -> None:
 
 def test_by_micro_batches_each_has_the_same_weight() -> None:
     layout = Layout.of("")
-    batches = list(own_batches(0, layout, 0))
+    batches = list(local_batches(0, layout, 0))
     loss, found = gradients_of(layout, batches)
     singles = [gradients_of(layout, [batch]) for batch in batches]
     torch.testing.assert_close(
@@ -48,7 +48,7 @@ def test_by_micro_batches_each_has_the_same_weight() -> None:
 
 def test_a_batch_without_tokens_has_no_gradient() -> None:
     layout = Layout.of("tokens")
-    (batch,) = joined(list(own_batches(0, layout, 0)))
+    (batch,) = joined(list(local_batches(0, layout, 0)))
     batch.loss_mask.zero_()
     loss, found = gradients_of(layout, [batch])
     assert loss == 0.0
@@ -62,7 +62,7 @@ def test_a_batch_without_tokens_has_no_gradient() -> None:
 def test_by_tokens_losses_of_routers_count_all_tokens_over_the_tokens_that_count(losses: str) -> None:
     """As in Megatron-LM: each micro-batch's loss times its tokens, masked or not, over the step's counted tokens."""
     flags = f"--moe-router-load-balancing-type {losses}".split()
-    means, batches = Layout.of("mixtral"), list(own_batches(0, Layout.of(""), 0))
+    means, batches = Layout.of("mixtral"), list(local_batches(0, Layout.of(""), 0))
     counted = torch.tensor([batch.loss_mask.sum().item() for batch in batches])
     expected = torch.zeros(())
     for batch, count in zip(batches, counted.tolist(), strict=True):

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from canonical_weights import hash_tensors
 from run_helpers import ROOT
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.reader import hash_tensors
 from megatrain.data.indexed.writer import IndexedWriter
 
 # A setting of every kind: switches and their opposites, numbers that binary fractions miss, texts, lists, open values.

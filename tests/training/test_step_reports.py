@@ -16,7 +16,7 @@ import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.tools.parity.measure import own_batches, tiny_plan
+from megatrain.tools.parity.measure import local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
@@ -108,7 +108,7 @@ def test_after_a_step_that_is_not_finite_no_weight_changes() -> None:
     plan = tiny_plan(layout, 1)
     engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
-    batches, hyperparams = list(own_batches(0, layout, 0)), build_schedules(plan).at(0)
+    batches, hyperparams = list(local_batches(0, layout, 0)), build_schedules(plan).at(0)
     assert engine.begin_step(batches, hyperparams).read().is_finite
     before = [x.clone() for kind in engine.optimizer.kinds for x in engine.optimizer.state(kind)]
     finish = engine.data_parallel.finish_gradients

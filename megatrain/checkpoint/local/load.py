@@ -22,6 +22,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import intersect
 from megatrain.parallel.messages import Messages
 from megatrain.storage.disk import Disk, write_file
+from megatrain.storage.files import replace_file
 
 OfNode = tuple[int, str]
 """Leader of a node, and the name of a file there."""
@@ -85,7 +86,7 @@ def complete_node(
 def find_replaceable_files(path: Path, node: Node, messages: Messages) -> list[OfNode]:
     """Return the files that do not match their checksums on one node and do on another; `complete_node` copies them again.
 
-    All ranks call it, and get the same; those of a node share the reading of its files.
+    All ranks call it, and get the same; the ranks of a node share the reading of its files.
     """
 
     def listed() -> list[str]:
@@ -171,7 +172,7 @@ def take_manifest(path: Path, manifest: bytes) -> None:
     except DamagedError:  # files of another checkpoint would not match their checksums
         own = decode(manifest)
         _write_names(path, _whole(path, own, own.files))
-        _replace(path / MANIFEST_NAME, manifest)
+        replace_file(path / MANIFEST_NAME, [manifest])
         return
     if (path / MANIFEST_NAME).read_bytes() != manifest:
         raise DamagedError(f"{path}: the manifest differs between nodes")
@@ -186,7 +187,7 @@ def _is_divided(path: Path) -> bool:
 
 
 def _whole(path: Path, manifest: Manifest, names: Iterable[str]) -> set[str]:
-    """Return those of the files that are in the folder, as a whole by their size."""
+    """Return the files that are in the folder, as a whole by their size."""
     found = set()
     for name in names:
         with contextlib.suppress(OSError, DamagedError):
@@ -196,13 +197,4 @@ def _whole(path: Path, manifest: Manifest, names: Iterable[str]) -> set[str]:
 
 
 def _write_names(path: Path, names: Collection[str]) -> None:
-    _replace(path / NODE_FILES_NAME, json.dumps(sorted(names)).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file in place of another, as a whole."""
-    disk, new = Disk(), path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    write_file(disk, new, content)
-    disk.rename(new, path)
-    disk.sync_folder(path.parent)
+    replace_file(path / NODE_FILES_NAME, [json.dumps(sorted(names)).encode()])

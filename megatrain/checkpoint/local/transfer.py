@@ -1,4 +1,4 @@
-"""A file goes from the folder of one rank to those of others, piece by piece."""
+"""A file goes from the folder of one rank to the folders of others, piece by piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that goes from the folder of one rank to those of others."""
+    """A file that goes from the folder of one rank to the folders of others."""
 
     name: str
     num_bytes: int

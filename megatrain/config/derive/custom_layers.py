@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.layer import LayerSpec
-from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError
-from megatrain.config.user_function import UserFunction
+from megatrain.config.user_function import UserFunction, function_of
 
 _MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
 _PLAIN_GPT_LAYERS: Final = (
@@ -27,23 +27,15 @@ _PLAIN_GPT_LAYERS: Final = (
 )
 
 
+_ADDRESS: Final = re.compile(" at 0x[0-9a-f]+")
+"""Address of an object in its text, which differs between processes."""
+
 Layers = Callable[[ModelConfig, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
 """Returns the layers of a model from its settings and the layers that flags describe. Raises ConfigError."""
 
 
-@dataclass(frozen=True)
-class CustomLayers:
-    """The function of --spec. Every rank loads it from its own file, whose digest is that of rank 0."""
-
-    digest: str
-    """Digest of the file with the function."""
-    function: Layers | None = field(compare=False)
-    """None: those of another rank, as JSON has them."""
-
-
-def called_once(custom: CustomLayers) -> CustomLayers:
-    """Return the layers with a function that calls the user's once; with other arguments later, it raises UnresolvedError."""
-    function = custom.function
+def called_once(function: Layers) -> Layers:
+    """Return a function that calls the user's once; with other arguments later, it raises UnresolvedError."""
     calls: list[tuple[object, tuple[LayerSpec, ...] | ConfigError]] = []
 
     def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
@@ -52,7 +44,6 @@ def called_once(custom: CustomLayers) -> CustomLayers:
             default,
         )  # its rows depend on the tensor-parallel size
         if not calls:
-            assert function is not None
             try:
                 calls.append((given, function(model, default)))
             except ConfigError as error:
@@ -64,7 +55,7 @@ def called_once(custom: CustomLayers) -> CustomLayers:
             raise result
         return result
 
-    return replace(custom, function=layers if function else None)
+    return layers
 
 
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:
@@ -74,13 +65,21 @@ def is_plain_gpt_layer(words: Sequence[str]) -> bool:
 
 def layer_function(words: Sequence[str]) -> UserFunction | None:
     """Return the function that --spec names; None: it names none, or one of Megatron-LM."""
-    function = UserFunction.parse(words, "--spec") if words else None
-    return None if function is None or function.module.startswith("megatron.") else function
+    return function_of("model.spec", words)
 
 
-def differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:
-    """Yield a line for each run of consecutive layers with the same differences."""
-    texts = [", ".join(_changes(layer, other, "")) for layer, other in zip(layers, default, strict=True)]
+Values = Mapping[str, str]
+"""The fields of a layer by path, such as `mlp.ffn_hidden_size`, and their values in words."""
+
+
+def values_of(layers: Sequence[LayerSpec]) -> list[Values]:
+    """Return the fields of each layer. Equal layers of two processes have the same."""
+    return [dict(_values(layer, "")) for layer in layers]
+
+
+def differences(layers: Sequence[Values], others: Sequence[Values], whose: str) -> Iterator[str]:
+    """Yield a line for each run of consecutive layers with the same differences; `whose`: words for the others."""
+    texts = [changes(layer, other, whose) for layer, other in zip(layers, others, strict=True)]
     first = 0
     for text, run in itertools.groupby(texts):
         last = first + len(list(run)) - 1
@@ -89,26 +88,26 @@ def differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> It
         first = last + 1
 
 
-def _changes(one: Any, other: Any, path: str) -> Iterator[str]:
-    if isinstance(one, LayerSpec):
-        for name in dict.fromkeys(part.name for part in (*one.parts, *other.parts)):
-            yield from _changes(_named(one, name), _named(other, name), name)
-        one, other = replace(one, parts=()), replace(other, parts=())
-    is_part = dataclasses.is_dataclass(one) and not isinstance(one, ActivationFunction)
-    if is_part and type(one) is type(other):
-        for field in dataclasses.fields(one):
-            yield from _changes(
-                getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".lstrip(".")
-            )
-    elif one != other:
-        yield f"{path} {_shown(one)}, by the flags {_shown(other)}"
+def changes(one: Values, other: Values, whose: str) -> str:
+    """Return the values that differ in words; empty: none do."""
+    changed = [name for name in {**one, **other} if one.get(name, "none") != other.get(name, "none")]
+    replaced = [f"{name}." for name in changed if name in one or name in other]
+    return ", ".join(
+        f"{name} {one.get(name, 'none')}, {whose} {other.get(name, 'none')}"
+        for name in changed
+        if not any(name.startswith(prefix) for prefix in replaced)  # fields of parts of two kinds
+    )
 
 
-def _named(layer: LayerSpec, name: str) -> Part | None:
-    return next((part for part in layer.parts if part.name == name), None)
-
-
-def _shown(value: Any) -> str:
-    if dataclasses.is_dataclass(value) and not isinstance(value, ActivationFunction):
-        return type(value).__name__
-    return "none" if value is None else str(value)
+def _values(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, LayerSpec):
+        for part in value.parts:
+            yield from _values(part, part.name)
+        value = replace(value, parts=())
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, ActivationFunction | type)
+    if path:
+        name = getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
+        yield path, type(value).__name__ if is_data else _ADDRESS.sub("", name)
+    if is_data:
+        for field in dataclasses.fields(value):
+            yield from _values(getattr(value, field.name), f"{path}.{field.name}".lstrip("."))

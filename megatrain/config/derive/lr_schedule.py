@@ -22,7 +22,6 @@ from megatrain.config.schema.tree import flag_of
 from megatrain.config.user_function import UserFunction
 
 _NAMES: Final = {
-    "lr_decay_digest": "digest of the file of --lr-decay-style",
     "lr_warmup_samples": "samples of warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction)",
     "lr_decay_samples": "samples until the decay ends (--lr-decay-iters, --lr-decay-samples, the end of training)",
     "lr_wsd_decay_samples": "samples of the WSD decay (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
@@ -84,6 +83,8 @@ class ScheduleValues(LrDecay):
                 return self.style.decays
             case "weight_decay_incr_samples":
                 return self.weight_decay_incr_style != "constant"
+            case "lr_decay_digest":  # compared before the file is run
+                return False
             case "start_weight_decay":  # equals the end value, which is reported
                 return self.weight_decay_incr_style != "constant"
         return self.reads(name)

@@ -106,6 +106,10 @@ class ExpertsSpec(Part):
     def is_gated(self) -> bool:
         return self.expert.is_gated
 
+    def linears_of(self, part: str, hidden_size: int) -> list[Linear]:
+        """Return the GEMMs of `mlp.experts`, `mlp.shared`, or `mlp`: the latents."""
+        return [one for one in self.linears(hidden_size) if one.part == part]
+
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs of routed experts, of the shared expert and of the latents; the router's is none of them."""
         latent = self.latent_size

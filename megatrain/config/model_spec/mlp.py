@@ -35,11 +35,6 @@ class MlpSpec(Part):
     def is_gated(self) -> bool:
         return self.activation in GATED
 
-    @property
-    def fc1_names(self) -> list[str]:
-        """Canonical names of the tensors that the first linear layer fuses."""
-        return ["gate", "up"] if self.is_gated else ["up"]
-
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         yield from mlp_linears(hidden_size, self.ffn_hidden_size, is_gated=self.is_gated)
 

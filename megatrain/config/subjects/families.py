@@ -19,6 +19,8 @@ _WITHOUT_MASKS: Final = (
     "data.sft",
 )
 """Settings for attention, samples and predictions of a decoder alone."""
+_SHORTEST: Final = {"bert": 5, "t5": 4}
+"""Fewest tokens of a sample: two of text, and the special ones."""
 _PER_SAMPLE: Final = "training.calculate_per_token_loss"
 
 
@@ -120,4 +122,24 @@ def relative_positions_are_of_t5(draft: Draft) -> Problems:
             f"--relative-attention-max-distance {model.relative_attention_max_distance} is not above {exact}, half of"
             f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
             f"use --relative-attention-max-distance {exact + 1} or more",
+        )
+
+
+@rule
+def samples_are_masked_sentences(draft: Draft) -> Problems:
+    family, dataset = draft.config.model.model_family, draft.config.data.dataset
+    if family != "gpt" and dataset is not None:
+        yield Problem(
+            f"--dataset {dataset} returns samples of a GPT, and --model-family {family} masks sentences of documents",
+            "remove --dataset, and name data of preprocess_data.py --split-sentences with --data-path",
+        )
+
+
+@rule
+def samples_hold_text(draft: Draft) -> Problems:
+    family, length = draft.config.model.model_family, draft.config.data.seq_length
+    if length < _SHORTEST.get(family, 0):
+        yield Problem(
+            f"--seq-length {length} is too short for samples of --model-family {family}, which have special tokens",
+            f"use --seq-length {_SHORTEST[family]} or more",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Final
 
-from megatrain.config.derive.custom_layers import differences, is_plain_gpt_layer, layer_function
+from megatrain.config.derive.custom_layers import differences, is_plain_gpt_layer, layer_function, values_of
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
@@ -188,16 +188,6 @@ def spec_names_a_function(draft: Draft) -> Problems:
         )
 
 
-@derives("model.spec_digest")
-def spec_digest(draft: Draft) -> DerivedValue:
-    function = layer_function(draft.config.model.spec)
-    if function is None:
-        return DerivedValue(None, "--spec is not given")
-    if draft.facts.custom_layers is None:
-        raise UnresolvedError  # `data_problems` has the reason.
-    return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
-
-
 @overrides("model.spec")
 def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
     """Override a --spec that names one of Megatron-LM's plain GPT layers: flags describe these here."""
@@ -213,11 +203,12 @@ def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
 
 @note
 def custom_layers_are_used(draft: Draft) -> Notes:
-    function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
-    if function is not None and custom is not None:
-        found = differences(draft.derived.model_spec.layers, spec_of_flags(draft).layers)
+    function, digest = layer_function(draft.config.model.spec), draft.config.model.spec_digest
+    if function is not None:
+        own, of_flags = (values_of(spec.layers) for spec in (draft.derived.model_spec, spec_of_flags(draft)))
+        found = differences(own, of_flags, "by the flags")
         differences_text = "; ".join(found) or "the same as the flags describe"
-        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences_text}"
+        yield f"--spec {function} (digest {digest}) defines the layers: {differences_text}"
 
 
 @unproven

@@ -45,11 +45,11 @@ def model_spec(draft: Draft) -> DerivedValue:
     model, custom = draft.config.model, draft.facts.custom_layers
     spec = spec_of_flags(draft)
     if layer_function(model.spec) is not None:
-        if custom is None or custom.function is None:
+        if custom is None:
             raise UnresolvedError  # `data_problems` has the reason.
         for name in vars(model):
             getattr(model, name)  # The function may read each setting: wait for it.
-        layers = custom.function(model, spec.layers)
+        layers = custom(model, spec.layers)
         return DerivedValue(spec.with_layers(layers), f"by --spec {' '.join(model.spec)}")
     text = model.heterogeneous_layers_config_encoded_json
     where = model.heterogeneous_layers_config_path or "--heterogeneous-layers-config-encoded-json"

@@ -88,12 +88,12 @@ def digest_of(setting: str) -> Callable[[Draft], DerivedValue]:
     """Return the derivation of the digest of the file that one of `USER_FUNCTIONS` names."""
 
     def derive(draft: Draft) -> DerivedValue:
-        given = draft.config.get(setting)
-        if given is None:
-            return DerivedValue(None, f"{flag_of(setting)} is not given")
+        function = user_function(draft.config, setting)
+        if function is None:
+            return DerivedValue(None, f"{flag_of(setting)} names no file")
         if setting not in draft.facts.digests:
-            raise UnresolvedError  # `data_problems` or the rule `functions_are_named` has the reason.
-        return DerivedValue(draft.facts.digests[setting], f"of {given}")
+            raise UnresolvedError  # `data_problems` has the reason.
+        return DerivedValue(draft.facts.digests[setting], f"of {function}")
 
     return derive
 
@@ -105,7 +105,9 @@ DIGESTS = tuple(derives(f"{setting}_digest")(digest_of(setting)) for setting in 
 def functions_are_named(draft: Draft) -> Problems:
     for setting in USER_FUNCTIONS:
         given = draft.config.get(setting)
-        if given is not None and user_function(draft.config, setting) is None:
+        if (
+            isinstance(given, str) and user_function(draft.config, setting) is None
+        ):  # see `spec_names_a_function`
             kind = "Class" if setting == "logging.callbacks" else "function"
             prefix = ", or --data-path for the prefix of .bin and .idx files" * (setting == "data.dataset")
             yield Problem(

@@ -13,6 +13,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.values import UnresolvedError
+from megatrain.config.user_function import LR_FUNCTION
 
 _BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
 
@@ -160,7 +161,7 @@ def schedule(draft: Draft) -> DerivedValue:
             entry.name: getattr(derived if hasattr(derived, entry.name) else config, entry.name)
             for entry in dataclasses.fields(LrDecay)
         },
-        lr_decay_digest=draft.facts.lr_decay_digest,
+        lr_decay_digest=draft.facts.digests.get(LR_FUNCTION),
         lr_warmup_samples=derived.lr_warmup_samples,
         lr_decay_samples=derived.lr_decay_samples,
         start_weight_decay=start,
@@ -269,19 +270,13 @@ def schedules_match_checkpoint(draft: Draft) -> Problems:
 
 @rule
 def schedule_of_checkpoint_is_available(draft: Draft) -> Problems:
-    """No code is run that only a checkpoint names, or that has changed."""
+    """No code is run that only a checkpoint names."""
     schedule, given = draft.derived.schedule, draft.config.schedule.lr_decay_style
-    name, found = schedule.lr_decay_style, draft.facts.lr_decay_digest
+    name = schedule.lr_decay_style
     if schedule.function is not None and given != name:
         yield Problem(
             f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
             f"add --lr-decay-style {name} if you trust that code",
-        )
-    elif schedule.lr_decay_digest not in (None, found):
-        yield Problem(
-            f"--lr-decay-style {name}: the file has changed, its digest is {found}, and that of the checkpoint is"
-            f" {schedule.lr_decay_digest}",
-            "use the file of that run, or replace --use-checkpoint-opt-param-scheduler by --override-opt-param-scheduler",
         )
 
 

@@ -64,7 +64,7 @@ class PreprocessSettings:
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
-    """Parse a command line; None: that of this process.
+    """Parse a command line; None: the one of this process.
 
     Raises:
         ConfigError: with all problems of the command line.
@@ -75,9 +75,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     given = {name: value for name, value in vars(values).items() if value not in (None, False)}
     flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no other list
     problems = _unknown_flags(unknown, arguments, flags)
-    loaded = given | _load_values(_SETTINGS, given, problems)
-    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | _load_values(
-        _tokenizer_settings(), given, problems
+    loaded = given | load_values(_SETTINGS, given, problems)
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | load_values(
+        tokenizer_settings(), given, problems
     )
     problems += _missing_flags(given) + _invalid_values(loaded)
     if problems:
@@ -122,9 +122,7 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
             else:
                 group.add_argument(flag, nargs="*", metavar=metavar, help=text + _default_of(flag))
     group = parser.add_argument_group("tokenizer")
-    texts = field_help() if with_help else {}
-    for setting in _tokenizer_settings().values():
-        _add_tokenizer_flag(group, setting, texts.get(setting.path, "").replace("%", "%%"))
+    add_tokenizer_flags(group, field_help() if with_help else {}, nargs="*")
     return parser
 
 
@@ -137,18 +135,28 @@ def _default_of(flag: str) -> str:
     return f" (default: {' '.join(value) if isinstance(value, tuple) else value})"
 
 
-def _add_tokenizer_flag(group: Any, setting: Setting, text: str) -> None:
-    """Add a tokenizer flag. A missing flag stays None; the field has the default."""
-    if setting.kind is bool:
-        group.add_argument(setting.flag, dest=setting.name, action="store_const", const=["true"], help=text)
-        off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
-        group.add_argument(
-            setting.opposite_flag, dest=setting.name, action="store_const", const=["false"], help=off
-        )
-        return
-    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.kind.__name__.upper()
-    metavar += " ..." * setting.is_list
-    group.add_argument(setting.flag, dest=setting.name, metavar=metavar, nargs="*", help=text)
+def add_tokenizer_flags(group: Any, texts: Mapping[str, str], *, nargs: Literal["*"] | None = None) -> None:
+    """Add the tokenizer's flags. A missing flag stays None; `load_values` reads the others.
+
+    Args:
+        texts: help texts by path of the setting.
+        nargs: `*` where no positional argument follows: a flag with a wrong number of values is then reported by its name.
+    """
+    for setting in tokenizer_settings().values():
+        text = texts.get(setting.path, "").replace("%", "%%")
+        if setting.kind is bool:
+            group.add_argument(
+                setting.flag, dest=setting.name, action="store_const", const=["true"], help=text
+            )
+            off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
+            group.add_argument(
+                setting.opposite_flag, dest=setting.name, action="store_const", const=["false"], help=off
+            )
+            continue
+        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.kind.__name__.upper()
+        metavar += " ..." * setting.is_list
+        count = nargs or ("+" if setting.is_list else 1)
+        group.add_argument(setting.flag, dest=setting.name, metavar=metavar, nargs=count, help=text)
 
 
 _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
@@ -186,7 +194,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
             "read lists of messages with role and content (key messages), and write tokens and a loss mask",
         ),
         "--sft-tokenizer-prompt-format": (
-            "{nemotron-h-aligned,nemotron-nano-v2,identity,default}",
+            f"{{{','.join(get_args(PromptFormat))}}}",
             "text around messages; default: the tokenizer's chat template (needs jinja2)",
         ),
         "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
@@ -207,7 +215,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         "--dataset-impl": ("{mmap}", "without effect: there is one format of output files"),
     },
 }
-"""By title: every flag, its metavar (None: a flag without value), and its help."""
+"""By title: every flag, its metavar (None: a flag without value), which `_setting` reads, and its help."""
 WITHOUT_EFFECT: Final = {
     "--partitions": "workers share all files",
     "--keep-sequential-samples": "the output always has the order of the input",
@@ -216,50 +224,35 @@ WITHOUT_EFFECT: Final = {
 """Flags that are accepted and change nothing, and the reason."""
 
 
-def _text(name: str, *, choices: tuple[str, ...] = (), is_list: bool = False) -> Setting:
+def _setting(flag: str, metavar: str) -> Setting:
+    """Return the setting of a flag: a choice, a count of at least 1, a text, or a list of texts."""
+    is_count = metavar in {"N", "MB"}
     return Setting(
         section="preprocess",
-        name=name,
-        kind=str,
-        choices=choices,
-        is_list=is_list,
+        name=flag.removeprefix("--").replace("-", "_"),
+        kind=int if is_count else str,
+        choices=tuple(metavar.strip("{}").split(",")) if metavar.startswith("{") else (),
+        is_list=metavar.endswith(" ..."),
         is_optional=False,
         default=None,
-        range=None,
+        range=Range(at_least=1) if is_count else None,
     )
-
-
-def _count(name: str) -> Setting:
-    return dataclasses.replace(_text(name), kind=int, range=Range(at_least=1))
 
 
 _SETTINGS: Final = {
     setting.name: setting
-    for setting in (
-        _text("input", is_list=True),
-        _text("output_prefix"),
-        _text("input_format", choices=("auto", "jsonl", "text")),
-        _text("text_documents", choices=("file", "line")),
-        _text("json_keys", is_list=True),
-        _text("on_bad_line", choices=("stop", "skip", "quarantine")),
-        _count("max_line_mb"),
-        _text("sft_tokenizer_prompt_format", choices=get_args(PromptFormat)),
-        _text("chat_template"),
-        _text("lang"),
-        _count("workers"),
-        _count("log_interval"),
-        _count("partitions"),
-        _text("dataset_impl", choices=("mmap",)),
-    )
+    for flags in _FLAGS.values()
+    for setting in (_setting(flag, metavar) for flag, (metavar, _) in flags.items() if metavar is not None)
 }
-"""The flags with a value, without those of the tokenizer."""
+"""The flags with a value, without the flags of the tokenizer."""
 
 
-def _tokenizer_settings() -> dict[str, Setting]:
+def tokenizer_settings() -> dict[str, Setting]:
+    """Return the settings of the tokenizer by name."""
     return {setting.name: setting for setting in settings() if setting.section == "tokenizer"}
 
 
-def _load_values(
+def load_values(
     settings: Mapping[str, Setting], given: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     """Load the values of the given settings; append problems for invalid ones."""

@@ -82,7 +82,7 @@ def build_user_datasets(
         data=data,
         tokenizer_config=tokenizer,
     )
-    call = function.load()
+    call = function.load(data.dataset_digest)
     built: dict[str, SampleDataset | None] = {}
     for split in SPLIT_NAMES:
         counts, first = getattr(plans, split), 0
@@ -95,12 +95,19 @@ def build_user_datasets(
                 samples = call(asked)
             except Exception as error:
                 raise function.failure(error) from error
-            if samples is None and split != "train":
+            if samples is None and split != "train" and not number:
                 break
             parts.append(UserDataset(function, samples, asked, options))
             first += count or 0
         built[split] = parts[0] if len(parts) == 1 else PlannedDataset(parts, counts) if parts else None
     return SplitDatasets(built["train"], built["valid"], built["test"])
+
+
+def first_digests(splits: SplitDatasets) -> list[str]:
+    """Return the digests of the first samples of all plans, which must be the same on all ranks; none without --dataset."""
+    datasets = (splits.train, splits.valid, splits.test)
+    plans = [plan for one in datasets for plan in (one.plans if isinstance(one, PlannedDataset) else [one])]
+    return [plan.first_digest for plan in plans if isinstance(plan, UserDataset)]
 
 
 class UserDataset:

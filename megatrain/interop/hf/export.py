@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
@@ -38,7 +38,7 @@ _GENERATION: Final = "generation_config.json"
 _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-class HfExport:
+class HfExport(TensorReader):
     """Their tensors, read from a checkpoint of ours.
 
     Args:
@@ -46,11 +46,11 @@ class HfExport:
 
     Raises:
         InputError: no family computes the function of the model, or its tokenizer cannot be exported.
-        MismatchError: the checkpoint's tensors are not those of its configuration.
+        MismatchError: the checkpoint's tensors do not fit its configuration.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
-        self._reader = reader
+        self._reader, self.path = reader, reader.path
         manifest = reader.manifest
         self._biases = manifest.state.get("expert_biases", {})
         model: ModelConfig = stored_section(reader.path, manifest.config, "model", ModelConfig)

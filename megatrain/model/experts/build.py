@@ -7,12 +7,10 @@ import functools
 from torch import nn
 
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
-from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.model.experts.experts import ExpertBranch, Experts
 from megatrain.model.experts.router import Router
 from megatrain.model.experts.shared import LatentProjection, SharedExpert, WithSharedExpert
-from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer import Sequential, branch_output
 from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.layouts import (
@@ -27,7 +25,6 @@ from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
-    ExpertParallel,
     LocalDispatcher,
     TokenDispatcher,
 )
@@ -41,7 +38,7 @@ def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
     experts = _experts(spec, context)
     mlp: nn.Module = experts
     if spec.shared is not None:
-        shared = SharedExpert(spec.shared, context, context.name(spec), has_gate=spec.has_shared_gate)
+        shared = SharedExpert(spec, context)
         is_recomputed = recompute.has_part("shared_experts")
         mlp = WithSharedExpert(
             experts,
@@ -54,7 +51,7 @@ def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
 
 def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
     gpt, ranks, builder, prefix = context.model, context.ranks, context.builder, context.name(spec)
-    init, tp = Init(std=gpt.init_std), context.tp
+    init = Init(std=gpt.init_std)
     router = Router(
         spec.router,
         context.number,
@@ -66,38 +63,39 @@ def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
         dp=ranks.dp,
         seed=ranks.seed,
     )
-    h, latent, has_bias = gpt.hidden_size, spec.latent_size, spec.expert.has_bias
-    before: list[Pointwise] = []
-    after: list[Pointwise] = []
-    if latent is not None:
-        before = [LatentProjection(f"{prefix}.latent_down", latent, h, init, builder, has_bias, tp)]
-        after = [
-            LatentProjection(f"{prefix}.latent_up", h, latent, context.output_init, builder, has_bias, tp)
-        ]
-    mlp = builder.grouped_mlp(
-        spec.expert, *_expert_weights(spec, gpt, f"{prefix}.experts", ranks.parallel), ranks.parallel
-    )
+    latents = [
+        LatentProjection(linear, context, std, has_bias=spec.expert.has_bias)
+        for linear, std in zip(
+            spec.linears_of("mlp", gpt.hidden_size), (init, context.output_init), strict=False
+        )
+    ]
+    before, after = latents[:1], latents[1:]
+    mlp = builder.grouped_mlp(spec.expert, *_expert_weights(spec, context), ranks.parallel)
     return Experts(router, _token_dispatcher(spec.router, ranks), mlp, Sequential(before), Sequential(after))
 
 
-def _expert_weights(
-    spec: ExpertsSpec, gpt: ModelSpec, prefix: str, parallel: ExpertParallel
-) -> tuple[LinearLayout, LinearLayout]:
+def _expert_weights(spec: ExpertsSpec, context: LayerContext) -> tuple[LinearLayout, LinearLayout]:
     """Return the layouts of both linear layers of this rank's experts."""
-    names = [f"{prefix}.{expert}" for expert in parallel.own(spec.router.num_experts)]
-    width, f, etp = spec.latent_size or gpt.hidden_size, spec.expert.ffn_hidden_size, parallel.etp
+    gpt, parallel, has_bias = context.model, context.ranks.parallel, spec.expert.has_bias
+    names = [f"{context.name(spec)}.experts.{one}" for one in parallel.own(spec.num_experts)]
+    fc1, fc2 = spec.linears_of("mlp.experts", gpt.hidden_size)
+    (down,), etp = fc2.pieces, parallel.etp
 
     def columns(kind: str) -> list[list[Columns]]:
-        return [[Columns(f"{name}.{x}.{kind}", f) for x in spec.expert.fc1_names] for name in names]
+        return [
+            [Columns(f"{name}.{piece.name}.{kind}", piece.size) for piece in fc1.pieces] for name in names
+        ]
 
-    downs, has_bias = [f"{name}.down" for name in names], spec.expert.has_bias
-    fc1 = expert_columns_layout(columns("weight"), width, Init(std=gpt.init_std), etp)
-    fc1_bias = expert_columns_bias_layout(columns("bias"), etp) if has_bias else None
-    fc2 = expert_rows_layout(
-        [f"{name}.weight" for name in downs], width, f, Init(std=gpt.output_init_std), etp
+    downs = [f"{name}.{down.name}" for name in names]
+    weights = expert_columns_layout(columns("weight"), fc1.inputs, Init(std=gpt.init_std), etp)
+    biases = expert_columns_bias_layout(columns("bias"), etp) if has_bias else None
+    down_weights = expert_rows_layout(
+        [f"{name}.weight" for name in downs], down.size, fc2.inputs, context.output_init, etp
     )
-    fc2_bias = expert_rows_bias_layout([f"{name}.bias" for name in downs], width, etp) if has_bias else None
-    return LinearLayout(fc1, fc1_bias), LinearLayout(fc2, fc2_bias)
+    down_biases = (
+        expert_rows_bias_layout([f"{name}.bias" for name in downs], down.size, etp) if has_bias else None
+    )
+    return LinearLayout(weights, biases), LinearLayout(down_weights, down_biases)
 
 
 def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.linear import Linear
 from megatrain.kernels.side_stream import SideStream
 from megatrain.model import functions
 from megatrain.model.experts.experts import Experts
-from megatrain.model.implementations.module_builder import ModuleBuilder
 from megatrain.model.layer_context import LayerContext
-from megatrain.model.layouts import (
-    Columns,
-    LinearLayout,
-    columns_bias_layout,
-    columns_layout,
-    router_layout,
-    rows_layout,
-    stream_layout,
-)
+from megatrain.model.layouts import router_layout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import Init, ShardedModule
-from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class LatentProjection(nn.Module):
     """A linear layer of this rank's tokens, whose weight every tensor rank holds: [s/tp, b, i] -> [s/tp, b, o]."""
 
-    def __init__(
-        self,
-        name: str,
-        num_outputs: int,
-        num_inputs: int,
-        init: Init,
-        builder: ModuleBuilder,
-        has_bias: bool,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, linear: Linear, context: LayerContext, init: Init, *, has_bias: bool) -> None:
         super().__init__()
-        self.linear = builder.replicated_linear(
-            None,
-            LinearLayout(
-                router_layout(f"{name}.weight", num_outputs, num_inputs, init, tp),
-                stream_layout(f"{name}.bias", num_outputs, Init(), tp) if has_bias else None,
-            ),
-        )
+        self.linear = context.replicated_linear(linear, None, init=init, has_bias=has_bias)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         out: Tensor = self.linear(x, None, info)[1]
@@ -56,21 +32,19 @@ class SharedExpert(ShardedModule):
 
     gate: Tensor
 
-    def __init__(self, mlp: MlpSpec, context: LayerContext, prefix: str, *, has_gate: bool) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         super().__init__()
-        gpt, builder, tp, dtype = context.model, context.builder, context.tp, context.ranks.dtype
-        h, f, init = gpt.hidden_size, mlp.ffn_hidden_size, Init(std=gpt.init_std)
-        columns, biases = (
-            [Columns(f"{prefix}.shared.{name}.{kind}", f) for name in mlp.fc1_names]
-            for kind in ("weight", "bias")
+        assert spec.shared is not None
+        has_bias, model = spec.shared.has_bias, context.model
+        fc1, fc2 = spec.linears_of("mlp.shared", model.hidden_size)
+        self.fc1 = context.column_linear(fc1, None, has_bias=has_bias, keeps_norm=True)
+        self.fc2 = context.builder.activation_row_linear(
+            spec.shared, context.row_weights(fc2, has_bias=has_bias)
         )
-        fc1_bias = columns_bias_layout(biases, tp) if mlp.has_bias else None
-        self.fc1 = builder.column_linear(None, LinearLayout(columns_layout(columns, h, init, tp), fc1_bias))
-        down = rows_layout(f"{prefix}.shared.down.weight", h, f, Init(std=gpt.output_init_std), tp)
-        fc2_bias = stream_layout(f"{prefix}.shared.down.bias", h, Init(), tp) if mlp.has_bias else None
-        self.fc2 = builder.activation_row_linear(mlp, LinearLayout(down, fc2_bias))
-        if has_gate:
-            self.add_weight("gate", router_layout(f"{prefix}.shared_gate.weight", 1, h, init, tp), dtype)
+        if spec.has_shared_gate:
+            name, init = f"{context.name(spec)}.shared_gate.weight", Init(std=model.init_std)
+            layout = router_layout(name, 1, model.hidden_size, init, context.tp)
+            self.add_weight("gate", layout, context.ranks.dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
         out = self.fc2(self.fc1(x, None, info)[1], info)

@@ -25,6 +25,7 @@ from megatrain.checkpoint.retention import Retention, remove_candidate, supersed
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.storage.disk import Disk
 from megatrain.tools.checkpoint.source import Progress, no_checkpoint, size_text
+from megatrain.tools.subcommands import duration
 
 DAMAGED = 3
 """Exit code of `verify` if a checkpoint is damaged, as of a run that finds no valid one."""
@@ -54,13 +55,14 @@ def ls(arguments: argparse.Namespace) -> int:
         return 0
     if not entries:
         raise no_checkpoint(Path(arguments.folder))
-    print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>9}  folder")
+    print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>12}  folder")
     for entry in entries:
         number = "" if entry.iteration is None else str(entry.iteration)
         samples = "" if entry.consumed_train_samples is None else str(entry.consumed_train_samples)
+        age = "" if entry.age_seconds is None else duration(entry.age_seconds)
         print(
             f"{number:>10}  {entry.status:<9}  {size_text(entry.num_bytes):>10}  {samples:>12}"
-            f"  {_age_text(entry.age_seconds):>9}  {Path(entry.path).name}"
+            f"  {age:>12}  {Path(entry.path).name}"
         )
         for note in filter(None, (entry.problem, entry.elsewhere)):
             print(f"{'':>10}  {note}")
@@ -185,12 +187,3 @@ def _age(path: Path) -> float | None:
         return max(0.0, time.time() - path.lstat().st_mtime)
     except OSError:
         return None
-
-
-def _age_text(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -26,14 +26,14 @@ from megatrain.checkpoint.chunks import CHUNK_BYTES, chunk_key, split_box
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
 from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.layout import box_shape, whole_box
 from megatrain.storage.disk import Disk, write_file
-from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, opened, size_text
+from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 
 _FILE_BYTES = 5 << 30
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -47,7 +47,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_checkpoint(reader: BoxReader, target: Path, num_files: int | None) -> None:
+def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) -> None:
     """Write all that `reader` reads as a checkpoint in the folder `target`; it is committed as a save is.
 
     Args:
@@ -78,7 +78,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
 
 
 def write_weights(
-    reader: BoxReader,
+    reader: TensorReader,
     weights: Sequence[TensorPart],
     target: Path,
     *,
@@ -132,7 +132,7 @@ def temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> I
 
 
 def _write_files(
-    reader: BoxReader, files: Sequence[Sequence[TensorPart]], temporary: Path, final: Path, disk: Disk
+    reader: TensorReader, files: Sequence[Sequence[TensorPart]], temporary: Path, final: Path, disk: Disk
 ) -> None:
     reports: list[dict[str, Any]] = []
     with Progress("writing", sum(part.num_bytes for parts in files for part in parts)) as progress:
@@ -164,7 +164,7 @@ def _write_files(
 
 
 def _write_weights(
-    reader: BoxReader,
+    reader: TensorReader,
     files: Sequence[Sequence[TensorPart]],
     pieces: Sequence[Sequence[TensorPart]],
     temporary: Path,
@@ -189,7 +189,7 @@ def _write_weights(
     write_file(disk, temporary / INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
-def _data(reader: BoxReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
+def _data(reader: TensorReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
     """Yield the bytes of each part; while one is in use, the next is read."""
     size = max(part.stored_bytes(reader) for part in parts)
     buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
@@ -199,7 +199,7 @@ def _data(reader: BoxReader, parts: Sequence[TensorPart], progress: Progress) ->
         progress.add(part.num_bytes)
 
 
-def _bytes(reader: BoxReader, part: TensorPart, buffer: Tensor) -> memoryview:
+def _bytes(reader: TensorReader, part: TensorPart, buffer: Tensor) -> memoryview:
     """Return the bytes of a part in its dtype, in `buffer` if it is stored so."""
     values = part.read(reader, buffer)
     converted = values.to(DTYPES[part.dtype])
@@ -222,7 +222,7 @@ def _pieces(part: TensorPart, is_read_whole: Callable[[str], bool]) -> Iterator[
         yield replace(part, box=((start, min(start + step, num_rows)), *part.box[1:]))
 
 
-def _boxes(reader: BoxReader) -> Iterator[TensorPart]:
+def _boxes(reader: TensorReader) -> Iterator[TensorPart]:
     """Yield boxes of bounded size that cover all tensors, by kind and name."""
     manifest = reader.manifest
     kinds = {kind: None for tensor in manifest.tensors.values() for kind in tensor.kinds}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,25 +18,11 @@ from megatrain.checkpoint.find import (
     newest_of_megatron,
     newest_valid,
 )
-from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.manifest import DTYPES, Manifest
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.config.errors import InputError, MegatrainError, NoCheckpointError
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.training.logging.console import Console
-
-
-class BoxReader(Protocol):
-    """The part of a reader that the tools use: `CheckpointReader` for our checkpoints."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Counters, state, configuration, and the shape and dtype of each tensor."""
-
-    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-        """Return one kind of state of a tensor."""
-
-    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy a box into `out`."""
 
 
 @contextmanager
@@ -86,11 +72,11 @@ class TensorPart:
     def num_bytes(self) -> int:
         return num_bytes_of(box_shape(self.box), self.dtype)
 
-    def stored_bytes(self, reader: BoxReader) -> int:
+    def stored_bytes(self, reader: TensorReader) -> int:
         """Return its bytes in the dtype that `reader` has."""
         return num_bytes_of(box_shape(self.box), reader.kind(self.name, self.shape, self.kind).dtype)
 
-    def read(self, reader: BoxReader, buffer: Tensor | None = None) -> Tensor:
+    def read(self, reader: TensorReader, buffer: Tensor | None = None) -> Tensor:
         """Return the checked values of this box; they may be of another checkpoint with the same tensor.
 
         Args:

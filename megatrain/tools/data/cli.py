@@ -21,9 +21,9 @@ from megatrain.config import Facts, Plan, Request, parse
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
-from megatrain.config.schema.tree import settings
 from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
+from megatrain.data.preprocess.flags import add_tokenizer_flags
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import MaskedSample, Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
@@ -55,7 +55,8 @@ def add_flags(commands: Any) -> None:
     dataset.add_argument("--document", type=int, metavar="K", help="show document K, counted from 0")
     dataset.add_argument("--json", action="store_true", help="print one JSON object")
     _add_index_cache(dataset, texts)
-    _add_tokenizer(dataset, texts)
+    group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
+    add_tokenizer_flags(group, texts)
 
     sample = add_command(
         actions,
@@ -106,28 +107,6 @@ def add_flags(commands: Any) -> None:
 def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
     text = texts.get("data.object_storage_cache_path", "")
     parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
-
-
-def _add_tokenizer(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
-    """Add the tokenizer's flags; values are stored as text, by the path of the setting."""
-    group = parser.add_argument_group("tokenizer", "to decode documents and to know their end token")
-    for setting in settings():
-        if setting.section != "tokenizer":
-            continue
-        text = texts.get(setting.path, "").replace("%", "%%")
-        if setting.kind is bool:
-            group.add_argument(setting.flag, dest=setting.path, action="store_const", const="true", help=text)
-            group.add_argument(
-                setting.opposite_flag,
-                dest=setting.path,
-                action="store_const",
-                const="false",
-                help=argparse.SUPPRESS if not setting.default else f"turn {setting.flag} off",
-            )
-        else:
-            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.upper()
-            nargs = "+" if setting.is_list else None
-            group.add_argument(setting.flag, dest=setting.path, metavar=metavar, nargs=nargs, help=text)
 
 
 def run_merge(arguments: argparse.Namespace) -> int:

@@ -12,11 +12,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.schema.tokenizer import TokenizerConfig, is_same_tokenizer
-from megatrain.config.schema.tree import settings
 from megatrain.data.indexed.reader import IndexedDataset, read_description
+from megatrain.data.preprocess.flags import load_values, tokenizer_settings
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.counts import Lengths, contents
 
@@ -77,16 +76,9 @@ def shown_ids(ids: list[Any]) -> str:
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Load the tokenizer of the flags; None if there are none."""
-    values: dict[str, Any] = {}
-    problems = []
-    for setting in settings():
-        raw = vars(arguments).get(setting.path)
-        if raw is None:
-            continue
-        try:
-            values[setting.name] = load_value(setting, raw)
-        except BadValueError as error:
-            problems.append(Problem(f"{setting.flag} {raw} {error.text}", error.fix))
+    problems: list[Problem] = []
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    values = load_values(tokenizer_settings(), given, problems)
     if problems:
         raise ConfigError.of(problems)
     return load_tokenizer(TokenizerConfig(**values)) if values else None
@@ -99,7 +91,7 @@ _DESCRIBED: Final = ("documents", "sequences", "tokens", "largest_id", "bin_crc3
 
 
 def _end_of_document(description: dict[str, Any] | None, tokenizer: Tokenizer | None) -> int | None:
-    """Return the end-of-document id of the given tokenizer, or else that of the description."""
+    """Return the end-of-document id of the given tokenizer, or else of the description."""
     if tokenizer is not None:
         return tokenizer.eod
     eod = (description or {}).get("eod")
@@ -134,7 +126,7 @@ def _problems(
     made_with = described.get("tokenizer_fingerprint")
     if tokenizer is not None and made_with and not is_same_tokenizer(made_with, tokenizer.fingerprint):
         yield Problem(
-            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but that of the given tokenizer is"
+            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but the fingerprint of the given tokenizer is"
             f" {tokenizer.fingerprint}",
             "give the tokenizer that the data was made with",
         )

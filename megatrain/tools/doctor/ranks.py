@@ -1,6 +1,6 @@
 """Speed of the ranks and of the links between them, when a launcher has started several.
 
-each rank: products of matrices ─> its time ─┐
+each rank: GEMMs ─> its time ────────────────┐
 each rank and the next one: a message ─> ────┴─> all times on rank 0 ─> the ranks and links that are far from the median
 """
 
@@ -36,7 +36,7 @@ class RankSpeed:
     host: str
     device: str
     """cuda or cpu."""
-    product_seconds: float
+    gemm_seconds: float
     message_seconds: float
     """A message to the next rank, and its answer."""
 
@@ -57,10 +57,10 @@ def measure_ranks(environment: LaunchEnvironment, host: str) -> list[RankSpeed]:
         size = 8192 if device.type == "cuda" else 512
         matrix = torch.ones(size, size, device=device)
         dist.all_reduce(torch.zeros(1, device=device))
-        product = fastest(lambda: torch.mm(matrix, matrix), device)
+        gemm = fastest(lambda: torch.mm(matrix, matrix), device)
         message = _message_seconds(device)
         found: list[Any] = [None] * environment.world_size
-        dist.all_gather_object(found, RankSpeed(environment.rank, host, device.type, product, message))
+        dist.all_gather_object(found, RankSpeed(environment.rank, host, device.type, gemm, message))
         return found
     finally:
         dist.destroy_process_group()
@@ -102,13 +102,13 @@ def _message_seconds(device: torch.device) -> float:
 
 def check_ranks(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
     """Report ranks and links that are much slower than the median."""
-    median = statistics.median_low(one.product_seconds for one in speeds)
-    slow = [one for one in speeds if one.product_seconds > SLOW_RANK[one.device] * median]
+    median = statistics.median_low(one.gemm_seconds for one in speeds)
+    slow = [one for one in speeds if one.gemm_seconds > SLOW_RANK[one.device] * median]
     for one in slow:
         yield Finding(
             "error",
             f"rank {one.rank}",
-            f"on {one.host}: products take {one.product_seconds / median:.1f} times the median",
+            f"on {one.host}: GEMMs take {one.gemm_seconds / median:.1f} times the median",
             "look at its clocks and at other programs there, or leave out the host",
         )
     links = list(_slow_links(speeds))

@@ -98,7 +98,7 @@ _FIELDS: Final[Mapping[str, Check]] = {
     "suffix": _nothing,
     "user": _ignored,
 }
-"""Fields of a request; the others of Sampling are those of other servers with this API."""
+"""Fields of a request; fields of Sampling beyond OpenAI's have the names of other servers with this API."""
 
 
 def read_request(

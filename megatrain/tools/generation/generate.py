@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def add_flags(commands: Any) -> None:
         "--log-probs",
         type=int,
         metavar="N",
-        help="report the log-probability of each token, and those of the N most likely ones",
+        help="report the log-probability of each token, and of the N most likely ones",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
@@ -102,9 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings)
         texts = [engine.submit(*one) for one in zip(ids, samplings, strict=True)]
-        show = _Json(process, loaded.tokenizer) if arguments.json else _Plain(process, loaded.tokenizer)
+        write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
-        show.run(engine, prompts, texts)
+        (_run_to_json if arguments.json else _run_to_text)(engine, prompts, texts, write)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
     return 0
@@ -201,47 +201,41 @@ def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequen
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 
-class _Plain:
-    """Prints text; that of a single prompt while it is sampled."""
-
-    def __init__(self, process: Process, tokenizer: Tokenizer) -> None:
-        self.is_main, self.tokenizer = process.ranks.rank == 0, tokenizer
-
-    def run(self, engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion]) -> None:
-        if len(texts) == 1:
-            self._write(prompts[0])
-        while not engine.engine.is_idle:
-            for _, new in engine.step():
-                if len(texts) == 1:
-                    self._write(new)
-        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-            if len(texts) > 1:
-                self._write(f"> prompt {number} of {len(texts)}\n{prompt}{text.stream.text}")
-            self._write("\n")
-            for one in text.completion.log_probs:
-                self._write(f"> {self._log_prob(one)}\n")
-
-    def _write(self, text: str) -> None:
-        if self.is_main:
-            print(text, end="", flush=True)
-
-    def _log_prob(self, one: LogProb) -> str:
-        pairs = [(one.token, one.log_prob), *one.top]
-        texts = [f"{value:8.4f} {self.tokenizer.decode([token])!r}" for token, value in pairs]
-        return texts[0] + (f"   most likely: {', '.join(map(str.strip, texts[1:]))}" if one.top else "")
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
 
 
-class _Json(_Plain):
-    """Prints one JSON object per prompt, in order."""
+def _run_to_text(
+    engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion], write: Callable[[str], None]
+) -> None:
+    """Run the engine and write the texts; the text of a single prompt while it is sampled."""
+    if len(texts) == 1:
+        write(prompts[0])
+    while not engine.engine.is_idle:
+        for _, new in engine.step():
+            if len(texts) == 1:
+                write(new)
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        if len(texts) > 1:
+            write(f"> prompt {number} of {len(texts)}\n{prompt}{text.stream.text}")
+        write("\n")
+        for one in text.completion.log_probs:
+            write(f"> {_log_prob(one, engine.tokenizer)}\n")
 
-    def run(self, engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion]) -> None:
-        while not engine.engine.is_idle:
-            engine.step()
-        for prompt, text in zip(prompts, texts, strict=True):
-            self._write(json.dumps(self._object(prompt, text), ensure_ascii=False) + "\n")
 
-    @staticmethod
-    def _object(prompt: str, text: TextCompletion) -> dict[str, Any]:
+def _log_prob(one: LogProb, tokenizer: Tokenizer) -> str:
+    pairs = [(one.token, one.log_prob), *one.top]
+    texts = [f"{value:8.4f} {tokenizer.decode([token])!r}" for token, value in pairs]
+    return texts[0] + (f"   most likely: {', '.join(map(str.strip, texts[1:]))}" if one.top else "")
+
+
+def _run_to_json(
+    engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion], write: Callable[[str], None]
+) -> None:
+    """Run the engine and write one JSON object per prompt, in order."""
+    while not engine.engine.is_idle:
+        engine.step()
+    for prompt, text in zip(prompts, texts, strict=True):
         one = text.completion
         found: dict[str, Any] = {
             "prompt": prompt,
@@ -255,4 +249,4 @@ class _Json(_Plain):
                 {"log_prob": each.log_prob, "top": [list(pair) for pair in each.top]}
                 for each in one.log_probs
             ]
-        return found
+        write(json.dumps(found, ensure_ascii=False) + "\n")

@@ -114,9 +114,8 @@ class CompletionsApp:
     def _confirmed(self, is_done: bool, state: str) -> Response:
         if is_done:
             return _Json({"status": state})
-        return _error(
-            f"not confirmed: the server is {self.service.status.state}", 503, "server_error", "not_confirmed"
-        )
+        now = self.service.status.state
+        raise RequestError(f"not confirmed: the server is {now}", code="not_confirmed", status=503)
 
     async def completions(self, http: Request) -> Response:
         """Answer a request for completions."""
@@ -266,7 +265,7 @@ class _Answer:
                     yield self._event(number, event.text, event.end)
             yield "data: [DONE]\n\n"
         except RequestError as error:
-            yield f"data: {json.dumps(_content(str(error), _type(error.status), error.code, error.param))}\n\n"
+            yield f"data: {json.dumps(_content(error))}\n\n"
         finally:
             self.cancel()
 
@@ -339,12 +338,9 @@ def _check_is_json(http: Request) -> None:
         )
 
 
-def _content(message: str, kind: str, code: str, param: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _type(status: int) -> str:
-    return "server_error" if status >= 500 else "invalid_request_error"
+def _content(error: RequestError) -> dict[str, Any]:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 class _TrustedHosts:
@@ -354,9 +350,8 @@ class _TrustedHosts:
         self.app, self.hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        apps: list[ASGIApp] = [
-            _error("the Host header does not name this server", 400, "invalid_request_error", "wrong_host")
-        ]
+        problem = RequestError("the Host header does not name this server", code="wrong_host")
+        apps: list[ASGIApp] = [_error(problem)]
 
         async def accept(*_: object) -> None:
             apps.append(self.app)
@@ -369,18 +364,17 @@ class _TrustedHosts:
         await apps[-1](scope, receive, send)
 
 
-def _error(message: str, status: int, kind: str, code: str, param: str | None = None) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    return _Json(_content(message, kind, code, param), status, headers)
+def _error(error: RequestError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return _Json(_content(error), error.status, headers)
 
 
 async def _wrong_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _error(str(error), error.status, _type(error.status), error.code, error.param)
+    return _error(error)
 
 
 async def _no_page(http: Request, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 404))
-    return _error(
-        f"{http.method} {http.url.path[:200]} does not exist", status, "invalid_request_error", "not_found"
-    )
+    problem = f"{http.method} {http.url.path[:200]} does not exist"
+    return _error(RequestError(problem, code="not_found", status=status))

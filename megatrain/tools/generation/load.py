@@ -136,11 +136,7 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
         yield Process(device, ranks, has_plain_output)
         dist.barrier()
     except BaseException as error:
-        if isinstance(error, ConfigError):  # of the same input, on all ranks
-            error.is_reported = environment.rank != 0
-            watch.leave()
-        else:
-            watch.fail(error)
+        watch.fail(error)  # returns on the rank that is to print its error
         raise
     watch.leave()
 

@@ -1,4 +1,4 @@
-"""Distance between the answers of a layout's ranks and those of one process."""
+"""Distance between the answers of a layout's ranks and the answers of one process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ _ROWS_OF_FP16: Final = (
 
 
 _FORMATS: Final = {"fp32": "sumsfp32 momentsfp32", "bf16": "muonbf16"}
-"""Number formats that replace those of the rows in a precision."""
+"""Number formats that replace the number formats of the rows in a precision."""
 
 
 def rows_in(precision: Precision, max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:

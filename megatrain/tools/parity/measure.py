@@ -15,19 +15,18 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
-from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.batch import Batch, Documents, family_batch
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
-from megatrain.parallel.family_batches import family_batch
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
-from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.facts import library_versions
 from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.launch.user_files import add_user_files
 from megatrain.training.losses import Losses
 from megatrain.training.step_report import StepReport
 
@@ -69,7 +68,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 LOW_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
 """Precisions compared with measured noise."""
 Implementation = Literal["local", "transformer_engine"]
-_PRECISION_FLAGS: dict[Precision, str] = {
+PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
     "bf16": "--bf16 --params-dtype bfloat16",
@@ -186,7 +185,7 @@ def engine_of(plan: Plan, rank: int) -> Engine:
 
 def plan_of(job: Job, world_size: int) -> Plan:
     """Resolve the plan of a job."""
-    flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
+    flags = [*PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
         flags += ["--moe-router-force-load-balancing"]
@@ -220,7 +219,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
         libraries=libraries,
         module_precision=FP8_MODULES if has_modules else None,
     )
-    return resolve(request, add_custom_layers(request, facts))
+    return resolve(request, add_user_files(request, facts))
 
 
 _WIDTHS: dict[Device, str] = {
@@ -231,11 +230,11 @@ _WIDTHS: dict[Device, str] = {
 
 
 def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
-    own = own_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
-    return [on_device(batch, engine.device) for batch in own]
+    local = local_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
+    return [on_device(batch, engine.device) for batch in local]
 
 
-def own_batches(
+def local_batches(
     step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
 ) -> Iterator[Batch]:
     """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0."""

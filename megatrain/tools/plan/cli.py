@@ -43,7 +43,7 @@ def _add_layouts(actions: Any) -> None:
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
         " [--top N] [--json]",
         description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
-        f" flags. Layout flags on the command line are kept, those of a --config file are not. {RUN_FLAGS}",
+        f" flags. Layout flags on the command line are kept, layout flags of a --config file are not. {RUN_FLAGS}",
     )
     layouts.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs of the run")
     layouts.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU, SXM (default: %(default)s)")

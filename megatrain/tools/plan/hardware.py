@@ -14,7 +14,7 @@ from typing import Final
 from megatrain.training.logging.metrics import PEAK_TFLOPS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """A GPU, from NVIDIA's data sheets (SXM)."""
 
@@ -47,38 +47,11 @@ RESERVED_BYTES: Final = 4e9
 GPUS: Final = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            name="A100",
-            memory_bytes=85.0e9,
-            memory_rate=2.04e12,
-            link_rate=300e9,
-            network_rate=25e9,
-            capability=(8, 0),
-        ),
-        Gpu(
-            name="H100",
-            memory_bytes=85.0e9,
-            memory_rate=3.35e12,
-            link_rate=450e9,
-            network_rate=50e9,
-            capability=(9, 0),
-        ),
-        Gpu(
-            name="H200",
-            memory_bytes=150.1e9,
-            memory_rate=4.8e12,
-            link_rate=450e9,
-            network_rate=50e9,
-            capability=(9, 0),
-        ),
-        Gpu(
-            name="B200",
-            memory_bytes=191.5e9,
-            memory_rate=8.0e12,
-            link_rate=900e9,
-            network_rate=50e9,
-            capability=(10, 0),
-        ),
+        # name, memory_bytes, memory_rate, link_rate, network_rate, capability
+        Gpu("A100", 85.0e9, 2.04e12, 300e9, 25e9, (8, 0)),
+        Gpu("H100", 85.0e9, 3.35e12, 450e9, 50e9, (9, 0)),
+        Gpu("H200", 150.1e9, 4.8e12, 450e9, 50e9, (9, 0)),
+        Gpu("B200", 191.5e9, 8.0e12, 900e9, 50e9, (10, 0)),
     )
 }
 
@@ -91,19 +64,19 @@ class Rates:
     [limits] the limits measured kernel by kernel on the same machines.
     """
 
-    products: float = 0.68
+    gemms: float = 0.68
     """GEMMs, of the peak: 673 TFLOP/s within steps of [A1], 700 of [S1], with gradient sums."""
-    fp8_products: float = 1.36
-    """Products in FP8 of forward passes: 1,253 to 1,419 TFLOP/s for the layers of [A2] [limits]."""
-    fp8_exact_products: float = 1.27
-    """Products in FP8 that keep all bits of partial sums, of backward passes: 1,193 to 1,312 TFLOP/s [limits]."""
-    fp8_block_products: float = 0.99
-    """Products in FP8 with scales of blocks: 980 TFLOP/s. A layer of 4096 x 14336 of Transformer Engine takes 3.21 ms with
+    fp8_gemms: float = 1.36
+    """GEMMs in FP8 of forward passes: 1,253 to 1,419 TFLOP/s for the layers of [A2] [limits]."""
+    fp8_exact_gemms: float = 1.27
+    """GEMMs in FP8 that keep all bits of partial sums, of backward passes: 1,193 to 1,312 TFLOP/s [limits]."""
+    fp8_block_gemms: float = 0.99
+    """GEMMs in FP8 with scales of blocks: 980 TFLOP/s. A layer of 4096 x 14336 of Transformer Engine takes 3.21 ms with
     blocks and 2.41 with `delayed` scales [limits]; casts and norm take 0.25 of both. `mxfp8` is assumed as fast as one scale."""
     gemm_seconds: float = 10e-6
-    """Fixed time of a product: a product of 5e10 FLOPs reaches three quarters of the rate of large ones [limits]."""
+    """Fixed time of a GEMM: a GEMM of 5e10 FLOPs reaches three quarters of the rate of large ones [limits]."""
     grouped_rows: float = 350.0
-    """Rows per expert at which grouped products reach half of their rate: 517 TFLOP/s at 1,024 rows, 488 at 768."""
+    """Rows per expert at which grouped GEMMs reach half of their rate: 517 TFLOP/s at 1,024 rows, 488 at 768."""
     attention: float = 0.67
     """Causal attention forward at long sequences, of the peak: 634 TFLOP/s at 8,192, 656 at 32,768 [limits]."""
     attention_length: float = 400.0
@@ -112,7 +85,7 @@ class Rates:
     """Backward: 498 TFLOP/s at 8,192, 608 at 32,768 [limits]."""
     attention_backward_length: float = 2000.0
     full_head: int = 128
-    """Channels of a head at which the forward pass is bound by products; narrower heads by exponentials [S1]."""
+    """Channels of a head at which the forward pass is bound by GEMMs; narrower heads by exponentials [S1]."""
     dropout_attention: float = 0.53
     """Forward with dropout, of the speed without: 341 of 634 TFLOP/s."""
     dropout_attention_backward: float = 0.40

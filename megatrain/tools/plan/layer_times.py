@@ -21,7 +21,7 @@ from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
-from megatrain.tools.plan.linear_times import Fp8, Product, Times
+from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
 from megatrain.tools.plan.network import Group
 
 _BF16 = 2
@@ -35,7 +35,7 @@ class LayerTimes:
     layout: Layout
     cluster: Cluster
     fp8: Fp8 | None = None
-    """Products of linear layers in FP8; None: in bf16."""
+    """GEMMs of linear layers in FP8; None: in bf16."""
 
     @property
     def tokens(self) -> float:
@@ -57,9 +57,9 @@ class LayerTimes:
     def head(self) -> Times:
         """Return the times of the output layer with its loss."""
         rows = self.workload.vocabulary / self.layout.tp
-        product = Product(self.tokens, rows, self.workload.hidden).times(self.cluster)  # never in FP8
+        gemm = Gemm(self.tokens, rows, self.workload.hidden).times(self.cluster)  # never in FP8
         logits = Times(self.cluster.memory_seconds(6 * rows * self.tokens))
-        return product + logits + self._gathered(1)
+        return gemm + logits + self._gathered(1)
 
     def embedding(self) -> Times:
         """Return the times of the embedding: a lookup, and a sum over tensor ranks."""
@@ -69,19 +69,17 @@ class LayerTimes:
     def multi_token_prediction(self) -> Times:
         """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
         h = self.workload.hidden
-        projection = Product(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
+        projection = Gemm(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
         depths = [
             self.layer(sizes) + projection + self.head()
             for sizes in self.workload.plan.derived.model_spec.mtp_layers
         ]
         return sum(depths, Times())
 
-    def _linear(self, product: Product) -> Times:
+    def _linear(self, gemm: Gemm) -> Times:
         """Return the times of a dense linear layer, with the gradient of its bias."""
-        bias = (
-            0 if self.workload.plan.config.model.disable_bias_linear else 2 * product.rows * product.outputs
-        )
-        return product.times(self.cluster, self.fp8) + Times(weight=self.cluster.memory_seconds(bias))
+        bias = 0 if self.workload.plan.config.model.disable_bias_linear else 2 * gemm.rows * gemm.outputs
+        return gemm.times(self.cluster, self.fp8) + Times(weight=self.cluster.memory_seconds(bias))
 
     @property
     def tensor_group(self) -> Group:
@@ -99,25 +97,25 @@ class LayerTimes:
     # ---- parts
 
     def _part(self, part: Part) -> Times:
-        """Return the times of a part; of an unknown one, those of its GEMMs and of its other weights as if they were one."""
+        """Return the times of a part; of an unknown one, the times of its GEMMs and of its other weights as if they were one."""
         if isinstance(part, ExpertsSpec):
             return self._experts(part)
         if isinstance(part, MlpSpec):
             return self._dense(part)
         h = self.workload.hidden
-        times = sum((self._linear(self._product(one)) for one in part.linears(h)), Times())
+        times = sum((self._linear(self._gemm(one)) for one in part.linears(h)), Times())
         if isinstance(part, AttentionSpec):
             channels = (part.num_heads + part.num_query_groups) * part.head_dim
             copies = 60 if part.latent is not None else 12  # plain operators put heads of latents together
             rope = self._memory(copies * channels / self.layout.tp * self.tokens)
             return times + rope + self._attention(part)
         others = part.other_weights(h) / h / self.layout.tp
-        return times + Product(self.tokens, others, h).times(self.cluster) if others else times
+        return times + Gemm(self.tokens, others, h).times(self.cluster) if others else times
 
-    def _product(self, linear: Linear) -> Product:
+    def _gemm(self, linear: Linear) -> Gemm:
         """Return a dense GEMM on this rank."""
         tp = self.layout.tp
-        return Product(
+        return Gemm(
             self.tokens,
             linear.local_outputs(tp),
             linear.local_inputs(tp),
@@ -149,7 +147,7 @@ class LayerTimes:
         return merges + Times(max(times.forward, steps * message), max(times.backward, 3 * steps * message))
 
     def _dense(self, mlp: MlpSpec) -> Times:
-        times = sum((self._linear(self._product(one)) for one in mlp.linears(self.workload.hidden)), Times())
+        times = sum((self._linear(self._gemm(one)) for one in mlp.linears(self.workload.hidden)), Times())
         width = mlp.ffn_hidden_size / self.layout.tp
         return times + self._memory((16 if mlp.is_gated else 10) * width * self.tokens)
 
@@ -160,8 +158,8 @@ class LayerTimes:
         rows = self.tokens / layout.tp * experts.top_k * layout.etp
         width = experts.ffn_hidden_size / layout.etp
         gate = 2 if experts.is_gated else 1
-        products = Product(rows, gate * width, h, local), Product(rows, h, width, local)
-        times = sum((one.times(self.cluster, self.fp8) for one in products), Times())
+        gemms = Gemm(rows, gate * width, h, local), Gemm(rows, h, width, local)
+        times = sum((one.times(self.cluster, self.fp8) for one in gemms), Times())
         times += self._memory((16 if experts.is_gated else 10) * width * rows)
         times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
         shared = Times() if experts.shared is None else self._dense(experts.shared)
@@ -223,7 +221,7 @@ class LayerTimes:
         """Return the exposed time of collectives of `pairs` of a column- and a row-parallel layer.
 
         With sequence parallelism: forward an all-gather and a reduce-scatter; backward the all-gather of the output's
-        gradient, and an all-gather and a reduce-scatter that products overlap. Without: an all-reduce each way, the latter
+        gradient, and an all-gather and a reduce-scatter that GEMMs overlap. Without: an all-reduce each way, the latter
         overlapped. FP8 codes are half of the bytes of a gather.
         """
         if self.layout.tp == 1 or not pairs:
@@ -258,7 +256,7 @@ class LayerTimes:
 
 @functools.lru_cache(maxsize=65536)
 def layer_weights(workload: Workload, sizes: LayerSpec, tp: int, ep: int, etp: int) -> tuple[float, float]:
-    """Return the weights of a layer on one rank: dense ones, and those of experts."""
+    """Return the weights of a layer on one rank: dense weights, and weights of experts."""
     h, experts = workload.hidden, sizes.experts
     dense, routed = 2.0 * h + (0 if experts is None else h * experts.num_experts), 0.0
     for one in sizes.linears(h):

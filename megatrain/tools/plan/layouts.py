@@ -51,7 +51,7 @@ class Workload:
 
     @functools.cached_property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """Sizes of each layer, those of multi-token prediction last."""
+        """Sizes of each layer, the layers of multi-token prediction last."""
         return self.plan.derived.model_spec.all_layers
 
     @functools.cached_property

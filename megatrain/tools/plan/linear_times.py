@@ -1,7 +1,7 @@
-"""Times of linear layers on one rank: products of matrices, and the casts of products in FP8.
+"""Times of linear layers on one rank: GEMMs, and the casts of GEMMs in FP8.
 
     bf16   y = x W^T, dx = dy W, dW += dy^T x
-    FP8    the same products of codes, and kernels that read values and write codes (parallel/fp8/)
+    FP8    the same GEMMs of codes, and kernels that read values and write codes (parallel/fp8/)
 
 A cast reads 2 bytes of a value and writes 1 for each order of codes. Inputs are cast in both passes, since norms and
 activations are recomputed; gradients of outputs once, in both orders; weights once a step, and transposed in each backward
@@ -45,7 +45,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Fp8:
-    """FP8 products in a layout."""
+    """FP8 GEMMs in a layout."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
     has_fp8_wgrad: bool
@@ -58,7 +58,7 @@ class Fp8:
 
     @classmethod
     def of(cls, config: Config, layout: Layout, cluster: Cluster) -> Fp8 | None:
-        """Return the products of a run with a layout; None: it has none in FP8."""
+        """Return the GEMMs of a run with a layout; None: it has none in FP8."""
         precision = config.precision
         if precision.fp8_format is None:
             return None
@@ -79,7 +79,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """A linear layer on one rank: rows [t, inputs] -> [t, outputs], or one for each of several experts."""
 
     rows: float
@@ -87,7 +87,7 @@ class Product:
     outputs: float
     inputs: float
     num_experts: int = 0
-    """Experts of a grouped product; 0: a plain one."""
+    """Experts of a grouped GEMM; 0: a plain one."""
     is_row_parallel: bool = False
 
     @property
@@ -95,30 +95,30 @@ class Product:
         return self.outputs * self.inputs * max(self.num_experts, 1)
 
     def times(self, cluster: Cluster, fp8: Fp8 | None = None) -> Times:
-        """Return the times; a weight gradient is also added to its fp32 sum, which half hides in the product."""
+        """Return the times; a weight gradient is also added to its fp32 sum, which half hides in the GEMM."""
         rates = cluster.rates
         gradients = cluster.memory_seconds(4 * self.weights)
-        bf16 = self._seconds(cluster, rates.products)
+        bf16 = self._seconds(cluster, rates.gemms)
         if fp8 is None:
             return Times(bf16, bf16, bf16 + gradients)
         if self.num_experts:
             return self._experts_in_fp8(cluster, fp8) + Times(weight=bf16 + gradients)
-        fast, exact = rates.fp8_products, rates.fp8_exact_products
+        fast, exact = rates.fp8_gemms, rates.fp8_exact_gemms
         if fp8.recipe == "blockwise":
-            fast = exact = rates.fp8_block_products
+            fast = exact = rates.fp8_block_gemms
             added = 1 - min(fp8.casts_per_weight, 1.0)  # all micro-batches but the first
             gradients += cluster.memory_seconds(12 * self.weights * added)
         weight = self._seconds(cluster, exact) if fp8.has_fp8_wgrad else bf16
-        products = Times(self._seconds(cluster, fast), self._seconds(cluster, exact), weight + gradients)
-        return products + self._casts(cluster, fp8) + self._amaxes(cluster, fp8)
+        gemms = Times(self._seconds(cluster, fast), self._seconds(cluster, exact), weight + gradients)
+        return gemms + self._casts(cluster, fp8) + self._amaxes(cluster, fp8)
 
     def _seconds(self, cluster: Cluster, fraction: float) -> float:
-        """Return the seconds of one product at a fraction of the peak."""
+        """Return the seconds of one GEMM at a fraction of the peak."""
         rates = cluster.rates
         rate = cluster.compute_rate(fraction)
         if self.num_experts:
             per_expert = self.rows / self.num_experts
-            rate *= per_expert / (per_expert + rates.grouped_rows * max(fraction / rates.products, 1.0))
+            rate *= per_expert / (per_expert + rates.grouped_rows * max(fraction / rates.gemms, 1.0))
         return 2 * self.rows * self.outputs * self.inputs / rate + rates.gemm_seconds
 
     def _casts(self, cluster: Cluster, fp8: Fp8) -> Times:
@@ -155,11 +155,11 @@ class Product:
         )
 
     def _experts_in_fp8(self, cluster: Cluster, fp8: Fp8) -> Times:
-        """Return the times of both products of experts with a scale per row; weight gradients are in bf16."""
+        """Return the times of both GEMMs of experts with a scale per row; weight gradients are in bf16."""
         rates = cluster.rates
         weights = (_ONE_ORDER + 2 * _READ + _ONE_ORDER) * self.weights * fp8.casts_per_weight
         x, dy = _ONE_ORDER * self.rows * self.inputs, _ONE_ORDER * self.rows * self.outputs
         return Times(
-            self._seconds(cluster, rates.fp8_products) + cluster.cast_seconds(x + weights),
-            self._seconds(cluster, rates.fp8_exact_products) + cluster.cast_seconds(dy),
+            self._seconds(cluster, rates.fp8_gemms) + cluster.cast_seconds(x + weights),
+            self._seconds(cluster, rates.fp8_exact_gemms) + cluster.cast_seconds(dy),
         )

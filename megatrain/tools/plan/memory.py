@@ -189,7 +189,7 @@ def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
 
 
 def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
-    """Return bytes that a part saves for a token; of an unknown part, those of the inputs and outputs of its GEMMs."""
+    """Return bytes that a part saves for a token; of an unknown part, the bytes of the inputs and outputs of its GEMMs."""
     if isinstance(part, AttentionSpec):
         return _attention_bytes(workload, layout, part)
     if isinstance(part, MlpSpec):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -30,14 +30,14 @@ _CHUNKS: Final = {
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and times. Times are in any unit; those of the head are multiples of a layer's."""
+    """Sizes and times. Times are in any unit, the times of the head in multiples of a layer's."""
 
     ranks: int
     layers: int
     microbatches: int
     forward: float
     backward: float
-    weight: float
+    weight_gradient: float
     head: float
     transfer: float
     combined: float = 1.0
@@ -77,17 +77,7 @@ class Candidate:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    case = Case(
-        ranks=arguments.ranks,
-        layers=arguments.layers,
-        microbatches=arguments.microbatches,
-        forward=arguments.forward,
-        backward=arguments.backward,
-        weight=arguments.weight_gradient,
-        head=arguments.head,
-        transfer=arguments.transfer,
-        combined=arguments.combined,
-    )
+    case = Case(**{field.name: getattr(arguments, field.name) for field in fields(Case)})
     if arguments.schedule not in (None, *_CHUNKS):
         raise ConfigError(f"--schedule {arguments.schedule} is no schedule", fix=f"use {', '.join(_CHUNKS)}")
     found = [one for one in candidates(case) if arguments.schedule in (None, one.schedule.kind)]
@@ -131,7 +121,7 @@ def candidates(case: Case) -> Iterator[Candidate]:
 def _costs(case: Case, counts: Sequence[int]) -> StageCosts:
     units = [*counts[:-1], counts[-1] + case.head]
     forward, backward, weight = (
-        [time * size for size in units] for time in (case.forward, case.backward, case.weight)
+        [time * size for size in units] for time in (case.forward, case.backward, case.weight_gradient)
     )
     return StageCosts(forward, backward, weight, case.transfer, case.combined)
 

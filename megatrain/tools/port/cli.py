@@ -63,7 +63,7 @@ def add_flags(commands: Any) -> None:
         "values", nargs="*", metavar="NAME=VALUE", help="values of variables that the script leaves open"
     )
     port.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks of the run (default: those of the launcher)"
+        "--world-size", type=int, metavar="N", help="ranks of the run (default: the ranks of the launcher)"
     )
 
 
@@ -132,7 +132,7 @@ def _open_variables(script: ShellScript, launch: Launch) -> Iterator[str]:
 
 
 def _open_parts(words: Iterable[Word]) -> list[str]:
-    """Return the texts that the shell is left to expand, without those of one escaped sign."""
+    """Return the texts that the shell is left to expand, without texts of one escaped sign."""
     texts = (part.text.removeprefix("\\") for word in words for part in word if part.is_open)
     return [text for text in dict.fromkeys(texts) if text != "$"]
 

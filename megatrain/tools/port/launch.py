@@ -52,7 +52,7 @@ def _unwrapped(script: ShellScript, command: Command) -> Iterator[tuple[tuple[Wo
             yield (), command
         return
     wrapper, text = wrapped
-    # Variables of a text in single quotes are those of the inner shell.
+    # The inner shell expands variables of a text in single quotes.
     is_inner = bool(wrapper) and not any(part.is_open for part in command.words[len(wrapper)])
     inner = list(script.commands(text, first_line=command.line))
     if all(_program_at(found) is None for found in inner):

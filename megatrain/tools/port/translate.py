@@ -1,4 +1,4 @@
-"""Translate Megatron-LM's flags into those of megatrain, and check whether the run would start.
+"""Translate Megatron-LM's flags into megatrain's, and check whether the run would start.
 
 flags ─> old names replaced, flags without effect left out ─> parse, resolve for a machine with GPUs ─> Plan or problems
 """
@@ -30,7 +30,7 @@ H100: Final = Facts(
 )
 """A machine on which every flag for GPUs can start. No file is read."""
 _VOCABULARY: Final = 50257
-"""Size of a tokenizer whose files are not read: that of GPT-2."""
+"""Size of a tokenizer whose files are not read: GPT-2's."""
 
 
 @dataclass(frozen=True)

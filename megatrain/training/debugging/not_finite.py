@@ -3,7 +3,7 @@
     weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients      the first finding is reported
 
 The second run computes the same values, because dropout is keyed by samples. It checks the outputs of all segments and
-does not reduce gradients over replicas, so that each rank sees its own (for experts, those of its expert-parallel group).
+does not reduce gradients over replicas, so that each rank sees its own gradients (for experts, the gradients of its expert-parallel group).
 Ranks that share a segment see the same sums. The search names the rank among them whose own contribution to a
 collective was the first non-finite one, or all of them if every contribution was finite. If the second run finds
 nothing, the cause is not arithmetic.

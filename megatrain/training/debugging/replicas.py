@@ -48,7 +48,7 @@ def check_replicas(engine: Engine, iteration: int) -> None:
     if odd:
         ranks = "; ".join(f"rank {rank} on {host}: {_listed(names)}" for rank, host, names in odd)
         raise ReplicaError(
-            f"iteration {iteration}: weights differ from those of the other ranks that hold them: {ranks}",
+            f"iteration {iteration}: weights differ from the weights of the other ranks that hold them: {ranks}",
             fix="the memory or a link of these GPUs may be faulty: leave out their hosts, and resume from the last checkpoint",
         )
 

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from megatrain.config.errors import MegatrainError
 from megatrain.storage.files import describe_write_error, open_regular
@@ -59,36 +59,19 @@ class BadStep:
     num_samples: int
 
 
-class BadStepLog:
-    """Appends bad steps to a file of the `--save` folder.
-
-    Args:
-        folder: the folder; None on all ranks but rank 0, and without --save.
-        batches: data of the run, which knows the documents of a sample.
-    """
-
-    def __init__(self, folder: Path | None, batches: Batches) -> None:
-        self.folder, self.batches = folder, batches
-
-    def record(self, step: BadStep, action: str) -> str | None:
-        """Write a line; return a warning if that fails."""
-        if self.folder is None:
-            return None
-        path = self.folder / FILE_NAME
-        line = json.dumps(vars(step) | {"action": action, "documents": self._documents(step)}) + "\n"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:
-                file.write(line)
-        except OSError as error:
-            return f"> WARNING: {describe_write_error(error, path, needed_bytes=len(line))}"
-        return None
-
-    def _documents(self, step: BadStep) -> list[dict[str, Any]]:
-        """Return the documents of the step's first samples."""
-        count = min(step.num_samples, _MAX_SAMPLES)
-        return [
-            {"sample": sample, "file": span.source, "document": span.document}
-            for sample in range(step.first_sample, step.first_sample + count)
-            for span in self.batches.spans(sample)
-        ]
+def record_bad_step(folder: Path, step: BadStep, action: str, batches: Batches) -> str | None:
+    """Append a line to the file in the `--save` folder; return a warning if that fails. `batches` know the documents of a sample."""
+    path, count = folder / FILE_NAME, min(step.num_samples, _MAX_SAMPLES)
+    documents = [
+        {"sample": sample, "file": span.source, "document": span.document}
+        for sample in range(step.first_sample, step.first_sample + count)
+        for span in batches.spans(sample)
+    ]
+    line = json.dumps(vars(step) | {"action": action, "documents": documents}) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:
+            file.write(line)
+    except OSError as error:
+        return f"> WARNING: {describe_write_error(error, path, needed_bytes=len(line))}"
+    return None

@@ -47,7 +47,7 @@ def recompute(engine: Engine, batches: Sequence[Batch], *, first_sample: int) ->
 
 
 class RejectedResultError(NotFiniteError):
-    """A step was rejected and computed again; `exit_code` is that of Megatron-LM. Raised on all ranks."""
+    """A step was rejected and computed again; `exit_code` is Megatron-LM's. Raised on all ranks."""
 
     def __init__(self, problem: str, *, fix: str, exit_code: int) -> None:
         super().__init__(problem, fix=fix)

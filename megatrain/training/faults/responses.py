@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatrain.config import Plan
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.parallel.batch import Batch
 from megatrain.training.batches import Batches
@@ -21,19 +20,17 @@ from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import (
     FILE_NAME,
     BadStep,
-    BadStepLog,
     NotFiniteError,
     RewindError,
     SpikeError,
+    record_bad_step,
 )
 from megatrain.training.faults.reruns import Reruns, recompute
-from megatrain.training.faults.spikes import SpikeDetector
-from megatrain.training.launch.ranks import Ranks
-from megatrain.training.progress import Progress
-from megatrain.training.run_log import RunLog
-from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
+from megatrain.training.training_run import TrainingRun
 
+REFERENCE_STEPS, FACTOR = 100, 10.0
+"""Steps after a start whose largest value is recorded, and the multiple of it that is a spike. The numbers are Megatron-LM's."""
 _SAME_SPIKE = 0.01
 """Relative difference of two computations of a spike with the same cause: without --deterministic-mode their sums differ in order."""
 _MOST_EXPLANATIONS = 10
@@ -61,14 +58,9 @@ class FaultResponses:
     """The responses of one rank; all ranks make the same calls.
 
     Args:
-        ranks: this process among its peers.
-        plan: the resolved configuration.
-        engine: computes steps again.
+        run: its progress returns to the iteration before a rejected one.
         batches: training data, which knows the documents of a sample.
         schedules: hyperparameters of a spike that is updated after all.
-        log: flushed before a save.
-        progress: position of the run; returns to the iteration before a rejected one.
-        saves: saves of the run.
         pending: iterations that have begun and are not read.
         flags: returns what all ranks must know of this rank after a step.
         passed_over: iterations that are not computed.
@@ -76,33 +68,27 @@ class FaultResponses:
 
     def __init__(
         self,
-        ranks: Ranks,
-        plan: Plan,
-        engine: Engine,
+        run: TrainingRun,
         batches: Batches,
         *,
         schedules: HyperparamSchedules,
-        log: RunLog,
-        progress: Progress,
-        saves: RunSaves,
         pending: deque[Iteration],
         flags: Callable[[], tuple[int, ...]],
         passed_over: Collection[int],
     ) -> None:
-        self.ranks, self.plan, self.engine = ranks, plan, engine
-        self.schedules, self.log, self.progress, self.saves = schedules, log, progress, saves
-        self.pending, self.flags = pending, flags
-        training, save = plan.config.training, plan.config.checkpoint.save
+        self.ranks, self.plan, self.engine, self.batches = run.ranks, run.plan, run.engine, batches
+        self.log, self.progress, self.saves = run.log, run.progress, run.saves
+        self.schedules, self.pending, self.flags = schedules, pending, flags
+        training, save = run.plan.config.training, run.plan.config.checkpoint.save
         self.spikes = {"grad_norm": SpikeDetector("gradient norm")} if training.check_for_large_grads else {}
         self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
         self.save = None if save is None else Path(save)
-        self.bad_steps = BadStepLog(self.save if ranks.is_main else None, batches)
         self.reruns = Reruns(
-            ranks,
-            plan.config.resilience,
+            run.ranks,
+            run.plan.config.resilience,
             seed=training.seed,
             save=self.save,
-            start=progress.iteration,
+            start=run.progress.iteration,
             passed_over=passed_over,
         )
         self.num_explained = 0
@@ -273,9 +259,10 @@ class FaultResponses:
             first_sample=iteration.first_sample,
             num_samples=iteration.batch,
         )
-        warning = self.bad_steps.record(step, " ".join(policy))
-        if warning is not None:
-            self.ranks.console.print(warning)
+        if self.save is not None and self.ranks.is_main:
+            warning = record_bad_step(self.save, step, " ".join(policy), self.batches)
+            if warning is not None:
+                self.ranks.console.print(warning)
 
     def _explain(self, iteration: Iteration) -> Explanation:
         """Compute an iteration that is not finite again, with its scales, to find the source; the present scales stay."""
@@ -314,3 +301,35 @@ def scales_of(engine: Engine) -> Callable[[], None]:
             engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales
 
     return restore
+
+
+class SpikeDetector:
+    """Detector of spikes in one value, which can come from bad data or bad hardware. `name`: its name in the report.
+
+    The largest value of the first steps after a start is recorded; a later value is a spike from a multiple of it on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.largest = 0.0
+        self._num_seen = 0
+
+    @property
+    def limit(self) -> float:
+        """The smallest value that is a spike; infinite during the first steps."""
+        return FACTOR * self.largest if self._num_seen >= REFERENCE_STEPS else math.inf
+
+    def check(self, value: float) -> str | None:
+        """Return a sentence if the value of this step is a spike. Values that are not finite are ignored."""
+        if not math.isfinite(value):
+            return None
+        if self._num_seen < REFERENCE_STEPS:
+            self._num_seen += 1
+            self.largest = max(self.largest, abs(value))
+            return None
+        if abs(value) < self.limit:
+            return None
+        return (
+            f"{self.name} {value:.6g} is more than {FACTOR:.0f} times the largest of the first {REFERENCE_STEPS} steps,"
+            f" {self.largest:.6g}"
+        )

@@ -28,11 +28,10 @@ from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
-from megatrain.optim.lr_schedule import LrSchedule
-from megatrain.training.launch.custom_layers import with_own_layers
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
 from megatrain.training.launch.save_lock import SaveLocks, other_owner
+from megatrain.training.launch.user_files import require_results, results_of, with_own_files
 from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
@@ -157,13 +156,13 @@ def _plan_of_rank_0(
     request: Request, environment: LaunchEnvironment, store: dist.Store | None, locks: SaveLocks
 ) -> tuple[Facts, Plan]:
     """Gather the facts and store them with the plan: only rank 0 reads files, so that ranks cannot disagree about them."""
-    answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
+    answer: dict[str, Any] = {"facts": None, "config": None, "results": {}, "problems": [], "exit_code": 0}
     try:
         share_newest_manifest(request, environment, store)
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
-        LrSchedule.of(plan.derived.schedule)  # raises the errors of the user's own schedule
+        answer["results"] = results_of(plan)
         locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
@@ -186,14 +185,14 @@ def _plan_of_another_rank(
     if answer["facts"] is None:
         raise _reported_elsewhere(answer["exit_code"])
     try:
-        facts = with_own_layers(request, Facts.from_json(answer["facts"]))
+        facts = with_own_files(request, Facts.from_json(answer["facts"]))
         plan = resolve(request, facts)
     except ConfigError as error:
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
         raise
     if answer["config"] is None:
         raise _reported_elsewhere(answer["exit_code"])
-    LrSchedule.of(plan.derived.schedule)
+    require_results(plan, answer["results"])
     return facts, plan
 
 

@@ -21,21 +21,18 @@ from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
-from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
-from megatrain.config.user_function import UserFunction
 from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
-from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
-from megatrain.training.launch.user_files import add_user_functions
+from megatrain.training.launch.user_files import add_user_files
 
 _LIBRARIES = (
     "torch",
@@ -83,7 +80,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         libraries=library_versions(),
         **found,
     )
-    return add_custom_layers(request, add_user_functions(request, facts))
+    return add_user_files(request, facts)
 
 
 def _num_node_devices(environment: LaunchEnvironment) -> int:
@@ -114,13 +111,13 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
         libraries=library_versions(),
         **found,
     )
-    return add_custom_layers(request, add_user_functions(request, facts))
+    return add_user_files(request, facts)
 
 
 def _with_taken_settings(
     request: Request, described: Mapping[str, Any], file: str
 ) -> tuple[Request, StoredRun | None]:
-    """Return the request with the settings that a file describes and those of --use-checkpoint-args, and the checkpoint.
+    """Return the request with the settings that a file describes and the settings of --use-checkpoint-args, and the checkpoint.
 
     Without the latter flag there is no checkpoint yet.
     """
@@ -151,12 +148,6 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
             )
     found["module_precision"], of_modules = _module_precision(request)
     problems += of_modules
-    style: Any = request.known("schedule.lr_decay_style")
-    function = None if style in (None, *LR_STYLES) else UserFunction.parse(style, "--lr-decay-style")
-    try:
-        found["lr_decay_digest"] = function and function.digest()
-    except ConfigError as error:
-        problems += error.problems
     datasets, data_problems = _data_facts(request, found)
     return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 

@@ -100,7 +100,7 @@ def _newest(folder: Path) -> tuple[Candidate | None, _Found]:
 
 
 def _rank_of_a_newer_one(found: list[_Found]) -> int | None:
-    """Return the first rank with the newest checkpoint, if it is newer than that of rank 0."""
+    """Return the first rank with the newest checkpoint, if it is newer than the checkpoint of rank 0."""
     iterations = [iteration for iteration, _ in found]
     newest = max(iterations)
     return iterations.index(newest) if newest > iterations[0] else None

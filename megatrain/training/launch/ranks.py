@@ -290,12 +290,10 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Print the launcher and its variables.
 
     Raises:
-        ConfigError: the variables contradict each other; reported by rank 0.
+        ConfigError: the variables contradict each other, possibly those of this rank alone.
     """
     if environment.problems:
-        error = ConfigError.of(environment.problems)
-        error.is_reported = environment.rank != 0
-        raise error
+        raise ConfigError.of(environment.problems)
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
         console.print(f"> started by {how}: {environment.description}")
@@ -365,7 +363,7 @@ def use_deterministic_operations() -> None:
                                                              cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
-        layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; attention is that of `local`
+        layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; `local` computes attention
         any other operation                                  torch raises an error
 
     Sources: torch.use_deterministic_algorithms; cuBLAS, "Results Reproducibility".

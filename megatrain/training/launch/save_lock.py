@@ -28,6 +28,7 @@ from pathlib import Path
 
 from megatrain.config.errors import ConfigError, describe
 from megatrain.storage.files import create_file, describe_write_error, fsync_folder, open_regular
+from megatrain.storage.untrusted_json import record_of
 
 LOCK_NAME = "run.lock"
 SECONDS_BETWEEN_TOUCHES = 10.0
@@ -70,11 +71,11 @@ class Owner:
         """Return the owner, or None if the content is not one: a file that is being written, or damaged."""
         try:
             values = json.loads(content)
+            _OWNER(values, LOCK_NAME)
             owner = cls(**values)
         except (ValueError, TypeError, RecursionError):
             return None
-        is_valid = all(type(getattr(owner, name)) is kind for name, kind in _TYPES.items())
-        return owner if is_valid and 0 < owner.pid < 1 << 31 else None
+        return owner if 0 < owner.pid < 1 << 31 else None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -96,14 +97,13 @@ class Owner:
         return f"process {self.pid} on {self.host}, which started at {self.run_start} ({self.command})"
 
 
-_TYPES = {"host": str, "pid": int, "process_start": str, "machine": str, "run_start": str, "command": str}
+_OWNER = record_of(Owner)
 
 
 class SaveLock:
     """The lock of this run on a folder.
 
     Args:
-        folder: None: there is nothing to lock, as without --save and on ranks other than 0.
         say: prints a line.
         flag: the flag that names the folder.
         on_loss: called, outside the main thread, when another run has taken the lock over; the default ends the process.
@@ -111,7 +111,7 @@ class SaveLock:
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path,
         say: Callable[[str], None],
         *,
         flag: str = "--save",
@@ -119,17 +119,12 @@ class SaveLock:
         touch_seconds: float = SECONDS_BETWEEN_TOUCHES,
         stale_seconds: float = SECONDS_TO_STALE,
     ) -> None:
-        self._folder, self._say, self._flag = folder, say, flag
+        self._folder, self._path, self._say, self._flag = folder, folder / LOCK_NAME, say, flag
         self._on_loss = on_loss or _exit_at_once
         self._touch_seconds, self._stale_seconds = touch_seconds, stale_seconds
         self._content = b""
         self._released = threading.Event()
         self._touching = threading.Lock()
-
-    @property
-    def _path(self) -> Path:
-        assert self._folder is not None
-        return self._folder / LOCK_NAME
 
     def acquire(self) -> None:
         """Create the folder and the lock.
@@ -137,8 +132,6 @@ class SaveLock:
         Raises:
             ConfigError: another run uses the folder, or it cannot be written.
         """
-        if self._folder is None:
-            return
         content = Owner.of_this_process().to_bytes()
         try:
             new = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
@@ -263,24 +256,25 @@ class SaveLocks:
 
 def other_owner(folder: Path) -> Owner | None:
     """Return the process that holds the lock of a `--save` folder, unless it is this one or is known to be dead."""
-    try:
-        owner = Owner.from_bytes(_read(folder / LOCK_NAME))
-    except OSError:
-        return None
+    owner = _owner_in(folder)
     if owner is None or owner.is_alive() is False:
         return None
-    own = Owner.of_this_process()
-    is_own = (owner.pid, owner.process_start, owner.machine) == (own.pid, own.process_start, own.machine)
-    return None if is_own else owner
+    this = Owner.of_this_process()
+    is_this = (owner.pid, owner.process_start, owner.machine) == (this.pid, this.process_start, this.machine)
+    return None if is_this else owner
 
 
 def dead_owner(folder: Path) -> Owner | None:
     """Return the process that left its lock in a `--save` folder when it was killed, if that is known on this machine."""
+    owner = _owner_in(folder)
+    return owner if owner is not None and owner.is_alive() is False else None
+
+
+def _owner_in(folder: Path) -> Owner | None:
     try:
-        owner = Owner.from_bytes(_read(folder / LOCK_NAME))
+        return Owner.from_bytes(_read(folder / LOCK_NAME))
     except OSError:
         return None
-    return owner if owner is not None and owner.is_alive() is False else None
 
 
 def _exit_at_once(problem: str) -> None:

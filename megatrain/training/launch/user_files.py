@@ -1,4 +1,7 @@
-"""Digests of the user's files, compared before a file is run.
+"""The user's own files: their digests and the function of --spec, as facts of the plan.
+
+rank 0        digest of the file as expected? ─> its function is loaded ─> Facts.digests, Facts.custom_layers
+other ranks   digest as on rank 0? ─> the function of their own file
 
 A run that resumes expects the digest in its checkpoint, unless the setting of the digest gives another one.
 """
@@ -6,59 +9,100 @@ A run that resumes expects the digest in its checkpoint, unless the setting of t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Final
 
-from megatrain.config import ConfigError, Facts, Problem, Request, StoredRun
+from megatrain.config import ConfigError, Facts, Plan, Problem, Request, StoredRun
+from megatrain.config.derive.custom_layers import Values, differences, values_of
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.user_function import USER_FUNCTIONS, UserFunction
+from megatrain.config.user_function import (
+    LR_FUNCTION,
+    USER_FUNCTIONS,
+    UserFunction,
+    function_of,
+    user_function,
+)
+from megatrain.model.custom_layers import layers_of
+from megatrain.optim.lr_schedule import LrSchedule
+
+_OWN_SCHEDULE: Final = (
+    "schedule.override_opt_param_scheduler",
+    "checkpoint.no_load_optim",
+    "training.skip_train",
+    "training.eval_only",
+)
+"""Settings of runs that do not continue the schedule of the checkpoint."""
 
 
-def add_user_functions(request: Request, facts: Facts) -> Facts:
-    """Add the digests of the user's files to the facts, and the problems of files that cannot be run."""
-    digests: dict[str, str] = {}
+def add_user_files(request: Request, facts: Facts) -> Facts:
+    """Add the digests of the user's files and the function of --spec to the facts, and the problems of files."""
     problems: list[Problem] = []
-    for setting in USER_FUNCTIONS:
-        function = UserFunction.parse(request.known(setting) or "", flag_of(setting))
-        if function is None:
-            continue
+    digests: dict[str, str] = {}
+    for setting, function in _functions(request).items():
         try:
-            # A change of callbacks does not change what is trained: it is a note.
-            stored = None if setting == "logging.callbacks" else facts.checkpoint
-            compare_digest(function, f"{setting}_digest", request, stored)
-            function.load()
+            digests[setting] = _digest(function, setting, request, facts.checkpoint)
+            facts = _loaded(facts, setting, function, digests[setting])
         except ConfigError as error:
             problems += error.problems
-        else:
-            digests[setting] = function.digest()
     return dataclasses.replace(facts, digests=digests, data_problems=(*facts.data_problems, *problems))
 
 
-def compare_digest(function: UserFunction, setting: str, request: Request, stored: StoredRun | None) -> None:
-    """Compare the digest of a file with the given one or, on a resume, with that of the checkpoint. Raises ConfigError.
+def with_own_files(request: Request, facts: Facts) -> Facts:
+    """Run this rank's files; return the facts of rank 0 with the function of --spec. Raises ConfigError if a file differs."""
+    for setting, function in _functions(request).items():
+        if setting in facts.digests:  # `data_problems` has the problem of another one
+            facts = _loaded(facts, setting, function, facts.digests[setting])
+    return facts
 
-    Args:
-        function: names the file.
-        setting: path of the setting that holds the digest, such as `model.spec_digest`.
-    """
-    given, digest, flag = request.known(setting), function.digest(), flag_of(setting)
-    if given is not None and given != digest:
-        raise ConfigError(
-            f"{function.flag} {function}: the file has changed, its digest is {digest} and {flag} (from the saved"
-            f" configuration) is {given}",
-            fix=f"use the file of that run, or remove {flag}",
+
+def results_of(plan: Plan) -> dict[str, list[Values]]:
+    """Return what functions of the user gave by setting, which must be equal on all ranks: layers, and some learning rates."""
+    found: dict[str, list[Values]] = {}
+    if user_function(plan.config, "model.spec") is not None:
+        found["model.spec"] = values_of(plan.derived.model_spec.layers)
+    if plan.derived.schedule.function is not None:
+        rates = LrSchedule.of(plan.derived.schedule).trial()
+        found[LR_FUNCTION] = [{f"after {samples} samples": str(rate) for samples, rate in rates.items()}]
+    return found
+
+
+def require_results(plan: Plan, of_rank_0: Mapping[str, list[Values]]) -> None:
+    """Raise a ConfigError if this rank's functions gave other values."""
+    for setting, found in results_of(plan).items():
+        lines = differences(found, of_rank_0[setting], "on rank 0")
+        differing = "; ".join(lines).removeprefix("" if setting == "model.spec" else "layer 0: ")
+        if differing:
+            raise ConfigError(
+                f"{flag_of(setting)} {user_function(plan.config, setting)} gives other values on this rank: {differing}",
+                fix="compute them from the arguments of the function alone, not from the rank, the host or the time",
+            )
+
+
+def _functions(request: Request) -> dict[str, UserFunction]:
+    found = {name: function_of(name, request.known(name)) for name in (*USER_FUNCTIONS, LR_FUNCTION)}
+    return {setting: function for setting, function in found.items() if function is not None}
+
+
+def _loaded(facts: Facts, setting: str, function: UserFunction, digest: str) -> Facts:
+    found = function.load(digest)
+    if setting != "model.spec":
+        return facts
+    return dataclasses.replace(facts, custom_layers=layers_of(function, found))
+
+
+def _digest(function: UserFunction, setting: str, request: Request, stored: StoredRun | None) -> str:
+    if setting == LR_FUNCTION:
+        schedule = (
+            stored.schedule if stored is not None and not any(map(request.known, _OWN_SCHEDULE)) else None
         )
-    is_resumed = stored is not None and not stored.is_start
+        return function.digest(stored=(schedule or {}).get("lr_decay_digest"), flag=flag_of(_OWN_SCHEDULE[0]))
+    # A change of callbacks does not change what is trained: it is a note.
+    is_compared = stored is not None and not stored.is_start and setting != "logging.callbacks"
     section, name = setting.split(".")
-    values = stored.config.get(section, {}) if stored and is_resumed else {}
-    of_checkpoint = values.get(name)
-    before = UserFunction.parse(values.get(name.removesuffix("_digest")) or "", function.flag)
-    if given is None and before is not None and before.name != function.name:
-        raise ConfigError(
-            f"{function.flag} {function}: the checkpoint is of another function, {before}",
-            fix=f"use that function, or add {flag} {digest} to run this one",
-        )
-    if given is None and of_checkpoint not in (None, digest):
-        raise ConfigError(
-            f"{function.flag} {function}: the file has changed, its digest is {digest}, and that of the checkpoint is"
-            f" {of_checkpoint}",
-            fix=f"use the file of that run, or add {flag} {digest} to run the changed file",
-        )
+    values = stored.config.get(section, {}) if stored is not None and is_compared else {}
+    return function.digest(
+        given=request.known(f"{setting}_digest"),
+        stored=values.get(f"{name}_digest"),
+        before=function_of(setting, values.get(name)),
+        flag=f"{flag_of(setting)}-digest {{digest}}",
+    )

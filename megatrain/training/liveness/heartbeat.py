@@ -44,7 +44,7 @@ _STATES: Final = {
     "D": "blocked in the kernel",
     "Z": "dead",
 }
-_DUMP_SIGNAL: Final = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
+_DUMP_SIGNAL: Final = signal.SIGRTMAX - 1
 
 
 class Heartbeat:
@@ -64,19 +64,15 @@ class Heartbeat:
         """Returns the number of collectives that this rank has called, by group."""
         self.stalled_seconds = 0.0
         self._ended = threading.Event()
-        self._memory_file = os.memfd_create("heartbeat") if hasattr(os, "memfd_create") else -1
-        self._dump_file = os.memfd_create("stack") if hasattr(os, "memfd_create") else -1
-        self._memory = mmap.mmap(-1, _ITERATION_BYTES + _PHASE_BYTES)
-        if self._memory_file >= 0:
-            os.truncate(self._memory_file, len(self._memory))
-            self._memory = mmap.mmap(self._memory_file, len(self._memory))
-        if self._dump_file >= 0 and _DUMP_SIGNAL is not None:
-            faulthandler.register(_DUMP_SIGNAL, file=self._dump_file)  # any thread may receive the signal
+        self._memory_file, self._dump_file = os.memfd_create("heartbeat"), os.memfd_create("stack")
+        os.truncate(self._memory_file, _ITERATION_BYTES + _PHASE_BYTES)
+        self._memory = mmap.mmap(self._memory_file, _ITERATION_BYTES + _PHASE_BYTES)
+        faulthandler.register(_DUMP_SIGNAL, file=self._dump_file)  # any thread may receive the signal
         self._cells = memoryview(self._memory)[:_ITERATION_BYTES].cast("q")
 
     @property
     def files(self) -> tuple[int, int]:
-        """File descriptors of the memory and of the stack, for an `UnresponsiveRank`; -1: there are none."""
+        """File descriptors of the memory and of the stack, for an `UnresponsiveRank`."""
         return self._memory_file, self._dump_file
 
     @property
@@ -95,11 +91,9 @@ class Heartbeat:
     def close(self) -> None:
         """Stop beating, and close the files."""
         self._ended.set()
-        if _DUMP_SIGNAL is not None:
-            faulthandler.unregister(_DUMP_SIGNAL)
-        for file in (self._memory_file, self._dump_file):
-            if file >= 0:
-                os.close(file)
+        faulthandler.unregister(_DUMP_SIGNAL)
+        for file in self.files:
+            os.close(file)
 
     def position(self) -> Position:
         """Return where this rank is."""
@@ -182,7 +176,7 @@ class UnresponsiveRank:
     def _dump(self, *, is_stopped: bool) -> str:
         """Make the process write its stack, which needs no lock of Python's; return it, or an empty text."""
         try:
-            if _DUMP_SIGNAL is None or not self._file(1).exists():
+            if not self._file(1).exists():
                 return ""  # a process without this file may not catch the signal
             os.kill(self.pid, _DUMP_SIGNAL)
             if is_stopped:

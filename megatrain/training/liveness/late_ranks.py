@@ -9,11 +9,16 @@ of a group than its other members.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+import torch
+import torch.distributed as dist
 
 from megatrain.training.liveness.failure import Failure, format_ranks
 from megatrain.training.liveness.position import Position
@@ -22,6 +27,8 @@ SECONDS_TO_BEGIN: Final = 0.2
 """A process that a look continues is stopped again before it begins a search of its own."""
 SECONDS_TO_ANSWER: Final = 1.5
 SECONDS_TO_LOOK: Final = 1.5
+COLLECTIVES_FOLDER: Final = "flight_recorder"
+_MAX_COLLECTIVES: Final = 100
 _MAX_RANKS_IN_FULL: Final = 8
 _STACK_LINES: Final = 6
 
@@ -62,7 +69,7 @@ class LateSearch:
         self.has_begun, self.next_step = True, time.monotonic() + SECONDS_TO_ANSWER
 
     def add(self, sender: int, of: Any, position: Position) -> None:
-        """Add an answer: the sender's position, or that of a rank that it was asked to look at."""
+        """Add an answer: the sender's position, or the position of a rank that it was asked to look at."""
         if of is None and sender not in self.asked:  # a look may make a process continue
             self.positions[sender] = position
         elif of in self.asked:
@@ -147,3 +154,15 @@ class LateSearch:
             alike[str(position), position.stack[0] if position.stack else ""].append(rank)
         for (where, line), ranks in itertools.islice(alike.items(), _MAX_RANKS_IN_FULL):
             yield f"  {format_ranks(ranks)}: {where}; {line}"
+
+
+def write_collectives(folder: Path, rank: int) -> None:
+    """Write the last collectives of this rank, finished or not, to `folder`/rank-N.json, as PyTorch's flight recorder knows them."""
+    bindings: Any = torch._C._distributed_c10d  # noqa: SLF001 (no public access)
+    of_nccl = getattr(bindings, "_dump_nccl_trace_json", None)  # builds without CUDA have none
+    uses_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = of_nccl if uses_nccl and of_nccl is not None else bindings._dump_fr_trace_json  # noqa: SLF001
+    trace = json.loads(dump())
+    trace["entries"] = trace.get("entries", [])[-_MAX_COLLECTIVES:]
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(trace), encoding="utf-8")

@@ -30,7 +30,7 @@ def end_with_launcher(environment: LaunchEnvironment) -> None:
         return
     parent = os.getppid()
     # The kernel's signal follows the thread that forked: torchrun forks in its main thread, others may not.
-    if environment.launcher == "torchrun" and sys.platform == "linux":
+    if environment.launcher == "torchrun":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent == _INIT and not _is_python(_INIT):
             _exit(environment)

@@ -110,7 +110,7 @@ def dumped_frames(dump: str) -> Frames:
 
 
 def _with_turn(stacks: list[Frames]) -> Frames:
-    """Return the last stack, the main thread's; if its pass has given up its turn, that of the other pass."""
+    """Return the last stack, the main thread's; if its pass has given up its turn, the stack of the other pass."""
     main = stacks[-1]
     own = next((file for file, _, _ in main if file.startswith(_ROOT + "megatrain/")), "")
     if not own.endswith(_TURNS):

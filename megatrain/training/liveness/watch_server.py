@@ -4,7 +4,7 @@
                                       ─> the failed rank prints its error ─> it has exited ─> all exit
     a rank reports that it makes no progress ─> the late ranks are searched (`faults/late_ranks.py`) ─> root cause
 
-The kernel closes the connections of a process that dies in any way, and keeps those of one that computes, holds Python's
+The kernel closes the connections of a process that dies in any way, and keeps the connections of one that computes, holds Python's
 lock or is stopped in a debugger: a long pause is not a failure. Keep-alive packets detect a host that loses power.
 
 Anyone who reaches the port can connect, as to torch's store. A peer is unknown until it says which rank it is: its message is small,
@@ -53,9 +53,8 @@ _FILES, _SECONDS, _LOCATION = list_of(integer(-1), most=2), number(), record(LOC
 def keep_alive(connection: socket.socket) -> None:
     """Make the kernel detect within 25 seconds that the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # missing on some systems
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ The columns of the log line have Megatron-LM's names and order, because scripts 
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -70,8 +69,7 @@ def max_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def router_values(report: RouterReport | None) -> dict[str, Any] | None:

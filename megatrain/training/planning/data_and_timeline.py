@@ -140,7 +140,7 @@ class Timeline:
 
 
 def timeline_of(plan: Plan, facts: Facts, data: Sequence[DatasetUse]) -> Timeline:
-    """Return the timeline of a plan with these datasets, assuming that no step is skipped but those of --iterations-to-skip."""
+    """Return the timeline of a plan with these datasets, assuming that only steps of --iterations-to-skip are skipped."""
     derived = plan.derived
     return Timeline(
         start_iteration=derived.start_iteration,

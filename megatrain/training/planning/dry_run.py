@@ -2,7 +2,7 @@
 
     request ─> facts, plan ─> a step of each pipeline stage on the meta device ─> DryRun ─> text, or one JSON object
 
-Errors are those of a real start. A dry run writes no files except copies of indices from object stores, joins no process group and builds no index.
+A dry run raises the errors of a real start. It writes no files except copies of indices from object stores, joins no process group and builds no index.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuses a run whose weights, gradients and optimizer state exceed the memory of a GPU or of a host, before the first collective.
 
-    every rank: bytes that it will keep allocated ─> sum over the ranks of its host, in the store
+    every rank: bytes that it will keep allocated ─> sum over the ranks of its host
                 ─> compared with the GPU, the limits of the process and the host ─> all start, or none
 
 Ranks of a host share its memory. Activations are not counted: what does not fit without them cannot fit at all. Nothing is
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatrain.config import ConfigError, Plan
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.config.errors import MegatrainError
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.messages import Messages
 from megatrain.process.available_memory import available_bytes, process_bytes
 from megatrain.training.launch.agreement import print_error
 from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
@@ -34,14 +34,20 @@ def check_memory(plan: Plan, environment: LaunchEnvironment, store: dist.Store |
     """
     held = planned_resident_memory(plan, build_grid(grid_shape(plan), environment.rank))
     on_host = held.on_host + (held.total if plan.config.training.device == "cpu" else 0)
-    host, num_ranks = _of_host(on_host, environment, store)
-    problem = next(_problems(plan, environment, held, on_host, host, num_ranks), None)
-    error: MegatrainError | None = None
-    if problem is not None:
-        error = ConfigError(problem, fix=memory_fix(plan, of_state=True))
+    messages, host = Messages(environment.rank, 1, None), socket.gethostname()
     if store is not None:
-        error = _agreed(error, environment, store)
-    if error is not None:
+        messages = Messages(environment.rank, environment.world_size, dist.PrefixStore("memory", store))
+    num_bytes, num_ranks = messages.gather_and_broadcast([host, on_host], _of_hosts)[host]
+    found = messages.gather(next(_problems(plan, environment, held, on_host, num_bytes, num_ranks), None))
+    problem, fix = next(filter(None, found), None), memory_fix(plan, of_state=True)
+    if problem is not None and store is not None:
+        print_error(
+            ConfigError(problem, fix=fix)
+        )  # before another rank exits: the launcher then kills this one
+    problem = messages.broadcast(problem)
+    if problem is not None:
+        error = ConfigError(problem, fix=fix)
+        error.is_reported = store is not None
         raise error
     return held.total + held.on_host
 
@@ -54,6 +60,7 @@ def _problems(
     of_host: int,
     num_ranks: int,
 ) -> Iterator[str]:
+    """Yield what this rank lacks. `on_host`: its bytes of host memory; `of_host`: bytes of all ranks of this host."""
     parts = "weights, gradients and optimizer state"
     if plan.config.training.device == "cuda":
         free, total = torch.cuda.mem_get_info(local_gpu(environment))
@@ -77,31 +84,9 @@ def _problems(
         )
 
 
-def _of_host(on_host: int, environment: LaunchEnvironment, store: dist.Store | None) -> tuple[int, int]:
-    """Return the sum of bytes over the ranks of this host, and their number."""
-    if store is None:
-        return on_host, 1
-    name = socket.gethostname()
-    store.add(f"memory of {name}", on_host)
-    store.add(f"ranks of {name}", 1)
-    if store.add("memory counted", 1) == environment.world_size:
-        store.set("all memory counted", "yes")
-    store.wait(["all memory counted"])
-    return store.add(f"memory of {name}", 0), store.add(f"ranks of {name}", 0)
-
-
-def _agreed(
-    error: MegatrainError | None, environment: LaunchEnvironment, store: dist.Store
-) -> MegatrainError | None:
-    """Return an error on all ranks if one has one; the first rank with an error prints it, before any rank exits."""
-    if error is not None:
-        if store.add("memory problems", 1) == 1:
-            print_error(error)
-        error.is_reported = True
-    if store.add("memory checked", 1) == environment.world_size:
-        store.set("all memory checked", "yes")
-    store.wait(["all memory checked"])
-    if error is None and store.add("memory problems", 0):
-        error = ConfigError("another rank has too little memory", fix="see the message of that rank")
-        error.is_reported = True
-    return error
+def _of_hosts(of_ranks: list[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return the bytes and the number of the ranks of each host."""
+    found: dict[str, list[int]] = {}
+    for host, num_bytes in of_ranks:
+        found.setdefault(host, []).append(num_bytes)
+    return {host: (sum(of_host), len(of_host)) for host, of_host in found.items()}

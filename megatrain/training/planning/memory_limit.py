@@ -1,4 +1,4 @@
-"""Compares planned memory with that of a GPU or of a host.
+"""Compares planned memory with the memory of a GPU or of a host.
 
 largest total, memory of this host's GPU (None: there is none)  ─> a line for the memory table, or a warning
 total of the ranks of a host, memory that this host has         ─> the same, for what lies in host memory
@@ -15,7 +15,7 @@ from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
 """Nominal memory in GB, ascending, and a GPU that has it."""
 WITHOUT_FP8: Final = ("A100",)
-"""GPUs among these that have no FP8 products."""
+"""GPUs among these that have no FP8 GEMMs."""
 
 
 @dataclass(frozen=True, kw_only=True)

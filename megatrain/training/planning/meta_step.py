@@ -393,7 +393,7 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 
 def _creator() -> CodeType | None:
-    """Return the innermost function of megatrain on the stack, without those of this file."""
+    """Return the innermost function of megatrain on the stack, without functions of this file."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -19,6 +19,9 @@ def model_summary(engine: Engine) -> str:
     """Return the lines about the model and this rank. All ranks call it, because parameters are summed over ranks."""
     held = resident_memory(engine.optimizer)
     has_master = held.master_weights or held.on_host
+    num_local = _numel(
+        piece for entry in engine.model.registry.entries.values() for piece in entry.layout.pieces
+    )
     parts = [
         f"weights {_size(held.weights)}",
         f"gradients {_size(held.gradients)}",
@@ -28,7 +31,7 @@ def model_summary(engine: Engine) -> str:
     on_host = f"; in host memory {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(
         [
-            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {_num_local(engine):,}",
+            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {num_local:,}",
             f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)}){on_host}",
             f"> grid: {grid_summary(engine.grid)}",
         ]
@@ -54,10 +57,6 @@ def grid_summary(grid: RankGrid) -> str:
     return f"{text}; rank {grid.rank} is in {', '.join(groups)}"
 
 
-def _num_local(engine: Engine) -> int:
-    return _numel(_pieces(engine))
-
-
 def _whole_model(engine: Engine) -> str:
     grid, routers = engine.grid, engine.model.spec.routers_by_name
     pieces = [
@@ -72,11 +71,6 @@ def _whole_model(engine: Engine) -> str:
     total, *of_experts = all_reduce(counts, grid.world).tolist()
     active = active_parameters(total, dict(zip(experts, of_experts, strict=True)), routers)
     return f"{total:,} parameters" + (f", {active:,} active per token" if routers else "")
-
-
-def _pieces(engine: Engine) -> Iterator[Piece]:
-    for entry in engine.model.registry.entries.values():
-        yield from entry.layout.pieces
 
 
 def _numel(pieces: Iterable[Piece]) -> int:

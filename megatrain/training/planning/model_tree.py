@@ -77,7 +77,7 @@ class ModelTree:
 
     parameters: int
     active_parameters: int
-    """Parameters used per token: all but those of unselected experts."""
+    """Parameters used per token: all but the parameters of unselected experts."""
     by_part: dict[str, int]
     stages: tuple[StageTree, ...]
 
@@ -138,7 +138,7 @@ def part_of(name: str) -> str:
 
 
 def expert_elements(counts: Iterable[tuple[str, int]], routers: Mapping[str, RouterSpec]) -> dict[str, int]:
-    """Return the elements of each router's experts, by the router's name, from those of canonical tensors or parts of them."""
+    """Return the elements of each router's experts, by the router's name, from the elements of canonical tensors or their parts."""
     found = dict.fromkeys(routers, 0)
     for name, count in counts:
         if part_of(name) == "experts":
@@ -149,11 +149,11 @@ def expert_elements(counts: Iterable[tuple[str, int]], routers: Mapping[str, Rou
 def active_parameters(
     parameters: int, expert_parameters: Mapping[str, int], routers: Mapping[str, RouterSpec]
 ) -> int:
-    """Return the parameters used per token: all but those of unselected experts.
+    """Return the parameters used per token: all but the parameters of unselected experts.
 
     Args:
         parameters: of the whole model.
-        expert_parameters: those of each router's experts, which are equally large: see `expert_elements`.
+        expert_parameters: parameters of each router's experts, which are equally large: see `expert_elements`.
     """
     unselected = (
         expert_parameters[name] * (router.num_experts - router.top_k) // router.num_experts

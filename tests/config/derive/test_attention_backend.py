@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from megatrain.config import ConfigError, Facts, parse, resolve
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.attention import AttentionSpec
 
 SHAPE = (
@@ -21,7 +20,7 @@ HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=32)
 def plan(flags, *, device, libraries=HERE, capability=None, custom_layers=None):
     facts = Facts(
         device=device, device_capability=capability, libraries=libraries, vocab_size=99, eod_id=98,
-        world_size=2 if "--context-parallel-size" in flags else 1, custom_layers=custom_layers,
+        world_size=2 if "--context-parallel-size" in flags else 1, digests={"model.spec": "1"}, custom_layers=custom_layers,
     )  # fmt: skip
     return resolve(parse([*SHAPE.split(), *flags.split()]), facts)
 
@@ -248,7 +247,7 @@ def custom(*, is_of_all=True, **attention):
         rest = [one.with_part(changed if is_of_all else plain) for one in others]
         return (first.with_part(changed), *rest)
 
-    return CustomLayers("1", layers)
+    return layers
 
 
 @pytest.mark.parametrize(

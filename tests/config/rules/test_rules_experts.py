@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 
@@ -105,7 +104,7 @@ CASES = {
          ("--tensor-model-parallel-size 2", "--sequence-parallel"), ("--sequence-parallel",)),
     ],
     "custom_experts_are_those_of_flags": [
-        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers("1", lambda _, layers: tuple(one.with_part(OF_EXPERTS) for one in layers))),
+        ("--spec my.py:layers", "", Facts(digests={"model.spec": "1"}, custom_layers=lambda _, layers: tuple(one.with_part(OF_EXPERTS) for one in layers)),
          ("--spec", "--num-experts", "layer 0", "6 experts"), ("--num-experts 6",)),
     ],
 }  # fmt: skip

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.model_spec.attention import AttentionSpec
 
 CUDA = Facts(device="cuda")
@@ -96,7 +95,7 @@ CASES = {
          ("--attention-backend cudnn", "--deterministic-mode"), ("--attention-backend auto",)),
         ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
          ("--attention-backend cudnn", "V100", "7.0"), ("--attention-backend auto",)),
-        ("--attention-backend cudnn --bf16 --spec my.py:layers", "", Facts(device="cuda", custom_layers=CustomLayers("1", lambda _, layers: tuple(one.with_part(WIDE_HEADS) for one in layers))),
+        ("--attention-backend cudnn --bf16 --spec my.py:layers", "", Facts(device="cuda", digests={"model.spec": "1"}, custom_layers=lambda _, layers: tuple(one.with_part(WIDE_HEADS) for one in layers)),
          ("--attention-backend cudnn", "layer 0", "136"), ("--attention-backend auto",)),
         ("--attention-backend cudnn --bf16 --window-size 8,0 --reset-attention-mask", "", CUDA,
          ("--attention-backend cudnn", "documents", "windows"), ("--attention-backend auto",)),

@@ -354,21 +354,13 @@ def test_a_longer_run_shows_both_schedules(assert_refused, stored):
     )
 
 
-def test_a_user_s_own_schedule_is_compared_by_the_digest_of_its_file(problems_of, plan_of, stored):
-    mine = f"{BASE} --lr-decay-style my.py:decay"
-    run = plan_of(mine, facts=Facts(lr_decay_digest="1"))
+def test_the_function_of_a_checkpoint_s_schedule_is_not_run(problems_of, plan_of, stored):
+    mine, facts = f"{BASE} --lr-decay-style my.py:decay", Facts(digests={"schedule.lr_decay_style": "1"})
+    run = plan_of(mine, facts=facts)
+    assert run.derived.schedule.lr_decay_digest == "1"
     schedule, config = run.derived.schedule.to_dict(), run.config.to_dict()
     checkpoint = dataclasses.replace(stored.checkpoint, schedule=schedule, config=config)
-    same, changed = (
-        dataclasses.replace(stored, checkpoint=checkpoint, lr_decay_digest=digest) for digest in "12"
-    )
-    assert plan_of(mine, facts=same).derived.schedule.lr_decay_digest == "1"
-    (problem,) = problems_of(mine, facts=changed)
-    assert "digest of the file of --lr-decay-style: the checkpoint has 1, this run 2" in problem
-    own = plan_of(f"{mine} --override-opt-param-scheduler", facts=changed)
-    assert own.derived.schedule.lr_decay_digest == "2"
-    (problem,) = problems_of(f"{mine} --use-checkpoint-opt-param-scheduler", facts=changed)
-    assert "the file has changed" in problem
+    same = dataclasses.replace(stored, checkpoint=checkpoint, digests=facts.digests)
     (problem,) = problems_of(f"{BASE} --use-checkpoint-opt-param-scheduler", facts=same)
     assert "no code is run that only a checkpoint names" in problem
 

@@ -13,7 +13,7 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.user_function import UserFunction
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.gpt_dataset import SampleOptions
-from megatrain.data.samples.user_dataset import build_user_datasets
+from megatrain.data.samples.user_dataset import build_user_datasets, first_digests
 
 LENGTH, VOCAB = 4, 10
 IDS = [1, 2, 3, 4, 5]
@@ -29,7 +29,7 @@ def build(
         UserFunction(str(file), "f", "--dataset"),
         SampleOptions(seq_length=LENGTH, eod=2, vocab_size=VOCAB, **options),
         SamplePlans(**{"train": (2,), "valid": (0,), "test": (0,), "seed": 7, **(plans or {})}),
-        DataConfig(seq_length=LENGTH, dataloader_type="cyclic" if cyclic else "single"),
+        DataConfig(seq_length=LENGTH, dataset_digest=None, dataloader_type="cyclic" if cyclic else "single"),
         TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
     )
 
@@ -77,6 +77,12 @@ def test_an_extended_run_asks_for_further_samples(tmp_path: Path) -> None:
     tokens = [splits.train[k].tokens.tolist()[:3] for k in (0, 2, 3, 4)]
     assert tokens == [[3, 0, 7], [3, 0, 7], [2, 3, 8], [2, 3, 8]]
     assert splits.test is None
+    assert len(set(first_digests(splits))) == 3  # of both plans of train, and of valid
+    for split in ("valid", "test"):  # the first plan has samples
+        with pytest.raises(
+            ConfigError, match=rf"the {split} data: the function returned NoneType[\s\S]*fix: "
+        ):
+            build(tmp_path, "return None if request.first_sample else [[1, 2, 3, 4, 5]] * 9", {split: (3, 2)})
     body = "return None if request.split == 'valid' else [request.tokenizer.encode('1 2 3 4 5')] * 2"
     splits = build(tmp_path, body, {"valid": (2,), "test": (2,)})
     assert splits.valid is None

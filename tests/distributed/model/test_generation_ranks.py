@@ -1,5 +1,6 @@
 """Text generation over tensor ranks: tokens are those of one process, from checkpoints of any layout."""
 
+import argparse
 import http.client
 import json
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked_job import ForkedJob
 from run_here import MODEL, train_here, trainer_of_command_line
 
 from megatrain.config import ConfigError
@@ -21,7 +24,9 @@ from megatrain.inference.stored_model import ModelOptions, TensorRanks, load_mod
 from megatrain.inference.texts import TextEngine, plan_cache
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
+from megatrain.tools.generation.load import joined_process
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.launch.ranks import report_errors
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 7, 1, 4]]
@@ -139,19 +144,45 @@ def test_sizes_that_do_not_divide_are_refused(trained: str, pool: WorkerPool) ->
         assert "fix: start fewer ranks" in message
 
 
+def failing(words: list[str]) -> int:
+    """Fail on one rank or on all, once they have joined."""
+    arguments = argparse.Namespace(device="cpu")
+
+    def run() -> int:
+        with joined_process(arguments) as process:
+            if words == ["all"] or process.ranks.rank == int(words[0]):
+                raise ConfigError("the files of this host differ", fix="copy them")
+            dist.barrier()
+        return 0
+
+    return report_errors(run)
+
+
+@pytest.mark.parametrize("where", ["0", "1", "all"])
+def test_an_error_of_any_rank_is_printed_once(where: str, tmp_path: Path) -> None:
+    job = ForkedJob([where], 2, tmp_path, main=failing)
+    job.wait()
+    assert set(job.exit_codes.values()) == {2}
+    texts = [job.output(rank) for rank in range(2)]
+    assert sum(text.count("the files of this host differ\n  fix: copy them") for text in texts) == 1, texts
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("prompt", ["5 3 8", "200"])
 def test_the_command_runs_on_the_ranks_of_a_launcher(trained: str, prompt: str) -> None:
     words = ["generate", "--load", trained, "--prompt", prompt, "--device", "cpu", "--json", "--seed", "2"]
     one = [sys.executable, "-m", "megatrain.tools.main", *words]
-    two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *one[1:]]
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *one[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     alone, together = (subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
                        for command in (one, two))  # fmt: skip
     if prompt == "200":
         assert alone.returncode == 2
         assert together.returncode != 0
-        assert together.stderr.count("200 is outside the vocabulary of 101") == 1
+        assert (
+            len(re.findall("^.*error: .*200 is outside the vocabulary of 101", together.stderr, re.MULTILINE))
+            == 1
+        )
         return
     assert together.returncode == 0, together.stderr
     assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
@@ -165,6 +196,7 @@ def test_the_server_runs_on_the_ranks_of_a_launcher(trained: str, tmp_path: Path
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         "2",
         "-m",
@@ -209,7 +241,9 @@ def test_the_server_runs_on_the_ranks_of_a_launcher(trained: str, tmp_path: Path
             [*serve, found[1]], capture_output=True, text=True, env=environment, check=False, timeout=120
         )
         assert taken.returncode != 0
-        assert taken.stderr.count("Address already in use") == 1, taken.stderr
+        assert len(re.findall("^.*error: .*Address already in use", taken.stderr, re.MULTILINE)) == 1, (
+            taken.stderr
+        )
         server.terminate()
         server.wait(90)
         assert "stopped; all memory of the cache is free" in log.read_text()

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from everyday import one_in
 from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.reader import hash_tensors
 from megatrain.parallel.data_parallel import BucketMemory, DataParallel
 from megatrain.parallel.pipeline.segments import SegmentPass
-from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.measure import NUM_STEPS, engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.build import build_schedules
@@ -30,7 +30,7 @@ def trained(
     engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
     found = []
     for step in range(NUM_STEPS):
-        batches = list(own_batches(step, layout, engine.grid.dp.rank))
+        batches = list(local_batches(step, layout, engine.grid.dp.rank))
         report = engine.step(
             batches, build_schedules(engine.plan).at(0), first_sample=step * layout.global_batch
         )
@@ -73,7 +73,7 @@ def test_with_one_microbatch_sharding_changes_no_bit(pool: WorkerPool, zero: int
 
 def reduced_gradients(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -> list[np.ndarray]:
     engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
-    engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
+    engine.accumulate_gradients(list(local_batches(0, layout, engine.grid.dp.rank)))
     assert {flat.dtype for flat in engine.buffers.gradients.shards} == {torch.float32}
     return [flat.numpy().copy() for flat in engine.buffers.gradients.shards]
 
@@ -116,7 +116,7 @@ def allocated_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[in
     counts = [num_allocated(engine.buffers.weights), num_allocated(engine.buffers.gradients)]
     engine.data_parallel.__class__ = Watched
     for step in range(2):
-        batches = list(own_batches(step, layout, engine.grid.dp.rank))
+        batches = list(local_batches(step, layout, engine.grid.dp.rank))
         engine.step(batches, build_schedules(engine.plan).at(0))
     evaluate(engine, batches)
     counts += [num_allocated(engine.buffers.weights), num_allocated(engine.buffers.gradients)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.parallel.expert_parallel import RowTransfer
-from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -85,7 +85,7 @@ def events_of(rank: int, world_size: int, layout: Layout) -> list[Event]:
         events.add("end", self)
 
     with mock.patch.multiple(RowTransfer, start=recorded_start, wait=recorded_wait), events:
-        engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
+        engine.accumulate_gradients(list(local_batches(0, layout, engine.grid.dp.rank)))
     return events.found
 
 

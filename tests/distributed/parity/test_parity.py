@@ -25,8 +25,8 @@ from megatrain.tools.parity.measure import (
     Part,
     Precision,
     engine_of,
+    local_batches,
     measure,
-    own_batches,
     tiny_plan,
     weights_of,
 )
@@ -223,7 +223,7 @@ def low_precision_loss(rank: int, world_size: int, layout: Layout) -> tuple[floa
     """Return the loss with bf16 weights and the dtype of the residual stream."""
     plan = tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
     engine = engine_of(plan, rank)
-    batches = list(own_batches(0, layout, engine.grid.dp.rank))
+    batches = list(local_batches(0, layout, engine.grid.dp.rank))
     loss = engine.step(batches, build_schedules(plan).at(0)).lm_loss
     return loss, str(engine.executor.dtype)
 

@@ -9,11 +9,11 @@ import pytest
 from megatrain.config import Facts, parse, resolve
 from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
-from megatrain.tools.plan.linear_times import Fp8, Product
-from megatrain.tools.plan.measured import MEASURED, Measured, predicted
+from megatrain.tools.plan.linear_times import Fp8, Gemm
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
 from megatrain.tools.plan.step_time import rank_weights, step_time
+from scripts.benchmarks.plan_accuracy import MEASURED, Measured, predicted
 from tests.everyday import one_in
 
 TOLERANCE = 0.10
@@ -81,10 +81,10 @@ def test_collectives_between_nodes_are_slower_and_share_the_adapters_of_a_node()
     assert Group(CLUSTER, 1).all_to_all(1e9) == 0
 
 
-def test_small_products_and_few_rows_per_expert_are_slow() -> None:
-    large, small = Product(8192, 4096, 4096), Product(64, 4096, 4096)
+def test_small_gemms_and_few_rows_per_expert_are_slow() -> None:
+    large, small = Gemm(8192, 4096, 4096), Gemm(64, 4096, 4096)
     assert small.times(CLUSTER).forward > 2 * large.times(CLUSTER).forward * 64 / 8192
-    many, few = Product(65536, 1536, 2048, 16), Product(65536, 1536, 2048, 256)
+    many, few = Gemm(65536, 1536, 2048, 16), Gemm(65536, 1536, 2048, 256)
     assert few.times(CLUSTER).forward > 1.5 * many.times(CLUSTER).forward
 
 
@@ -92,23 +92,21 @@ def case_of(name: str) -> Measured:
     return next(case for case in MEASURED if case.name == name)
 
 
-def test_fp8_products_take_less_time_than_bf16_and_their_casts_less_than_the_saving() -> None:
-    """A layer of case A2: products of one scale reach twice the rate of bf16, casts take a tenth of the time."""
+def test_fp8_gemms_take_less_time_than_bf16_and_their_casts_less_than_the_saving() -> None:
+    """A layer of case A2: GEMMs of one scale reach twice the rate of bf16, casts take a tenth of the time."""
     workload, layout = planned(case_of("A2 delayed"))
-    product = Product(8192, 28672, 4096)
+    gemm = Gemm(8192, 28672, 4096)
     fp8 = Fp8.of(workload.plan.config, layout, CLUSTER)
     assert fp8 is not None
-    in_bf16, in_fp8 = product.times(CLUSTER), product.times(CLUSTER, fp8)
+    in_bf16, in_fp8 = gemm.times(CLUSTER), gemm.times(CLUSTER, fp8)
     times = {
-        recipe: product.times(CLUSTER, dataclasses.replace(fp8, recipe=recipe)).total
+        recipe: gemm.times(CLUSTER, dataclasses.replace(fp8, recipe=recipe)).total
         for recipe in ("delayed", "tensorwise", "blockwise")
     }
     assert 0.5 * in_bf16.total < in_fp8.total < 0.65 * in_bf16.total
     assert times["delayed"] < times["tensorwise"] < times["blockwise"] < in_bf16.total
     sharded = dataclasses.replace(fp8, casts_per_weight=1.0)
-    assert (
-        product.times(CLUSTER, sharded).forward > in_fp8.forward
-    )  # a cast of the weight in each micro-batch
+    assert gemm.times(CLUSTER, sharded).forward > in_fp8.forward  # a cast of the weight in each micro-batch
 
 
 def test_casts_count_the_bytes_of_the_kernels() -> None:
@@ -117,11 +115,11 @@ def test_casts_count_the_bytes_of_the_kernels() -> None:
     fp8 = Fp8("delayed", True, 0.25, 1, Group(CLUSTER, 1))
     rates = dataclasses.replace(CLUSTER.rates, gemm_seconds=0.0)
     cluster = dataclasses.replace(CLUSTER, rates=rates)
-    found = Product(rows, outputs, inputs).times(cluster, fp8)
+    found = Gemm(rows, outputs, inputs).times(cluster, fp8)
     flops = 2 * rows * outputs * inputs
-    casts = found.forward - flops / cluster.compute_rate(rates.fp8_products)
+    casts = found.forward - flops / cluster.compute_rate(rates.fp8_gemms)
     assert casts == pytest.approx(cluster.cast_seconds(3 * rows * inputs + 3 / 4 * outputs * inputs))
-    casts = found.backward - flops / cluster.compute_rate(rates.fp8_exact_products)
+    casts = found.backward - flops / cluster.compute_rate(rates.fp8_exact_gemms)
     expected = 3 * rows * inputs + 4 * rows * outputs + 2 * outputs * inputs
     assert casts == pytest.approx(cluster.cast_seconds(expected))
 
@@ -138,7 +136,7 @@ def test_an_all_gather_of_tokens_replaces_the_all_to_all_where_a_run_does_so() -
     assert estimated_bytes(workload, layout) > estimated_bytes(without, layout) + 5e9
 
 
-def test_overlapped_products_hide_the_collectives_of_tensor_ranks() -> None:
+def test_overlapped_gemms_hide_the_collectives_of_tensor_ranks() -> None:
     plain, layout = planned(case_of("B3 tp2"))
     overlapped, _ = planned(case_of("B3 tp2, overlap"))
     slow, fast = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (plain, overlapped))

@@ -12,7 +12,7 @@ from run_helpers import command_line
 import pretrain
 from megatrain.training import losses
 from megatrain.training.engine import Engine
-from megatrain.training.faults import spikes
+from megatrain.training.faults import responses
 
 BAD_ITERATION = 5
 
@@ -45,7 +45,7 @@ def whole(tmp_path: Path) -> Path:
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Multiply the loss of an iteration, known by its samples, by a factor."""
     begin, mean, samples = Engine.begin_step, losses.mean_losses, []
-    monkeypatch.setattr(spikes, "REFERENCE_STEPS", 3)
+    monkeypatch.setattr(responses, "REFERENCE_STEPS", 3)
 
     def begin_step(engine: Engine, *arguments: Any, **more: Any) -> Any:
         samples.append(more["first_sample"])

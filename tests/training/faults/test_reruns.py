@@ -186,7 +186,7 @@ SPIKES = {"check_for_spiky_loss": ""}
 
 @pytest.fixture
 def early_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.training.faults.spikes.REFERENCE_STEPS", 2)
+    monkeypatch.setattr("megatrain.training.faults.responses.REFERENCE_STEPS", 2)
 
 
 @pytest.mark.usefixtures("early_spikes")

@@ -6,7 +6,7 @@ import pytest
 from run_helpers import command_line
 
 import pretrain
-from megatrain.training.faults.spikes import REFERENCE_STEPS, SpikeDetector
+from megatrain.training.faults.responses import REFERENCE_STEPS, SpikeDetector
 from megatrain.training.step_report import PendingStep
 
 
@@ -38,7 +38,7 @@ def test_a_spike_is_reported_with_its_flag(
         )
 
     monkeypatch.setattr(PendingStep, "read", jumping)
-    monkeypatch.setattr("megatrain.training.faults.spikes.REFERENCE_STEPS", 2)
+    monkeypatch.setattr("megatrain.training.faults.responses.REFERENCE_STEPS", 2)
     assert pretrain.main(command_line({"--train-iters": "4"} | ({flag: ""} if flag else {}))) == 0
     reported = [line for line in capsys.readouterr().out.splitlines() if "more than 10 times" in line]
     names = {"--check-for-large-grads": "gradient norm", "--check-for-spiky-loss": "lm loss"}

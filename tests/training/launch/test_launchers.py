@@ -41,6 +41,10 @@ def test_launchers_that_contradict_each_other_are_reported_before_anything_start
         monkeypatch.setenv(name, value)
     assert pretrain.main(command_line({})) == 2
     assert "error: WORLD_SIZE is 4, and SLURM_NTASKS is 2\n  fix: unset WORLD_SIZE" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_PROCID", "1")  # variables of a rank other than 0 may be wrong alone
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain.main(command_line({})) == 2
+    assert "rank 1: error: WORLD_SIZE is 4, and SLURM_NTASKS is 2" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_reported(

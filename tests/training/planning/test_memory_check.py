@@ -111,6 +111,5 @@ def test_a_problem_of_one_rank_stops_all(
     errors = on_threads(
         2, lambda rank, store: check_memory(plan, LaunchEnvironment(rank=rank, world_size=2), store)
     )
-    assert "another rank" in str(errors[0])
-    assert "rank 1 is small" in str(errors[1])
+    assert all("rank 1 is small" in str(error) for error in errors)
     assert capsys.readouterr().err.count("error:") == 1

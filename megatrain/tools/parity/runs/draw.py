@@ -61,7 +61,7 @@ def _choice(rng: random.Random, option: str) -> str:
 
 
 def _needed(rng: random.Random, words: dict[str, str]) -> Iterator[str]:
-    """Yield words without which a drawn one has no effect; those of sizes are not added."""
+    """Yield words without which a drawn one has no effect; words of sizes are not added."""
     for word in [*words.values()]:
         needs = _FEATURE_OF[word].needs if word in _FEATURE_OF else ()
         own = [need for need in needs if OPTION_OF[_WORDS_OF[need][0]] not in SIZES]

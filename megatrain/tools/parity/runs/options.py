@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
+from megatrain.tools.parity.measure import LOW_PRECISIONS, PRECISION_FLAGS
 from megatrain.tools.parity.models import MODELS
 
 BASE: Final = (
@@ -123,17 +124,13 @@ _OF_LAYOUT: Final[dict[str, dict[str, str]]] = {
     "workers": {"noworkers": "--num-workers 0"},
     "restart": {"resumes": "", "fromone": "", "toone": ""},
     "loss chunks": {"chunkedloss": ""},
-    "dtype": {"fp32": "", "bf16": "", "fp16": ""},
+    "dtype": dict.fromkeys(LOW_PRECISIONS, ""),
 }
 """Options of the layout's run alone. `resumes`: it stops after two iterations and resumes; `fromone`: its first part runs in one
 process; `toone`: its second part does. `chunkedloss`: the loss is computed in chunks of a few tokens, as with a large vocabulary.
 A number format is compared bit by bit with the same layout that was not stopped (`DTYPES`)."""
 
-DTYPES: Final = {
-    "fp32": "--params-dtype float32",
-    "bf16": "--bf16 --params-dtype bfloat16",
-    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",
-}
+DTYPES: Final[dict[str, str]] = {name: PRECISION_FLAGS[name] for name in LOW_PRECISIONS}
 
 _ADDED = {**ALWAYS, **_SINGLE, **_OF_LAYOUT}
 OPTIONS: Final[dict[str, dict[str, str]]] = {

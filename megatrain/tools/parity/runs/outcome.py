@@ -99,7 +99,7 @@ def differences(expected: Outcome, found: Outcome, tolerance: float) -> list[str
 
 
 def dry_run_differences(dry: Mapping[str, Any], run: Outcome) -> Iterator[str]:
-    """Yield the numbers of a dry run that differ from those of its run, which was not stopped."""
+    """Yield the numbers of a dry run that differ from the numbers of its run, which was not stopped."""
     model, timeline = dry["model"], dry["timeline"]
     steps = {line["iteration"]: line for line in run.metrics if "lm_loss" in line}
     evaluated = {line["iteration"] for line in run.metrics if line.get("validation", "test") != "test"}
