@@ -12,7 +12,7 @@ import pytest
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.expert_parallel import RankCapacity
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
-from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan, weights_of
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.build import build_executor
@@ -53,7 +53,7 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
             for layer in engine.model.communication.capacities.layers:
                 layer.factor = 0.5
         report = engine.step(
-            list(own_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
+            list(local_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
         )
         repeats.append(engine.num_repeats - before)
         losses.append((report.lm_loss, report.grad_norm))
@@ -81,6 +81,6 @@ def repeats_if_one_is_full(rank: int, world_size: int, layout: Layout) -> int:
     num_rows = RankCapacity.num_rows if rank else lambda *_: _[-1]
     with mock.patch.object(RankCapacity, "num_rows", num_rows):
         engine.step(
-            list(own_batches(0, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
+            list(local_batches(0, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
         )
     return engine.num_repeats
