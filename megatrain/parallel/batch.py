@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +105,13 @@ class Batch:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
-        own = {name: getattr(self, name) for name in _TENSORS}
         encoder, documents = self.encoder, self.documents
-        return Batch(
-            **{name: None if x is None else function(x) for name, x in own.items()},
+        tensors: dict[str, Any] = {
+            name: function(x) for name in _TENSORS if (x := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            **tensors,
             encoder=encoder and EncoderTokens(function(encoder.tokens), function(encoder.position_ids)),
             documents=documents and replace(documents, cu_seqlens=function(documents.cu_seqlens)),
             ahead=tuple(one.mapped(function) for one in self.ahead),
