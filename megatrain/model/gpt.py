@@ -54,7 +54,6 @@ from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -83,10 +82,9 @@ class Model:
     """Dtype of the residual stream."""
     expert_biases: ExpertBiases
     """Biases of the routers of all stages."""
-    fp8: Fp8Recipes | None = None
+    fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
-    turns: Turns | None = None
-    """Turns of a forward and a backward pass; None: passes run one after the other."""
+    communication: ExpertCommunication
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -160,9 +158,8 @@ def build_model(
     segments, chunks = builder.chunks(grid.pp.rank)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
-    registry = ParamRegistry.of(segments)
-    hidden_dtype, turns = builder.hidden_dtype, communication.turns
-    return Model(spec, segments, chunks, placement, registry, tp, cp, hidden_dtype, biases, fp8, turns)
+    parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
+    return Model(spec, *parts, biases, fp8, communication)
 
 
 @dataclass(frozen=True)

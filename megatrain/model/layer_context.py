@@ -34,7 +34,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import Recompute
 from megatrain.parallel.context_parallel import TokenSplit
-from megatrain.parallel.expert_parallel import ExpertParallel
+from megatrain.parallel.expert_parallel import ExpertParallel, RankCapacities
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
 from megatrain.parallel.pipeline.interleave import Turns
@@ -48,6 +48,8 @@ class ExpertCommunication:
     """The way in which ranks exchange tokens, and what overlaps it."""
 
     dispatcher: DispatcherType = "allgather"
+    capacities: RankCapacities | None = None
+    """Memory of assignments after an all-gather; None: it holds every possible one."""
     side: SideStream | None = None
     """Stream of the shared expert on a GPU; None: that of the other experts."""
     turns: Turns | None = None

@@ -12,10 +12,17 @@ Experts multiply their outputs by the routing probabilities, so that combining i
 Each rank has different tokens, all ranks equally many. An etp rank holds a slice of its experts' channels: an assigned
 token is sent to all etp ranks, and their outputs are summed.
 
-`LocalDispatcher` serves one rank. `AllGatherDispatcher` gathers all tokens on all ranks: the host needs no counts, and
-memory holds every possible assignment. `AllToAllDispatcher` sends each token once to each rank with one of its experts
-and receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are
-all that an all-to-all sends. The host waits for the counts once per call.
+`LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
+receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
+that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
+ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`:
+
+    capacity          rows of a layer's experts: a factor times an even load
+    load              assignments of a micro-batch, counted on the device; those above the capacity have no row
+    end of the step   if a load was above its capacity: capacities grow, and all ranks compute the step again
+
+Nothing is dropped: gradients of a step that is computed again are not used. Passes without gradients save no rows, and have
+memory for every assignment.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
@@ -25,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +52,7 @@ from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import (
     Transfer,
     all_gather,
+    all_reduce,
     begin_all_gather,
     begin_all_to_all_into,
     begin_reduce_scatter,
@@ -52,6 +60,11 @@ from megatrain.parallel.collectives import (
 )
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
+
+_MARGIN: Final = 1.25
+"""A capacity grows to this multiple of the largest load so far, since loads of later steps are larger."""
+_MULTIPLE: Final = 16
+"""Divisor of capacities, so that kernels are not compiled again: see `kernels.fused.launching.jit`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,77 @@ class TokenDispatcher(Protocol):
         """Begin to sum the experts' outputs of each token; the result returns the sums: [r, h] -> [t, h]."""
 
 
+class RankCapacity:
+    """The capacity of one layer on this rank, as a multiple of an even load."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.fill: Tensor | None = None
+        """Largest load so far, as a multiple of the capacity, fp64 [] on the device; None: there was none."""
+
+    def num_rows(self, even_load: int, at_most: int) -> int:
+        """Return the number of rows to allocate for a micro-batch with `at_most` possible assignments."""
+        if not torch.is_grad_enabled():
+            return at_most
+        return min(math.ceil(self.factor * even_load / _MULTIPLE) * _MULTIPLE, at_most)
+
+    def record(self, load: Tensor, num_rows: int) -> None:
+        """Compare the load of a micro-batch with its rows, on the device."""
+        fill = load.double() / max(num_rows, 1)
+        if self.fill is None:
+            self.fill = torch.zeros_like(fill)
+        torch.maximum(self.fill, fill, out=self.fill)  # in place: a CUDA graph repeats it
+
+    def grow(self, fill: float) -> None:
+        """Enlarge the memory to the largest load so far, which filled this multiple of the capacity."""
+        self.factor *= max(fill * _MARGIN, 1)
+        if self.fill is not None:
+            self.fill.zero_()
+
+
+class RankCapacities:
+    """The capacities of all layers of this rank. Ranks need not have the same ones.
+
+    Args:
+        factor: of each layer at first.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.layers: list[RankCapacity] = []
+
+    def add_layer(self) -> RankCapacity:
+        """Add a layer; returns its capacity."""
+        self.layers.append(RankCapacity(self.factor))
+        return self.layers[-1]
+
+    def begin_check(self, world: RankGroup, device: torch.device) -> Callable[[], bool]:
+        """Begin to compare the loads of all ranks with their capacities; all ranks call it after the passes of a step.
+
+        Returns:
+            A function that waits for the device. It returns True on all ranks if a load was above its capacity: capacities
+            have grown, and the step must be computed again.
+        """
+        used = [(layer, layer.fill) for layer in self.layers if layer.fill is not None]
+        fills = torch.stack(
+            [torch.zeros((), dtype=torch.float64, device=device), *(fill for _, fill in used)]
+        )
+        largest = all_reduce(fills.max(), world, "max")
+        if device.type == "meta":
+            return lambda: False
+        copy = HostCopy(torch.cat((largest[None], fills)))
+
+        def finish() -> bool:
+            most, _, *own = copy.read()
+            if most <= 1:
+                return False
+            for (layer, _), fill in zip(used, own, strict=True):
+                layer.grow(fill)
+            return True
+
+        return finish
+
+
 class LocalDispatcher:
     """Dispatches within one rank."""
 
@@ -132,7 +216,11 @@ class LocalDispatcher:
 
 
 class AllGatherDispatcher:
-    """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts."""
+    """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts.
+
+    Args:
+        capacity: bounds the memory of assignments without `rows_per_expert`; None: it holds every possible one.
+    """
 
     overlaps_combine = True
 
@@ -143,10 +231,11 @@ class AllGatherDispatcher:
         etp: RankGroup,
         rows_per_expert: RowsPerExpert | None = None,
         give_turn: Callable[[], None] | None = None,
+        capacity: RankCapacity | None = None,
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_per_expert, self.give_turn = rows_per_expert, give_turn
+        self.rows_per_expert, self.give_turn, self.capacity = rows_per_expert, give_turn, capacity
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
         tokens = RowTransfer(self._begin_gather, self._begin_reduction, self.give_turn)
@@ -206,14 +295,20 @@ class AllGatherDispatcher:
             token_rows: see `sort_by_expert`.
         """
         num_tokens, top_k = experts.shape
-        return sort_by_expert(
+        num_rows = num_tokens * min(top_k, self.own_experts)
+        if self.capacity is not None:
+            num_rows = self.capacity.num_rows(num_tokens * top_k // self.ep.size, num_rows)
+        found = sort_by_expert(
             experts,
             first_expert=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
-            num_rows=num_tokens * min(top_k, self.own_experts),
+            num_rows=num_rows,
             rows_per_expert=_num_padded(self.rows_per_expert, x),
             token_rows=None if token_rows is None else token_rows.flatten(),
         )
+        if self.capacity is not None:
+            self.capacity.record(found.load, num_rows)
+        return found
 
 
 class AllToAllDispatcher(AllGatherDispatcher):

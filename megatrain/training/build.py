@@ -30,12 +30,13 @@ from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
+from megatrain.parallel.expert_parallel import RankCapacities
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
-from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.graphed_passes import Capture, GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
@@ -84,6 +85,9 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
     has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
     return ExpertCommunication(
         dispatcher="alltoall" if experts.sends_by_alltoall else "allgather",
+        capacities=None
+        if experts.moe_expert_rank_capacity_factor is None
+        else RankCapacities(experts.moe_expert_rank_capacity_factor),
         side=SideStream() if has_side else None,
         turns=Turns() if _overlaps_passes(plan) else None,
     )
@@ -223,7 +227,7 @@ def build_executor(
         placement=model.placement,
         hidden_rows=functools.partial(_hidden_rows, plan, model.tp, rows),
         late_gradients=late if has_late_gradients else "none",
-        turns=model.turns,
+        turns=model.communication.turns,
     )
 
 
@@ -247,12 +251,12 @@ def build_training_passes(
     grid: RankGrid,
     device: torch.device,
 ) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them."""
-    if not plan.derived.cuda_graphs:
+    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+    if not plan.derived.cuda_graphs or device.type == "meta":
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
-    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps)
+    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:
