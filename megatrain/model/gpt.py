@@ -22,13 +22,14 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale, TokenTypes
+from megatrain.model.embedding import Embedding
+from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
 from megatrain.model.families.relative_positions import RelativePositions
-from megatrain.model.head import Head, HeadParts
+from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
@@ -47,7 +48,7 @@ from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.user_loss import UserLoss
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes

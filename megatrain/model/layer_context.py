@@ -34,10 +34,11 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import Recompute
 from megatrain.parallel.context_parallel import TokenSplit
-from megatrain.parallel.expert_parallel import ExpertParallel, RankCapacities
+from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
 from megatrain.parallel.pipeline.interleave import Turns
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 DispatcherType = Literal["allgather", "alltoall"]

@@ -15,14 +15,7 @@ token is sent to all etp ranks, and their outputs are summed.
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
 receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
 that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
-ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`:
-
-    capacity          rows of a layer's experts: a factor times an even load
-    load              assignments of a micro-batch, counted on the device; those above the capacity have no row
-    end of the step   if a load was above its capacity: capacities grow, and all ranks compute the step again
-
-Nothing is dropped: gradients of a step that is computed again are not used. Passes without gradients save no rows, and have
-memory for every assignment.
+ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
@@ -32,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,19 +45,14 @@ from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import (
     Transfer,
     all_gather,
-    all_reduce,
     begin_all_gather,
     begin_all_to_all_into,
     begin_reduce_scatter,
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
-
-_MARGIN: Final = 1.25
-"""A capacity grows to this multiple of the largest load so far, since loads of later steps are larger."""
-_MULTIPLE: Final = 16
-"""Divisor of capacities, so that kernels are not compiled again: see `kernels.fused.launching.jit`."""
 
 
 @dataclass(frozen=True)
@@ -118,77 +106,6 @@ class TokenDispatcher(Protocol):
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         """Begin to sum the experts' outputs of each token; the result returns the sums: [r, h] -> [t, h]."""
-
-
-class RankCapacity:
-    """The capacity of one layer on this rank, as a multiple of an even load."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.fill: Tensor | None = None
-        """Largest load so far, as a multiple of the capacity, fp64 [] on the device; None: there was none."""
-
-    def num_rows(self, even_load: int, at_most: int) -> int:
-        """Return the number of rows to allocate for a micro-batch with `at_most` possible assignments."""
-        if not torch.is_grad_enabled():
-            return at_most
-        return min(math.ceil(self.factor * even_load / _MULTIPLE) * _MULTIPLE, at_most)
-
-    def record(self, load: Tensor, num_rows: int) -> None:
-        """Compare the load of a micro-batch with its rows, on the device."""
-        fill = load.double() / max(num_rows, 1)
-        if self.fill is None:
-            self.fill = torch.zeros_like(fill)
-        torch.maximum(self.fill, fill, out=self.fill)  # in place: a CUDA graph repeats it
-
-    def grow(self, fill: float) -> None:
-        """Enlarge the memory to the largest load so far, which filled this multiple of the capacity."""
-        self.factor *= max(fill * _MARGIN, 1)
-        if self.fill is not None:
-            self.fill.zero_()
-
-
-class RankCapacities:
-    """The capacities of all layers of this rank. Ranks need not have the same ones.
-
-    Args:
-        factor: of each layer at first.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.layers: list[RankCapacity] = []
-
-    def add_layer(self) -> RankCapacity:
-        """Add a layer; returns its capacity."""
-        self.layers.append(RankCapacity(self.factor))
-        return self.layers[-1]
-
-    def begin_check(self, world: RankGroup, device: torch.device) -> Callable[[], bool]:
-        """Begin to compare the loads of all ranks with their capacities; all ranks call it after the passes of a step.
-
-        Returns:
-            A function that waits for the device. It returns True on all ranks if a load was above its capacity: capacities
-            have grown, and the step must be computed again.
-        """
-        used = [(layer, layer.fill) for layer in self.layers if layer.fill is not None]
-        fills = torch.stack(
-            [torch.zeros((), dtype=torch.float64, device=device), *(fill for _, fill in used)]
-        )
-        largest = all_reduce(fills.max(), world, "max")
-        if device.type == "meta":
-            return lambda: False
-        copy = HostCopy(torch.cat((largest[None], fills)))
-
-        def finish() -> bool:
-            most, _, *own = copy.read()
-            if most <= 1:
-                return False
-            for (layer, _), fill in zip(used, own, strict=True):
-                layer.grow(fill)
-            return True
-
-        return finish
 
 
 class LocalDispatcher:

@@ -7,7 +7,6 @@ plan ─> model ─> buffers ─> data parallelism ─> optimizer
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -30,7 +29,6 @@ from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
-from megatrain.parallel.expert_parallel import RankCapacities
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
@@ -41,6 +39,7 @@ from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.trial_parts import try_parts
 
@@ -225,22 +224,27 @@ def build_executor(
         hooks=hooks,
         chunks=model.chunks,
         placement=model.placement,
-        hidden_rows=functools.partial(_hidden_rows, plan, model.tp, rows),
+        hidden_rows=[
+            _hidden_rows(plan, model.tp, rows, stage) for stage in range(model.placement.num_stages)
+        ],
         late_gradients=late if has_late_gradients else "none",
         turns=model.communication.turns,
     )
 
 
-def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int, is_training: bool) -> int:
-    """Return the rows that a virtual stage receives: of a sample, of its depths of prediction, or of decoder and memory."""
+def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:
+    """Return the rows that a virtual stage receives in evaluation and in training.
+
+    They are the rows of a sample, with its depths of prediction in training, or of decoder and memory.
+    """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
-    if mtp_stage is not None and stage == mtp_stage + 1 and is_training:
-        return rows * (1 + spec.num_mtp_layers)
+    if mtp_stage is not None and stage == mtp_stage + 1:
+        return rows, rows * (1 + spec.num_mtp_layers)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length
-    if start is None or stage <= start:
-        return rows
-    assert length is not None, "a decoder after an encoder has a length of its own"
-    return rows + tp.sequence_rows(length)
+    if start is not None and stage > start:
+        assert length is not None, "a decoder after an encoder has a length of its own"
+        rows += tp.sequence_rows(length)
+    return rows, rows
 
 
 def build_training_passes(

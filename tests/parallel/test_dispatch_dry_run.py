@@ -8,9 +8,9 @@ from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     LocalDispatcher,
-    RankCapacity,
 )
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_capacity import RankCapacity
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatrain.parallel.expert_parallel import RankCapacities, RankCapacity
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_capacity import RankCapacities, RankCapacity
 
 WORLD = RankGroup("world", (0,), 0)
 CPU = torch.device("cpu")

@@ -25,10 +25,10 @@ from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
-from megatrain.parallel.expert_parallel import RankCapacities
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.pipeline.interleave import Turns, Work
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.rank_lists import Family
 from megatrain.tools.parity.runs.program import Patch
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.parallel.expert_parallel import RankCapacity
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
