@@ -30,6 +30,8 @@ from megatrain.storage.untrusted_json import integer
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
+_WITH_ROWS: Final = (EMBEDDING, OUTPUT, "output_layer.bias")
+"""Tensors with a row per id."""
 _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
 
@@ -251,7 +253,7 @@ class HfCheckpoint(TensorReader):
     def _expected(self) -> dict[str, TheirTensor]:
         """Return the tensors that the files of this model have; the vocabulary's with all rows."""
         rows = {
-            name: (self.num_rows, *shape[1:]) if name in (EMBEDDING, OUTPUT) else shape
+            name: (self.num_rows, *shape[1:]) if name in _WITH_ROWS else shape
             for name, shape in (self._shapes | self._biases).items()
         }
         try:

@@ -19,6 +19,7 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
@@ -151,7 +152,7 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
     spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     return replace(
-        spec.with_layers(tuple(map(_layer, spec.layers))),
+        spec,
         padded_vocab_size=0,
         init_std=0.0,
         output_init_std=0.0,
@@ -161,12 +162,18 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
         is_residual_fp32=False,
         z_loss_coeff=0.0,
         mtp=None,
+        stacks=tuple(
+            replace(stack, layers=tuple(map(_layer, stack.layers)), seq_length=None) for stack in spec.stacks
+        ),
     )
 
 
 def _layer(layer: LayerSpec) -> LayerSpec:
     if layer.attention is not None:
         layer = layer.replaced(layer.attention, replace(layer.attention, dropout=0.0, qk_norm_decays=False))
+    for part in layer.parts:
+        if isinstance(part, CrossAttentionSpec):
+            layer = layer.replaced(part, replace(part, dropout=0.0))
     if layer.experts is not None:
         layer = layer.replaced(layer.experts, replace(layer.experts, router=_router(layer.experts.router)))
     return layer

@@ -4,6 +4,7 @@ from typing import Final
 
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.families.bert import MEGATRON_BERT
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatrain.interop.hf.families.gemma2 import GEMMA2
 from megatrain.interop.hf.families.gemma3 import GEMMA3
@@ -20,13 +21,14 @@ from megatrain.interop.hf.families.qwen2 import QWEN2
 from megatrain.interop.hf.families.qwen2_moe import QWEN2_MOE
 from megatrain.interop.hf.families.qwen3 import QWEN3
 from megatrain.interop.hf.families.qwen3_moe import QWEN3_MOE
+from megatrain.interop.hf.families.t5 import T5
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, T5,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -38,6 +40,13 @@ REFUSED: Final = {
     "GPTJForCausalLM": "one norm for both branches of a layer",
     "PhiForCausalLM": "one norm for both branches of a layer",
     "CohereForCausalLM": "one norm for both branches of a layer",
+    **dict.fromkeys(
+        ("BertForPreTraining", "BertForMaskedLM"),
+        "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
+    ),
+    "MegatronBertForMaskedLM": "token types without a next-sentence head (MegatronBertForPreTraining has both)",
+    "ModernBertForMaskedLM": "a norm of the embedding, and padding masks together with windows",
+    "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""
 
