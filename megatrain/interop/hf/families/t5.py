@@ -18,6 +18,8 @@ from megatrain.interop.hf.family import (
 )
 
 _LAYERS: Final = "num_decoder_layers"
+_GATED: Final = {"gated-gelu": ("model.geglu", "gelu_new"), "gated-silu": ("model.swiglu", "silu")}
+"""Settings of the values of feed_forward_proj, with the activation that each means."""
 
 
 class _EqualStacks:
@@ -27,7 +29,9 @@ class _EqualStacks:
         depth = source.checked("num_layers", check=COUNT)
         of_decoder = source.checked(_LAYERS, check=COUNT, default=depth, is_optional=True)
         if of_decoder not in (None, depth):
-            raise source.refusal(_LAYERS, of_decoder, f"with num_layers {depth}; both stacks are equally deep")
+            raise source.refusal(
+                _LAYERS, of_decoder, f"with num_layers {depth}; both stacks are equally deep"
+            )
         length = source.checked("n_positions", check=COUNT, default=512)
         return {
             "model.num_layers": depth,
@@ -42,6 +46,40 @@ class _EqualStacks:
             _LAYERS: model.num_layers,
             "n_positions": model.max_position_embeddings,
         }
+
+
+class _GatedMlp:
+    """The activation of the MLP, by two keys."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        kind = source.get("feed_forward_proj", default="relu")
+        setting, function = _GATED.get(kind, ("", "")) if isinstance(kind, str) else ("", "")
+        if not setting:
+            raise source.refusal("feed_forward_proj", kind, "v1.1 has gated MLPs; ReLU, of v1.0, is missing")
+        if source.get("dense_act_fn", default=function) != function:
+            raise source.refusal("dense_act_fn", source.get("dense_act_fn"), f"with {kind}")
+        return {setting: True}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"feed_forward_proj": next((kind for kind, one in _GATED.items() if config.get(one[0])), None)}
+
+
+class _Untied:
+    """The output layer of v1.1. transformers 5 stores that it is tied, and that it does not scale the decoder's output."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        is_tied = source.get("tie_word_embeddings", default=True)
+        if source.get("scale_decoder_outputs", default=is_tied) is not False:
+            raise source.refusal(
+                "tie_word_embeddings",
+                is_tied,
+                "tied logits have a bias here, none in T5, and a factor in v1.0 (scale_decoder_outputs)",
+            )
+        return {"model.untie_embeddings_and_output_weights": True}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        is_tied = not config.model.untie_embeddings_and_output_weights
+        return {"tie_word_embeddings": is_tied, "scale_decoder_outputs": is_tied}
 
 
 def _attention(theirs: str, ours: str) -> dict[str, str | Fused]:
@@ -81,21 +119,10 @@ T5: Final = Family(
         Value("dropout_rate", "model.attention_dropout", PROBABILITY, default=0.1),
         Value("dropout_rate", "model.hidden_dropout", PROBABILITY, default=0.1),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=1e-6),
-        Choice(
-            "feed_forward_proj",
-            {"gated-gelu": {"model.geglu": True}, "gated-silu": {"model.swiglu": True}},
-            default="relu",
-            reason="v1.1 and later have gated MLPs, v1.0 has ReLU",
-        ),
-        Choice(
-            "tie_word_embeddings",
-            {False: {"model.untie_embeddings_and_output_weights": True}},
-            default=True,
-            reason="tied logits have a bias here; T5 has none, and v1.0 scales them",
-        ),
-        Choice("scale_decoder_outputs", {False: {}}),
+        _GatedMlp(),
+        _Untied(),
         Choice("is_encoder_decoder", {True: {}}),
-        Implied(("dense_act_fn", "is_gated_act", "initializer_factor", "decoder_start_token_id")),
+        Implied(("is_gated_act", "initializer_factor", "decoder_start_token_id")),
         Fixed(
             {
                 "model.model_family": "t5",
