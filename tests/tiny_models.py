@@ -110,6 +110,7 @@ _T5 = {
 }  # fmt: skip
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "Megatron BERT": ("MegatronBertForPreTraining", SHAPE),
+    "Megatron BERT without next-sentence head": ("MegatronBertForMaskedLM", SHAPE),
     "T5 v1.1": ("T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu"}),
     "T5, SwiGLU": (
         "T5ForConditionalGeneration",
@@ -134,6 +135,8 @@ def tiny_model(name: str) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        if kind == "MegatronBertForMaskedLM":
+            model.bert.embeddings.token_type_embeddings.weight.zero_()
         for label, buffer in model.named_buffers():
             if label.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))

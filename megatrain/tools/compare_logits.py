@@ -98,7 +98,9 @@ def logits_of_transformers(model: Any, tokens: Tensor) -> list[Tensor]:
     if not hasattr(model.config, "type_vocab_size"):
         return [model.eval()(tokens, use_cache=False).logits]
     found = model.eval()(tokens, token_type_ids=_types(tokens))
-    return [found.prediction_logits, found.seq_relationship_logits]
+    return [
+        found[name] for name in ("logits", "prediction_logits", "seq_relationship_logits") if name in found
+    ]
 
 
 @torch.no_grad()

@@ -161,6 +161,8 @@ class Family:
     """Prefix of names that files of the model without head leave out."""
     buffers: tuple[str, ...] = field(default=())
     """Patterns of tensors that are not weights: old versions stored them."""
+    zeros: Mapping[str, int] = field(default_factory=dict)
+    """Tables of theirs that models here lack, with their rows: zeros are written, and other values refused."""
     has_mxfp4: bool = False
     """Files may store experts in MXFP4."""
     auto_class: str = "AutoModelForCausalLM"

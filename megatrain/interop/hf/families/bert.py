@@ -1,8 +1,10 @@
 """BERT as Megatron-LM has it: norms before the branches and after the last layer, none after the embedding.
 
-The head's GELU is exact, and theirs has one activation for layers and head: layers need --no-bias-gelu-fusion.
+The GELU of the head is exact, and theirs is that of the layers, which so need --no-bias-gelu-fusion. Without a next-sentence head
+Megatron-LM has no token types: their table must be 0.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from megatrain.interop.hf.families.llama import SIZES
@@ -28,10 +30,12 @@ _LAYER: Final[dict[str, str | Fused]] = {
     "output.dense": "mlp.down",
 }
 
-MEGATRON_BERT: Final = Family(
-    architecture="MegatronBertForPreTraining",
+_TYPES: Final = "bert.embeddings.token_type_embeddings"
+
+MEGATRON_BERT_MASKED: Final = Family(
+    architecture="MegatronBertForMaskedLM",
     model_type="megatron-bert",
-    auto_class="AutoModelForPreTraining",
+    auto_class="AutoModelForMaskedLM",
     config=(
         *SIZES[:-1],
         Value("attention_probs_dropout_prob", "model.attention_dropout", PROBABILITY, default=0.1),
@@ -50,6 +54,7 @@ MEGATRON_BERT: Final = Family(
         Fixed(
             {
                 "model.model_family": "bert",
+                "model.bert_no_binary_head": True,
                 "model.normalization": "LayerNorm",
                 "model.position_embedding_type": "learned_absolute",
             }
@@ -58,15 +63,26 @@ MEGATRON_BERT: Final = Family(
     modules={
         "bert.embeddings.word_embeddings": "embedding.word_embeddings",
         "bert.embeddings.position_embeddings": "embedding.position_embeddings",
-        "bert.embeddings.token_type_embeddings": "embedding.tokentype_embeddings",
         **in_layers("bert.encoder.layer", _LAYER, "encoder"),
         "bert.encoder.ln": "encoder.final_norm",
-        "bert.pooler.dense": "pooler.dense",
         "cls.predictions.transform.dense": "lm_head.dense",
         "cls.predictions.transform.LayerNorm": "lm_head.norm",
         "cls.predictions.decoder": "output_layer",
         "cls.predictions.bias": "output_layer.bias",
-        "cls.seq_relationship": "binary_head",
     },
     buffers=(r"bert\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
+    zeros={f"{_TYPES}.weight": 2},
+)
+MEGATRON_BERT: Final = replace(
+    MEGATRON_BERT_MASKED,
+    architecture="MegatronBertForPreTraining",
+    auto_class="AutoModelForPreTraining",
+    config=(*MEGATRON_BERT_MASKED.config, Fixed({"model.bert_no_binary_head": False})),
+    modules={
+        **MEGATRON_BERT_MASKED.modules,
+        _TYPES: "embedding.tokentype_embeddings",
+        "bert.pooler.dense": "pooler.dense",
+        "cls.seq_relationship": "binary_head",
+    },
+    zeros={},
 )

@@ -4,7 +4,7 @@ from typing import Final
 
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.families.bert import MEGATRON_BERT
+from megatrain.interop.hf.families.bert import MEGATRON_BERT, MEGATRON_BERT_MASKED
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatrain.interop.hf.families.gemma2 import GEMMA2
 from megatrain.interop.hf.families.gemma3 import GEMMA3
@@ -28,7 +28,7 @@ FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, T5,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -44,7 +44,6 @@ REFUSED: Final = {
         ("BertForPreTraining", "BertForMaskedLM"),
         "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
     ),
-    "MegatronBertForMaskedLM": "token types without a next-sentence head (MegatronBertForPreTraining has both)",
     "ModernBertForMaskedLM": "a norm of the embedding, and padding masks together with windows",
     "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
