@@ -38,7 +38,7 @@ REFUSED: Final = {
         ("BertForPreTraining", "BertForMaskedLM"),
         "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
     ),
-    "ModernBertForMaskedLM": "a norm of the embedding, and padding masks together with windows",
+    "ModernBertForMaskedLM": "a norm of the embedding, GEGLU with the exact GELU, and windows in both directions",
     "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""
