@@ -21,7 +21,7 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
 from megatrain.inference.cached_model import hidden_states
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
-from megatrain.model.cross_attention import split_memory
+from megatrain.model.families.cross_attention import split_memory
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo

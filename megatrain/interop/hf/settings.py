@@ -27,7 +27,7 @@ from megatrain.config.schema.tree import Config, flag_of, settings
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
-from megatrain.interop.hf.family import Family
+from megatrain.interop.hf.family import Family, Fixed
 from megatrain.interop.hf.tensors import Shape
 from megatrain.model.gpt import build_model
 from megatrain.parallel.build_grid import build_grid
@@ -125,7 +125,9 @@ def fitting_family(
         raise InputError(f"--architecture {wanted}: unknown", fix=f"use one of {', '.join(FAMILIES)}")
     described = function_of(config, vocab_size)
     closest: tuple[int, str, list[str]] | None = None
-    for family in (FAMILIES[wanted],) if wanted else FAMILIES.values():
+    kind = config.model.model_family
+    alike = [family for family in FAMILIES.values() if _model_family(family) == kind]
+    for family in [FAMILIES[wanted]] if wanted else alike:
         keys: dict[str, Any] = {"vocab_size": vocab_size}
         for part in family.config:
             keys |= part.write(config)
@@ -146,6 +148,12 @@ def fitting_family(
         f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(closest[2][:5])}",
         fix=f"name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights {where} TARGET",
     )
+
+
+def _model_family(family: Family) -> str:
+    """Return the value of --model-family of all its models."""
+    fixed = (part.settings for part in family.config if isinstance(part, Fixed))
+    return next((one["model.model_family"] for one in fixed if "model.model_family" in one), "gpt")
 
 
 def function_of(config: Config, vocab_size: int) -> ModelSpec:

@@ -41,11 +41,7 @@ MEGATRON_BERT_MASKED: Final = Family(
         Value("attention_probs_dropout_prob", "model.attention_dropout", PROBABILITY, default=0.1),
         Value("hidden_dropout_prob", "model.hidden_dropout", PROBABILITY, default=0.1),
         Value("layer_norm_eps", "model.norm_epsilon", POSITIVE, default=1e-12),
-        Choice(
-            "hidden_act",
-            {"gelu": {"model.no_bias_gelu_fusion": True}},
-            reason="the GELU of its head is exact",
-        ),
+        Choice("hidden_act", {"gelu": {}}, reason="the GELU of its head is exact"),
         Choice("type_vocab_size", {2: {}}),
         Choice("tie_word_embeddings", {True: {}}, reason="an output layer with a bias of its own"),
         Choice("position_embedding_type", {"absolute": {}}),
@@ -55,6 +51,7 @@ MEGATRON_BERT_MASKED: Final = Family(
             {
                 "model.model_family": "bert",
                 "model.bert_no_binary_head": True,
+                "model.no_bias_gelu_fusion": True,
                 "model.normalization": "LayerNorm",
                 "model.position_embedding_type": "learned_absolute",
             }
