@@ -242,7 +242,7 @@ class HfCheckpoint(TensorReader):
             self._theirs |= {part.name: (theirs, part) for part in theirs.parts}
             if not theirs.parts and bool(self._rows(theirs, None, range(theirs.shape[0])).any()):
                 raise InputError(
-                    f"{self.path}: {theirs.name} is not 0, and models here have no such tensor beside the other ones of {self.family.architecture}",
+                    f"{self.path}: {theirs.name} is not 0, and the models here have no such tensor",
                     fix="models of this kind are not converted; see docs/weights.md",
                 )
         if OUTPUT not in self._shapes and head in found:
