@@ -83,7 +83,7 @@ class _Untied:
 
 
 def _attention(theirs: str, ours: str) -> dict[str, str | Fused]:
-    return {f"{theirs}.{one}": f"{ours}.{one}" for one in "qkv"} | {f"{theirs}.o": f"{ours}.proj"}
+    return {**{f"{theirs}.{one}": f"{ours}.{one}" for one in "qkv"}, f"{theirs}.o": f"{ours}.proj"}
 
 
 def _layer(mlp: str) -> dict[str, str | Fused]:
