@@ -125,11 +125,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines += _counts(outcomes, "starts, in part")
     lines += ["", "| missing | lines |", "|---|---|", *_counts(outcomes, "waits")]
     lines += ["", "| never | lines |", "|---|---|", *_counts(outcomes, "never")]
-    lines += ["", "<details><summary>Every line</summary>", "", "| case | result |", "|---|---|"]
-    for outcome in outcomes:
-        reasons = f": {'; '.join(outcome.reasons)}" if outcome.reasons else ""
-        lines.append(f"| `{outcome.case}` | {outcome.status}{reasons} |")
-    return "\n".join([*lines, "", "</details>"])
+    lines += ["", "The lines that do not start with all their flags:", "", "| case | result |", "|---|---|"]
+    lines += [
+        f"| `{outcome.case}` | {outcome.status}: {'; '.join(outcome.reasons)} |"
+        for outcome in outcomes
+        if outcome.status != "starts"
+    ]
+    return "\n".join(lines)
 
 
 def starting(outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs (mkdocs.yml): README.md becomes the page `start.md`, and links to it lead there.
+"""Hooks of mkdocs (mkdocs.yml): add the pages that are not files of docs/, and links to them.
 
-pip install mkdocs-material
-mkdocs serve               the site at http://127.0.0.1:8000
-mkdocs build --strict      the site in dist/site; every link and anchor is checked
+pip install mkdocs-material          into the environment of megatrain
+python -m mkdocs serve               the site at http://127.0.0.1:8000
+python -m mkdocs build --strict      the site in dist/site; every link and anchor is checked
 """
 
 from __future__ import annotations
@@ -11,20 +11,36 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import docs_reference
+from megatrain.config.megatron.differences import docs_differences
+
 ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = {
+    "`megatrain settings`": "configuration.md",
+    "`megatrain settings --differences`": "differences.md",
+}
+"""Commands whose output is a page."""
+
+
+def added_pages() -> dict[str, str]:
+    """Return the text of each added page: README.md, where links to files outside docs/ become names, and the settings."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\[([^\]]+)\]\((?!docs/|http|#)[^)]*\)", r"\1", text).replace("](docs/", "](")
+    return {"start.md": text, "configuration.md": docs_reference(), "differences.md": docs_differences()}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add README.md as start.md; its links to files outside docs/ become plain names."""
+    """Add the pages to the site."""
     from mkdocs.structure.files import File
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"\[([^\]]+)\]\((?!docs/|http|#)[^)]*\)", r"\1", text).replace("](docs/", "](")
-    files.append(File.generated(config, "start.md", content=text))
+    for name, text in added_pages().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 (mkdocs names them)
-    """Point links to the repository's README to the start page."""
-    folders = page.file.src_uri.count("/")
-    return markdown.replace("](" + "../" * (folders + 1) + "README.md", "](" + "../" * folders + "start.md")
+    """Link the README to the start page, and each command that prints a page to this page."""
+    top = "../" * page.file.src_uri.count("/")
+    for command, name in COMMANDS.items():
+        markdown = markdown.replace(command, f"[{command}]({top}{name})")
+    return markdown.replace(f"]({top}../README.md", f"]({top}start.md")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SITE = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "docs_site.py")))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -46,7 +49,16 @@ def test_the_site_has_every_page() -> None:
         re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     )
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
-    assert listed == pages | {"start.md"}
+    assert listed == pages | set(SITE.added_pages())
+
+
+def test_the_links_of_added_pages_lead_to_pages_of_the_site() -> None:
+    added = SITE.added_pages()
+    links = {link for text in added.values() for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+    assert {link for link in links - set(added) if ROOT / "docs" / link not in TRACKED} == set()
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="internals/glossary.md"))
+    text = SITE.on_page_markdown("[start](../../README.md), `megatrain settings`", page, None, None)
+    assert text == "[start](../start.md), [`megatrain settings`](../configuration.md)"
 
 
 def test_a_missing_path_is_found(tmp_path: Path) -> None:

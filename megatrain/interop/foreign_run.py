@@ -10,7 +10,7 @@ from megatrain.parallel.layout import Box
 
 
 def rows_to_copy(rows: Sequence[slice], box: Box) -> Iterator[tuple[slice, range]]:
-    """Yield the rows of a box of a canonical tensor, as slices of the box, and those of the foreign tensor that they are.
+    """Yield the rows of a box of a canonical tensor, as slices of the box, and the rows of the foreign tensor that they are.
 
     Args:
         rows: ranges of rows of the foreign tensor that form the canonical one, in this order.
@@ -25,7 +25,7 @@ def rows_to_copy(rows: Sequence[slice], box: Box) -> Iterator[tuple[slice, range
 
 
 def stored_state(plan: Plan, **known: Any) -> dict[str, Any]:
-    """Return the state of a run for a manifest; without `known` that of a run that begins, from weights alone."""
+    """Return the state of a run for a manifest; without `known` the state of a run that begins, from weights alone."""
     derived = plan.derived
     state = {
         "consumed_valid_samples": 0,

@@ -1,8 +1,8 @@
-"""GEMMs by cuBLASLt, the library that torch itself calls, for what torch does not offer.
+"""FP8 GEMMs that add to their fp32 result, by cuBLASLt, the library that torch itself calls: torch does not offer them.
 
-    out = a b + beta * out      for FP8 operands too, and with a choice among the library's algorithms
+    total = a b^T * scale_a * scale_b + beta * total
 
-The library is column-major: it reads a row-major matrix as its transpose, so that a product is computed as out^T = b^T a^T.
+The library is column-major: it reads a row-major matrix as its transpose, so that the GEMM is computed as total^T = b a^T.
 
 Source: cuBLAS documentation, "Using the cuBLASLt API"; values of its enumerations from cublasLt.h.
 """
@@ -11,18 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import (
-    byref,
-    c_float,
-    c_int,
-    c_int8,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,16 +19,10 @@ from torch import Tensor
 
 from megatrain.kernels.fused.launching import is_fake
 
-_DTYPES: Final = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}
+_DTYPES: Final = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 """`cudaDataType_t`."""
 _COMPUTE_FP32: Final = 68
-_TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST_ACCUMULATION = 3, 4, 17, 18, 25
+_TRANSPOSE_A, _SCALE_A, _SCALE_B = 3, 17, 18
 """`cublasLtMatmulDescAttributes_t`."""
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """`cublasLtMatmulPreferenceAttributes_t`."""
@@ -52,22 +35,15 @@ _MAX_ALGORITHMS: Final = 16
 
 
 class Problem(NamedTuple):
-    """A product that algorithms are chosen for: [m, k] by [k, n]."""
+    """A GEMM that an algorithm is chosen for: [m, k] by [n, k], which are contiguous along k."""
 
     m: int
     n: int
     k: int
     a_dtype: torch.dtype
     b_dtype: torch.dtype
-    out_dtype: torch.dtype
-    transposes_a: bool
-    """`a` is stored as [k, m]."""
-    transposes_b: bool
-    """`b` is stored as [n, k]."""
-    is_fast: bool
-    """FP8 tensor cores keep fewer bits of partial sums."""
     alignments: tuple[int, int, int]
-    """Bytes that the addresses of a, b and out are multiples of, up to 256."""
+    """Bytes that the addresses of a, b and total are multiples of, up to 256."""
     device: int
 
 
@@ -83,132 +59,86 @@ class _Choice(ctypes.Structure):
     )
 
 
-def multiply(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    beta: float = 0.0,
-    transposes_a: bool = False,
-    transposes_b: bool = False,
-    scales: tuple[Tensor, Tensor] | None = None,
-    is_fast: bool = False,
-    algorithm: int = 0,
-) -> Tensor:
-    """Compute out = a b * scales[0] * scales[1] + beta * out, in fp32 until the result is rounded.
+def accumulate(total: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, beta: float) -> None:
+    """Compute total = a b^T * scales[0] * scales[1] + beta * total, in fp32.
 
     Args:
-        out: [m, n].
-        a: [m, k], or [k, m] with `transposes_a`.
-        b: [k, n], or [n, k] with `transposes_b`. FP8 matrices on Hopper are contiguous along k.
-        scales: fp32 [], of FP8 matrices.
-        is_fast: see `Problem`.
-        algorithm: number in the library's own order of preference, see `num_algorithms`.
-    Returns:
-        `out`.
+        total: fp32 [m, n].
+        a, b: FP8 [m, k] and [n, k].
+        scales: fp32 [].
     """
-    if is_fake(out):
-        return out
-    product = _product(problem_of(out, a, b, transposes_a, transposes_b, is_fast), scales is not None)
-    product.run(out, a, b, beta, scales, algorithm)
-    return out
+    if not is_fake(total):
+        _gemm(problem_of(total, a, b)).run(total, a, b, scales, beta)
 
 
-def problem_of(
-    out: Tensor, a: Tensor, b: Tensor, transposes_a: bool, transposes_b: bool, is_fast: bool = False
-) -> Problem:
+def problem_of(total: Tensor, a: Tensor, b: Tensor) -> Problem:
     """Return the problem of these matrices."""
-    assert all(x.is_contiguous() for x in (out, a, b)), "matrices have rows without gaps"
-    m, n = out.shape
-    return Problem(
-        m, n, a.shape[0 if transposes_a else 1], a.dtype, b.dtype, out.dtype, transposes_a, transposes_b, is_fast,
-        (_alignment(a), _alignment(b), _alignment(out)), out.device.index,
-    )  # fmt: skip
+    assert all(x.is_contiguous() for x in (total, a, b)), "matrices have rows without gaps"
+    (m, n), k = total.shape, a.shape[1]
+    alignments = (_alignment(a), _alignment(b), _alignment(total))
+    return Problem(m, n, k, a.dtype, b.dtype, alignments, total.device.index)
 
 
-def num_algorithms(problem: Problem, *, has_scales: bool) -> int:
-    """Return how many algorithms the library offers, at most `_MAX_ALGORITHMS`."""
-    return len(_product(problem, has_scales).choices)
+class _Gemm:
+    """The library's description of a problem, and the algorithm that it prefers. Used by one thread at a time."""
 
-
-class ProductError(RuntimeError):
-    """The library has not launched a product, or has no algorithm for it."""
-
-
-class _Product:
-    """The library's description of a problem, and the algorithms that it offers. Used by one thread at a time."""
-
-    def __init__(self, problem: Problem, has_scales: bool) -> None:
-        self.problem, self.has_scales = problem, has_scales
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.library, self.handle = _library(), _handle(problem.device)
         m, n, k = problem.m, problem.n, problem.k
         self.description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(self.description), _COMPUTE_FP32, _DTYPES[torch.float32])
-        self._set(_TRANSPOSE_A, c_int32(problem.transposes_b))
-        self._set(_TRANSPOSE_B, c_int32(problem.transposes_a))
-        self._set(_FAST_ACCUMULATION, c_int8(problem.is_fast))
-        rows_b, columns_b = (k, n) if problem.transposes_b else (n, k)
-        rows_a, columns_a = (m, k) if problem.transposes_a else (k, m)
+        self._set(_TRANSPOSE_A, c_int32(1))
         self.layouts = (
-            self._layout(problem.b_dtype, rows_b, columns_b),
-            self._layout(problem.a_dtype, rows_a, columns_a),
-            self._layout(problem.out_dtype, n, m),
+            self._layout(problem.b_dtype, k, n),
+            self._layout(problem.a_dtype, k, m),
+            self._layout(torch.float32, n, m),
         )
 
-    def run(
-        self,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        beta: float,
-        scales: tuple[Tensor, Tensor] | None,
-        algorithm: int,
-    ) -> None:
-        """Queue the product on the current stream."""
-        choice = self.choices[algorithm]  # before the scales are set: a first search sets others
-        if scales is not None:
-            self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
-            self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
-        workspace = torch.empty(max(choice.workspace_bytes, 1), dtype=torch.uint8, device=out.device)
-        layout_b, layout_a, layout_out = self.layouts
+    def run(self, total: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], beta: float) -> None:
+        """Queue the GEMM on the current stream."""
+        choice = self.choice  # before the scales are set: a first search sets others
+        self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
+        self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
+        workspace = torch.empty(max(choice.workspace_bytes, 1), dtype=torch.uint8, device=total.device)
+        layout_b, layout_a, layout_total = self.layouts
         self._call(
             "cublasLtMatmul", self.handle, self.description, byref(c_float(1.0)),
             c_void_p(b.data_ptr()), layout_b, c_void_p(a.data_ptr()), layout_a, byref(c_float(beta)),
-            c_void_p(out.data_ptr()), layout_out, c_void_p(out.data_ptr()), layout_out,
+            c_void_p(total.data_ptr()), layout_total, c_void_p(total.data_ptr()), layout_total,
             byref(choice.algorithm), c_void_p(workspace.data_ptr()), c_size_t(choice.workspace_bytes),
-            c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
+            c_void_p(torch.cuda.current_stream(total.device).cuda_stream),
         )  # fmt: skip
 
     @functools.cached_property
-    def choices(self) -> list[_Choice]:
-        """The algorithms that the library prefers."""
-        problem, preference = self.problem, c_void_p()
+    def choice(self) -> _Choice:
+        """The algorithm that the library prefers."""
+        preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
-        a, b, out = problem.alignments
+        a, b, total = self.problem.alignments
         settings = [
             (_WORKSPACE, c_uint64(_WORKSPACE_BYTES)),
-            *zip(_ALIGNMENTS, map(c_uint32, (b, a, out, out)), strict=True),
+            *zip(_ALIGNMENTS, map(c_uint32, (b, a, total, total)), strict=True),
         ]
         for attribute, value in settings:
             self._call(
                 "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
                 c_size_t(ctypes.sizeof(value)),
             )  # fmt: skip
-        if self.has_scales:
-            self._set(_SCALE_A, _ANY_ADDRESS)
-            self._set(_SCALE_B, _ANY_ADDRESS)
+        self._set(_SCALE_A, _ANY_ADDRESS)
+        self._set(_SCALE_B, _ANY_ADDRESS)
         found = (_Choice * _MAX_ALGORITHMS)()
         count = c_int(0)
-        layout_b, layout_a, layout_out = self.layouts
+        layout_b, layout_a, layout_total = self.layouts
         self._call(
-            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.description, layout_b, layout_a, layout_out, layout_out,
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.description, layout_b, layout_a, layout_total, layout_total,
             preference, _MAX_ALGORITHMS, found, byref(count),
         )  # fmt: skip
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        choices = [choice for choice in found[: count.value] if choice.status == 0]
-        if not choices:
-            raise ProductError(f"cuBLASLt has no algorithm for {problem}")
-        return choices
+        choice = next((choice for choice in found[: count.value] if choice.status == 0), None)
+        if choice is None:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {self.problem}")
+        return choice
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
         layout = c_void_p()
@@ -228,7 +158,7 @@ class _Product:
         _checked(self.library, name, *arguments)
 
 
-_product = functools.cache(_Product)
+_gemm = functools.cache(_Gemm)
 
 
 @functools.cache

@@ -4,14 +4,14 @@
     o_t = S_t^T q_t
 
 Chunks of tokens are GEMMs; only the state passes from chunk to chunk. With the sums c_i of g within a chunk
-and D_ij = exp(c_i - c_j) for j <= i, the values that a chunk writes are those of a triangular system:
+and D_ij = exp(c_i - c_j) for j <= i, the values that a chunk writes solve a triangular system:
 
     (I + beta (K K^T * D) below the diagonal) (U, W) = (beta V, beta exp(c) K)        V' = U - W S
     O = exp(c) Q S + (Q K^T * D) V'                     S <- exp(c_last) S + (exp(c_last - c) K)^T V'
 
 torch operators, differentiated by autograd, in the accumulation dtype, on any device.
 
-Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks are those of arXiv:2406.06484.
+Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks: arXiv:2406.06484.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def continue_gated_delta_rule(
 
 
 def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve each channel with its own taps over its last tokens: x [s, b, c], weight [c, taps] -> [s, b, c].
+    """Convolve each channel with its own kernel over its last tokens: x [s, b, c], weight [c, kernel size] -> [s, b, c].
 
-    The last tap belongs to the token itself; tokens before the sequence are 0.
+    The last weight belongs to the token itself; tokens before the sequence are 0.
     """
-    taps = weight.shape[1]
-    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0))
+    kernel_size = weight.shape[1]
+    padded = F.pad(x, (0, 0, 0, 0, kernel_size - 1, 0))
     total = padded[: x.shape[0]] * weight[:, 0]
-    for tap in range(1, taps):
-        total = total + padded[tap : tap + x.shape[0]] * weight[:, tap]
+    for place in range(1, kernel_size):
+        total = total + padded[place : place + x.shape[0]] * weight[:, place]
     return total
 
 

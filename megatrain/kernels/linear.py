@@ -1,4 +1,4 @@
-"""Products with the weight of a linear layer. A single row, as in text generation, has a kernel that reads at the rate of the memory."""
+"""The GEMM of a linear layer. A single row, as in text generation, has a kernel that reads at the rate of the memory."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def apply_rope_to_qkv(
 def apply_rope_to_qkv_backward(
     gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> Tensor:
-    """Return the gradient of `qkv`, [s, b, heads, d], from those of its parts, which may be overwritten."""
+    """Return the gradient of `qkv`, [s, b, heads, d], from the gradients of its parts, which may be overwritten."""
     implementation = (
         fused.apply_rope_to_qkv_backward if is_fused(gradients[0]) else apply_rope_to_qkv_backward_reference
     )

@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels import output_gate
+from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
@@ -19,7 +20,6 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
-from megatrain.model.masked_attention import MaskedAttention
 from megatrain.parallel.layout import Init
 
 

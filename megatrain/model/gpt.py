@@ -22,10 +22,12 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.cross_attention import LayerWithMemory
-from megatrain.model.decoder_start import DecoderStart
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
+from megatrain.model.families.cross_attention import LayerWithMemory
+from megatrain.model.families.decoder_start import DecoderStart
+from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.head import Head, HeadParts
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -41,11 +43,9 @@ from megatrain.model.layer import (
 )
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
-from megatrain.model.masked_lm import BinaryHead, HeadTransform
 from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
-from megatrain.model.relative_positions import RelativePositions
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
@@ -149,21 +149,15 @@ def build_model(
         return LocalBuilder(*common)
 
     ranks = LayerRanks(
-        split=TokenSplit(tp, cp),
-        dp=grid.dp,
-        parallel=ExpertParallel(grid.ep, grid.etp),
-        communication=communication,
-        dtype=dtype,
-        seed=seed,
-    )
+        split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
+        communication=communication, dtype=dtype, seed=seed,
+    )  # fmt: skip
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-
-    later_stage = mtp_stage if spec.mtp is not None else spec.decoder_stage([len(one) for one in stages])
     builder = _StageBuilder(
-        spec, placement, mtp_stage, later_stage, builder_of, ranks, ropes, recompute, user_loss
+        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss
     )
-    segments, chunks = builder.chunks(grid.pp.rank, stages)
+    segments, chunks = builder.chunks(grid.pp.rank)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
@@ -177,10 +171,10 @@ class _StageBuilder:
 
     spec: ModelSpec
     placement: Placement
+    stages: Sequence[range]
+    """Numbers of the layers of each virtual stage."""
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
-    later_stage: int | None
-    """Virtual stage after the first that embeds tokens: of multi-token prediction or the decoder's start; None: none."""
     builder_of: Callable[[int], ModuleBuilder]
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
@@ -194,13 +188,13 @@ class _StageBuilder:
         dtype = self.ranks.dtype
         return accumulation_dtype(dtype) if self.spec.is_residual_fp32 else dtype
 
-    def chunks(self, rank: int, stages: Sequence[range]) -> tuple[list[nn.Module], list[range]]:
+    def chunks(self, rank: int) -> tuple[list[nn.Module], list[range]]:
         """Build the segments of a pipeline rank; returns them and the numbers of those of each model chunk."""
         segments: list[nn.Module] = []
         chunks: list[range] = []
         for chunk in range(self.placement.num_chunks):
             stage, first = self.placement.stage(rank, chunk), len(segments)
-            segments += self.segments(stage, stages[stage], segments)
+            segments += self.segments(stage, self.stages[stage], segments)
             chunks.append(range(first, len(segments)))
         for stack, table in self.relative_positions.items():
             segments[0].add_module(f"relative_positions_of_{stack}", table)
@@ -348,7 +342,9 @@ class _StageBuilder:
     @property
     def _embedding_holders(self) -> tuple[int, ...]:
         """Pipeline ranks with the word embedding."""
-        return embedding_ranks(self.placement, is_tied=self.spec.is_tied, later_stage=self.later_stage)
+        decoder_stage = self.spec.decoder_stage([len(one) for one in self.stages])
+        later = decoder_stage if self.spec.mtp is None else self.mtp_stage
+        return embedding_ranks(self.placement, is_tied=self.spec.is_tied, later_stage=later)
 
     def _vocab_layout(self, name: str) -> ParamLayout:
         spec, is_embedding = self.spec, name == EMBEDDING_NAME

@@ -24,8 +24,8 @@ from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
-from megatrain.model.cross_attention import split_memory
-from megatrain.model.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.cross_attention import split_memory
+from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -61,7 +61,7 @@ class LogitScaling:
 
 @dataclass(frozen=True)
 class HeadParts:
-    """What some families add to the head."""
+    """Modules that some families add to the head."""
 
     transform: HeadTransform | None = None
     """Precedes the output layer."""

@@ -21,8 +21,8 @@ from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
-from megatrain.model.cross_attention import CrossAttention
 from megatrain.model.experts.build import expert_branch
+from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext

@@ -12,74 +12,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 MOST_STUCK_STEPS: Final = 10
 """Consecutive steps that are skipped at a scale that cannot shrink; further steps would change only the samples."""
 
 
-class LossScaler(Protocol):
-    """The factor on the loss of each step, and the rule for steps that are not finite."""
+@dataclass
+class LossScaler:
+    """The factor on the loss of each step, and the rule for steps that are not finite. This one is constant."""
 
-    scale: float
-    stuck_steps: int
+    scale: float = 1.0
+    """--loss-scale, or 1 if the dtype needs no scaling."""
+    skips_gradients: bool = False
+    """True: gradients that overflow are not an error, since the factor may be too large for some steps."""
+    skips_all: bool = False
+    """True: no step that is not finite is an error."""
+    stuck_steps: int = field(default=0, init=False)
     """Consecutive steps, up to the last one, that were not finite at a scale that cannot shrink."""
 
     @property
     def may_skip(self) -> bool:
         """True if steps may be skipped: the next step then depends on the result of this one."""
-
-    def skips(self, lm_loss: float) -> bool:
-        """Return True if a step whose loss or gradients are not finite is skipped, False if it is an error."""
-
-    def update(self, *, is_finite: bool) -> None:
-        """Update the scale by the result of a step."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
-
-
-@dataclass
-class ConstantLossScale:
-    """A constant factor: --loss-scale, or 1 if the dtype needs no scaling."""
-
-    scale: float = 1.0
-    skips_gradients: bool = False
-    """True: gradients that overflow are not an error, since the factor may be too large for some steps."""
-    skips_all: bool = False
-    """True: no step that is not finite is an error."""
-    stuck_steps: int = 0
-    """See `LossScaler`."""
-
-    @property
-    def may_skip(self) -> bool:
-        """See `LossScaler`."""
         return self.skips_gradients or self.skips_all
 
     def skips(self, lm_loss: float) -> bool:
-        """See `LossScaler`."""
+        """Return True if a step whose loss or gradients are not finite is skipped, False if it is an error."""
         is_stuck = self.stuck_steps >= MOST_STUCK_STEPS
         return self.skips_all or (self.skips_gradients and math.isfinite(lm_loss) and not is_stuck)
 
     def update(self, *, is_finite: bool) -> None:
-        """See `LossScaler`."""
+        """Update the scale by the result of a step."""
         self.stuck_steps = 0 if is_finite else self.stuck_steps + 1
 
     def state(self) -> dict[str, Any]:
-        """See `LossScaler`."""
+        """Return the state for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `LossScaler`."""
+        """Restore the state from a checkpoint; a run in another dtype has stored none of the values."""
 
 
 @dataclass(kw_only=True)
-class DynamicLossScale:
+class DynamicLossScaler(LossScaler):
     """A factor that adapts to the largest value at which gradients stay finite."""
 
     scale: float
@@ -88,17 +65,14 @@ class DynamicLossScale:
     """Consecutive finite steps until the scale grows."""
     hysteresis: int
     """Non-finite steps until the scale shrinks."""
-    skips_all: bool = False
-    """True: the run continues although it cannot recover."""
-    may_skip = True
-
-    def skips(self, lm_loss: float) -> bool:  # noqa: ARG002 (a loss may overflow too)
-        """See `LossScaler`."""
-        return self.skips_all or self.stuck_steps < MOST_STUCK_STEPS
+    skips_gradients: bool = True
 
     def __post_init__(self) -> None:
-        self.finite_steps = self.stuck_steps = 0
-        self.patience = self.hysteresis
+        self.finite_steps, self.patience = 0, self.hysteresis
+
+    def skips(self, lm_loss: float) -> bool:  # noqa: ARG002 (a loss may overflow too)
+        """See `LossScaler`; `skips_all`: the run continues although it cannot recover."""
+        return self.skips_all or self.stuck_steps < MOST_STUCK_STEPS
 
     def update(self, *, is_finite: bool) -> None:
         """See `LossScaler`."""
@@ -121,7 +95,7 @@ class DynamicLossScale:
         return {"scale": self.scale, "finite_steps": self.finite_steps, "patience": self.patience}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `LossScaler`. A checkpoint of a run in another dtype has none of these values."""
+        """See `LossScaler`."""
         self.scale = float(state.get("scale", self.scale))
         self.finite_steps = int(state.get("finite_steps", 0))
         self.patience = int(state.get("patience", self.hysteresis))

@@ -3,7 +3,7 @@
     gradient -> momentum (flat, on the rank of the shard) ─ all-to-all ─> owner: whole matrix -> Newton-Schulz
                                             master weights <─ all-to-all ─ owner
 
-Matrices are whole under every layout, so that the result is that of one process. Ranks orthogonalize different matrices
+Matrices are whole under every layout, so that the result equals one process. Ranks orthogonalize different matrices
 concurrently. Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., arXiv:2502.16982 (scale
 and weight decay).
 """

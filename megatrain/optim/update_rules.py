@@ -45,7 +45,7 @@ class AdamwRule:
 def _rounded(beta: float, dtype: torch.dtype) -> float:
     """Return a decay as `dtype` holds it, so that it and its difference to 1 sum to 1: 0.999 has an error of 1.3e-8 in fp32.
 
-    Without, second moments differ by 1.3e-5 from those of Transformer Engine's Adam, which Megatron-LM's checkpoints hold.
+    Without, second moments differ by 1.3e-5 from Transformer Engine's Adam, which Megatron-LM's checkpoints hold.
     """
     return torch.tensor(beta, dtype=dtype).item()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatrain.parallel.buckets import Bucket, cut_buckets, own_shard
+from megatrain.parallel.buckets import Bucket, cut_buckets, local_shard
 from megatrain.parallel.data_parallel import BucketMemory, FlatBuffers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamRegistry
@@ -35,10 +35,10 @@ def allocate_buffers(
         grid: the ranks over which optimizer state is sharded, per family.
         has_gradients: False for inference.
         keep_full_weights, keep_full_gradients: keep full buckets allocated; else only this rank's shards, except
-            those of a tied embedding.
+            for a tied embedding.
     """
     buckets = cut_buckets(registry, grid)
-    shards = [own_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
+    shards = [local_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
     weights, gradients = BucketMemory(weight_dtype, device), BucketMemory(grad_dtype, device)
     buckets_of: dict[int, list[int]] = {}
     for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +105,13 @@ class Batch:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
-        own = {name: getattr(self, name) for name in _TENSORS}
         encoder, documents = self.encoder, self.documents
-        return Batch(
-            **{name: None if x is None else function(x) for name, x in own.items()},
+        tensors: dict[str, Any] = {
+            name: function(x) for name in _TENSORS if (x := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            **tensors,
             encoder=encoder and EncoderTokens(function(encoder.tokens), function(encoder.position_ids)),
             documents=documents and replace(documents, cu_seqlens=function(documents.cu_seqlens)),
             ahead=tuple(one.mapped(function) for one in self.ahead),
@@ -116,6 +120,40 @@ class Batch:
 
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped")
+
+
+def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
+    """Return a micro-batch from the arrays of its samples, [b, ...] each, which have Megatron-LM's names. Others are not read.
+
+    bert    text  types  labels  is_random  loss_mask  padding_mask
+    t5      text_enc  text_dec  labels  loss_mask  enc_mask             masks: 1 where no padding
+    """
+    labels, loss_mask = arrays["labels"].long(), arrays["loss_mask"].float()
+    if family == "bert":
+        tokens = arrays["text"].long()
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            position_ids=_positions(tokens),
+            is_token=arrays["padding_mask"].bool(),
+            types=arrays["types"].long(),
+            are_swapped=arrays["is_random"].long(),
+        )
+    assert family == "t5", family
+    tokens, of_encoder = arrays["text_dec"].long(), arrays["text_enc"].long()
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=_positions(tokens),
+        encoder=EncoderTokens(of_encoder, _positions(of_encoder)),
+        is_token=arrays["enc_mask"].bool(),
+    )
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
 
 
 def with_batches_ahead(batch: Batch, count: int) -> Batch:

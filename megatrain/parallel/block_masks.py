@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec
+from megatrain.kernels.random import KEY_BLOCK
 from megatrain.parallel.batch import Documents
 
 
@@ -72,3 +73,10 @@ class BlockMasks:
         longest = [min(self.documents.max_seqlen, len(part)) for part in (queries, keys)]
         of_queries, of_keys = (self.documents.cu_seqlens_within(part) for part in (queries, keys))
         return CuSeqlens(of_queries, of_keys, longest[0], longest[1])
+
+
+def key_range(chunk: range, window: int | None) -> range:
+    """Return the positions of the keys that queries at these positions need."""
+    first = 0 if window is None else max(0, chunk.start - window)
+    first -= first % KEY_BLOCK  # for kernels with dropout; masks exclude the keys before the window
+    return range(first, chunk.stop)

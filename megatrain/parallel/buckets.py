@@ -37,7 +37,7 @@ class BucketParam:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters in one flat tensor: those of a segment and a family, or a tied embedding."""
+    """Parameters in one flat tensor: of a segment and a family, or a tied embedding."""
 
     users: tuple[int, ...]
     """Segments that use them: one, or more for a tied embedding."""
@@ -105,7 +105,7 @@ def cut_buckets(registry: ParamRegistry, grid: RankGrid) -> list[Bucket]:
     return buckets
 
 
-def own_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
+def local_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
     """Return this rank's shard of a bucket."""
     size = bucket.size // shard_group.size
     return Shard(bucket, shard_group.rank * size, (shard_group.rank + 1) * size)

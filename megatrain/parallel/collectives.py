@@ -136,6 +136,14 @@ def all_to_all(x: Tensor, to_ranks: list[int], from_ranks: list[int], group: Ran
     return out
 
 
+def exchange(x: Tensor, group: RankGroup) -> Tensor:
+    """Send each rank its part of dimension 0; returns the received parts concatenated, in rank order: [size * n, ...]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    begin_all_to_all_into(out, x, group).wait()
+    return out
+
+
 def begin_ring_shift(x: Tensor, out: Tensor, group: RankGroup) -> Transfer:
     """Begin to send `x` to the next rank of a ring, and to receive `out` from the previous one."""
     assert group.size > 1, "a ring needs two ranks"

@@ -20,22 +20,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.attention.interface import (
-    AttentionKernel,
-    MaskSpec,
-    SoftmaxMerge,
-    sink_gradient,
-)
+from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec, SoftmaxMerge, sink_gradient
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.parallel.block_masks import BlockMasks
+from megatrain.parallel.block_masks import BlockMasks, key_range
 from megatrain.parallel.collectives import (
     Transfer,
-    begin_all_to_all_into,
+    begin_all_gather_into,
+    begin_reduce_scatter_into,
     begin_ring_shift,
+    exchange,
 )
 from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
-from megatrain.parallel.gathered_attention import AllGatherAttention
 from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.tensor_parallel import conjugate
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class ContextAttention:
             rank 0  rows 0 7, heads 0 1 2 3  ─┐                ┌─  rank 0  rows 0 .. 7, heads 0
             rank 1  rows 1 6, heads 0 1 2 3  ─┼─ all-to-all  ──┼─  rank 1  rows 0 .. 7, heads 1
 
-        Keys and values with fewer heads than ranks are repeated first, so that each rank has those of its queries.
+        Keys and values with fewer heads than ranks are repeated first, so that each rank has the ones of its queries.
         With two levels the consecutive chunks of these ranks form the two larger chunks of a rank of the ring.
         """
         size = self.heads.size
@@ -73,16 +70,15 @@ class ContextAttention:
         copies = max(1, size // k.shape[2])
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
         parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
-        out: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self.heads)
-        own_q, own_k, own_v = out.split([x.shape[3] for x in parts], dim=2)
-        return own_q, own_k, own_v
+        out = conjugate(torch.cat(parts, dim=3), self.heads, _heads_of, _rows_of)
+        local_q, local_k, local_v = out.split([x.shape[3] for x in parts], dim=2)
+        return local_q, local_k, local_v
 
     def heads_to_sequence(self, out: Tensor) -> Tensor:
         """Trade all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
         if self.heads.size == 1:
             return out
-        rows: Tensor = _ToSequence.apply(out, self.heads)
-        return rows.flatten(2, 3)
+        return conjugate(out, self.heads, _rows_of, _heads_of).flatten(2, 3)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kernel: AttentionKernel, masks: BlockMasks
@@ -96,7 +92,7 @@ class ContextAttention:
         Returns:
             [s/cp, b, n, d].
         """
-        attention = AllGatherAttention if self.gathers else _RingAttention
+        attention = _AllGatherAttention if self.gathers else _RingAttention
         out: Tensor = attention.apply(q, k, v, sink, kernel, masks, self.ring)
         return out
 
@@ -104,7 +100,7 @@ class ContextAttention:
 class _RingAttention(Function):
     """Attention of a rank's rows to keys and values that are passed around a ring.
 
-        step 0   own keys                      causal
+        step 0   local keys                    causal
         step i   keys of the rank i before     of an earlier rank: all queries, its first chunk of keys
                                                of a later rank:    queries of the second chunk, all its keys
                  (the keys of step i + 1 are in flight)
@@ -159,7 +155,7 @@ class _RingAttention(Function):
             for total, part in zip((dq[rows], dkv[0, keys], dkv[1, keys]), found, strict=True):
                 total += part
 
-        own = kv = torch.stack((k, v))
+        local = kv = torch.stack((k, v))
         dkv = received = torch.zeros_like(kv, dtype=accumulation_dtype(kv.dtype))
         next_kv, transfer = _begin_next(kv, cp.group, is_last=cp.size == 1)
         sums_transfer = Transfer()
@@ -173,7 +169,7 @@ class _RingAttention(Function):
             sums += received  # zeros at first: the sums of a rank's keys begin at the next rank
             received, sums_transfer = _begin_sums(sums, cp.group)
         dkv = torch.zeros_like(dkv)
-        add_gradients(0, own, dkv)
+        add_gradients(0, local, dkv)
         sums_transfer.wait()
         if cp.size > 1:
             dkv += received
@@ -182,7 +178,7 @@ class _RingAttention(Function):
 
 
 def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor, Transfer]:
-    """Begin to pass keys and values to the next rank, and to receive those of the previous one."""
+    """Begin to pass keys and values to the next rank, and to receive the ones of the previous rank."""
     if is_last:
         return kv, Transfer()
     next_kv = torch.empty_like(kv)
@@ -190,7 +186,7 @@ def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor,
 
 
 def _begin_sums(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
-    """Begin to pass the gradient sums after their keys and values, and to receive those of the previous rank."""
+    """Begin to pass the gradient sums after their keys and values, and to receive the sums of the previous rank."""
     received = torch.empty_like(sums)
     return received, begin_ring_shift(sums, received, group)
 
@@ -206,52 +202,129 @@ class _Block:
 
 def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Block:
     """Return the block of a step, with keys of the rank `step` positions earlier; each rank has `rows` rows."""
-    whole, first, second = slice(None), slice(rows // 2), slice(rows // 2, None)
+    whole, (first, second) = slice(None), _halves(rows)
     if step == 0:
-        own = cp.chunks(rows) if cp.size > 1 else cp.position_ranges(rows)
-        return _Block(whole, whole, masks.between(own, own))
+        local = cp.chunks(rows) if cp.size > 1 else cp.position_ranges(rows)
+        return _Block(whole, whole, masks.between(local, local))
     source = (cp.rank - step) % cp.size
-    own, theirs = cp.chunks(rows), cp.chunks(rows, source)
+    local, theirs = cp.chunks(rows), cp.chunks(rows, source)
     if source < cp.rank:
-        return _Block(whole, first, masks.between(own, theirs[:1]))
-    return _Block(second, whole, masks.between(own[1:], theirs))
+        return _Block(whole, first, masks.between(local, theirs[:1]))
+    return _Block(second, whole, masks.between(local[1:], theirs))
 
 
-class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _heads_of(x, group)
+class _AllGatherAttention(Function):
+    """Attention of a rank's rows to all-gathered keys and values, with any window and any documents.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _rows_of(grads[0], ctx.group), None
+        chunks 0 .. cp-1   the ranks' first chunks, gathered in order      all that queries of the first chunk need
+        cp .. 2 cp - 1     their second chunks, in reverse rank order      gathered while those queries are computed
 
-
-class _ToSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _rows_of(x, group)
+    Each of a rank's two chunks attends causally to the range of keys that ends with it: windows and documents are plain
+    variable-length cases, and no kernel needs an explicit mask. The backward pass gathers again, and reduce-scatters the
+    gradients of keys and values, of second chunks while first chunks are computed.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads_of(grads[0], ctx.group), None
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        kernel: AttentionKernel,
+        masks: BlockMasks,
+        cp: ContextParallel,
+    ) -> Tensor:
+        parts = []
+        keys = _GatheredKeys(k, v, masks.window, cp)
+        for half, rows in enumerate(_halves(q.shape[0])):
+            half_k, half_v = keys.needed(half)
+            found = kernel.forward(q[rows], half_k, half_v, masks.between(*keys.positions(half)))
+            parts.append(SoftmaxMerge(*found))
+            if sink is not None:
+                parts[-1].add_sink(sink)
+        out = torch.cat([part.out for part in parts]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sink, out, torch.cat([part.lse for part in parts]))
+        ctx.kernel, ctx.masks, ctx.cp = kernel, masks, cp
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        masks, cp, dout = ctx.masks, ctx.cp, grads[0]
+        keys = _GatheredKeys(k, v, masks.window, cp)
+        dq = torch.empty_like(q)
+        sums = torch.zeros_like(keys.kv, dtype=accumulation_dtype(q.dtype))
+        local = sums.new_empty((2, *sums.shape[1:]))
+        halves = list(enumerate(_halves(q.shape[0])))
+        transfers = []
+        for half, rows in reversed(halves):
+            half_k, half_v = keys.needed(half)
+            mask = masks.between(*keys.positions(half))
+            dq[rows], dk, dv = ctx.kernel.backward(
+                dout[rows], q[rows], half_k, half_v, out[rows], lse[rows], mask
+            )
+            total = keys.select(sums, half)
+            total[:, :, 0] += dk
+            total[:, :, 1] += dv
+            half_sums = sums[cp.size :].flip(0) if half else sums[: cp.size]
+            transfers.append(begin_reduce_scatter_into(local[half : half + 1], half_sums, cp.group))
+        for transfer in transfers:
+            transfer.wait()
+        dk, dv = local.flatten(0, 1).unbind(2)
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+
+
+class _GatheredKeys:
+    """All-gather of keys and values in flight, and the range of them that each of a rank's two chunks needs.
+
+    Attributes:
+        kv: [2 cp chunks, rows, b, 2, g, d], valid after `needed`.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, window: int | None, cp: ContextParallel) -> None:
+        self.window, self.cp = window, cp
+        self.chunks = cp.chunks(k.shape[0])
+        local = torch.stack((k, v), dim=2).unflatten(0, (2, -1))
+        self.kv = local.new_empty((2 * cp.size, *local.shape[1:]))
+        self._second = torch.empty_like(self.kv[: cp.size])
+        self._transfers = [
+            begin_all_gather_into(target, local[half : half + 1], cp.group)
+            for half, target in enumerate((self.kv[: cp.size], self._second))
+        ]
+
+    def needed(self, half: int) -> tuple[Tensor, Tensor]:
+        """Wait for the keys and values that queries of the first or second chunk need, and return them: [rows, b, g, d]."""
+        for transfer in self._transfers[: half + 1]:
+            transfer.wait()
+        if half and self._transfers:
+            self.kv[self.cp.size :] = self._second.flip(0)
+            self._transfers = []
+        k, v = self.select(self.kv, half).unbind(2)
+        return k, v
+
+    def select(self, x: Tensor, half: int) -> Tensor:
+        """Return the same rows of a tensor like `kv`: [rows, b, 2, g, d]."""
+        _, (keys,) = self.positions(half)
+        return x.flatten(0, 1)[keys.start : keys.stop]
+
+    def positions(self, half: int) -> tuple[tuple[range], tuple[range]]:
+        """Return the positions of the queries of a chunk, and of the keys that they need."""
+        chunk = self.chunks[half]
+        return (chunk,), (key_range(chunk, self.window),)
+
+
+def _halves(rows: int) -> tuple[slice, slice]:
+    """Return the rows of a rank's first and second chunk."""
+    return slice(rows // 2), slice(rows // 2, None)
 
 
 def _heads_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s/c, b, c, heads/c, d] -> [s, b, heads/c, d]."""
-    return to_sequence_order(_exchanged(x.movedim(2, 0), group).flatten(0, 1), group.size)
+    return to_sequence_order(exchange(x.movedim(2, 0), group).flatten(0, 1), group.size)
 
 
 def _rows_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s, b, heads/c, d] -> [s/c, b, c, heads/c, d]."""
-    return _exchanged(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)
-
-
-def _exchanged(x: Tensor, group: RankGroup) -> Tensor:
-    """[c, ...]: row i of rank j becomes row j of rank i."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    begin_all_to_all_into(out, x, group).wait()
-    return out
+    return exchange(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)

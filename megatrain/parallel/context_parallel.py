@@ -6,7 +6,7 @@
 All ranks then have equally many pairs of queries and keys: in causal attention a late row costs more than an early one.
 Under sequence parallelism tensor ranks split these rows further (`TokenSplit`). One rank holds the whole sample.
 
-Source: the split is that of Megatron-LM.
+Source: Megatron-LM's split.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class TokenSplit:
         """Return the rows of all tokens, in the order of the micro-batch: [t, ...] -> [T, ...].
 
         Args:
-            flat_positions: those of this rank's tokens.
+            flat_positions: positions of this rank's tokens.
         """
         if self.num_ranks == 1:
             return x

@@ -17,19 +17,21 @@ from torch.autograd import Function
 
 from megatrain.kernels.attention.interface import AttentionKernel
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.parallel.block_masks import BlockMasks
+from megatrain.parallel.block_masks import BlockMasks, key_range
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.context_parallel import ContextParallel, to_sequence_order
-from megatrain.parallel.gathered_attention import key_range
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor_parallel import TensorParallel, all_gather_rows
+from megatrain.parallel.tensor_parallel import TensorParallel, all_gather_rows, conjugate
 
 
 def gather_latents(x: Tensor, tp: TensorParallel, cp: ContextParallel) -> Tensor:
     """Gather rows whose gradients are equal on all tensor ranks: [s/(cp tp), b, ...] with sp, else [s/cp, ...] -> [s, b, ...]."""
-    if tp.sequence_parallel and tp.size > 1:
-        x = _GatherWithEqualGradients.apply(x, tp.group)
-    return gather_samples(x, cp)
+    return gather_samples(conjugate(x, tp.group, all_gather, _local_rows) if tp.sequence_parallel else x, cp)
+
+
+def _local_rows(dy: Tensor, group: RankGroup) -> Tensor:
+    """Return this rank's rows of a gradient that all ranks have."""
+    return dy.chunk(group.size)[group.rank]
 
 
 def gather_samples(x: Tensor, cp: ContextParallel) -> Tensor:
@@ -50,17 +52,6 @@ def attend_to_samples(
     """
     out: Tensor = _AttendToSamples.apply(q, k, v, kernel, masks, cp)
     return out
-
-
-class _GatherWithEqualGradients(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size)[ctx.group.rank], None
 
 
 class _AttendToSamples(Function):

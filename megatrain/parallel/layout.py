@@ -86,7 +86,7 @@ class ParamLayout:
     is_qkv: bool = False
     """The pieces are queries, keys and values, which an optimizer may treat as separate matrices."""
     family: Family = "dense"
-    """Replicas that hold it: those of dense layers, or those of experts."""
+    """Replicas that hold it: of dense layers, or of experts."""
     num_matrices: int = 1
     """Number of matrices that the pieces form, with equally many pieces each: one per expert."""
 
@@ -207,7 +207,7 @@ class ParamEntry:
     layout: ParamLayout
     segment: int
     users: tuple[int, ...]
-    """All segments that use it: its own, and those of modules tied to it."""
+    """All segments that use it: its own, and the segments of modules tied to it."""
 
     @property
     def is_shared(self) -> bool:

@@ -43,7 +43,7 @@ class GridShape:
     """Sizes of the axes.
 
     Raises:
-        ValueError: experts do not divide the ranks, or their pipelines would differ from those of dense layers.
+        ValueError: experts do not divide the ranks, or their pipelines would differ from the pipelines of dense layers.
     """
 
     tp: int = 1
@@ -55,7 +55,7 @@ class GridShape:
     ep: int = 1
     """Number of ranks with different experts."""
     etp: int | None = None
-    """Number of ranks that share each expert. None: there are no experts; their groups are those of dense layers."""
+    """Number of ranks that share each expert. None: there are no experts; they share the groups of dense layers."""
     kv_copies: int = 1
     """Number of consecutive tensor ranks with the same keys and values, if there are fewer query groups than ranks."""
     order: str = DEFAULT_ORDER

@@ -45,7 +45,7 @@ from megatrain.parallel.collectives import (
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor_overlap import products
+from megatrain.parallel.tensor_overlap import gemms
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
@@ -60,7 +60,7 @@ class TensorParallel:
     sequence_parallel: bool
     """The sequence is split over `group` between layers."""
     peers: PeerMemory | None = None
-    """Memory for sends that products overlap (`sequence_parallel`, size above 1); None: layers use collectives."""
+    """Memory for sends that GEMMs overlap (`sequence_parallel`, size above 1); None: layers use collectives."""
 
     @property
     def size(self) -> int:
@@ -93,25 +93,26 @@ _GroupFn = Callable[[Tensor, RankGroup], Tensor]
 
 def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the whole sequence on every rank: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
-    return all_gather_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _copy, _sum)
+    return all_gather_rows(x, tp.group) if tp.sequence_parallel else conjugate(x, tp.group, _copy, _sum)
 
 
 def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
-    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else _conjugate(x, tp.group, _sum, _copy)
+    return reduce_scatter_rows(x, tp.group) if tp.sequence_parallel else conjugate(x, tp.group, _sum, _copy)
 
 
 def all_gather_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Concatenate the ranks' rows, differentiably: [n, ...] -> [n * size, ...]."""
-    return _conjugate(x, group, all_gather, reduce_scatter)
+    return conjugate(x, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks and keep this rank's rows, differentiably: [n * size, ...] -> [n, ...]."""
-    return _conjugate(x, group, reduce_scatter, all_gather)
+    return conjugate(x, group, reduce_scatter, all_gather)
 
 
-def _conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+def conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
+    """Apply `forward_fn` to x, and `backward_fn` to the gradient of the result; return x if the group has one rank."""
     return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)
 
 
@@ -167,7 +168,7 @@ def row_linear(
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
-        returns_partial_sums: with overlapped products and no bias, return the terms of the sum, which the next send but one overwrites.
+        returns_partial_sums: with overlapped GEMMs and no bias, return the terms of the sum, which the next send but one overwrites.
     Returns:
         [s/tp, b, o] with sp, else [s, b, o]; terms have a dimension of ranks before these.
     """
@@ -203,8 +204,6 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
 
 
 class _Conjugate(Function):
-    """Apply `forward_fn` to x, and `backward_fn` to its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
         ctx.group, ctx.backward_fn = group, backward_fn
@@ -240,7 +239,7 @@ class _ColumnLinear(Function):
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
         ctx.recompute_fn, ctx.dx_term = recompute_fn, dx_term
         if tp.peers is not None:
-            return products.gathered_product(x, weight.t(), tp.peers, bias and bias.value)
+            return gemms.gathered_gemm(x, weight.t(), tp.peers, bias and bias.value)
         return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
 
     @staticmethod
@@ -251,9 +250,9 @@ class _ColumnLinear(Function):
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
         peers = tp.peers
-        full_x, gather = begin_gather(x, tp) if peers is None else products.begin_gather(x, peers)
+        full_x, gather = begin_gather(x, tp) if peers is None else gemms.begin_gather(x, peers)
         dx = torch.matmul(dy, weight)
-        dx, reduction = products.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
+        dx, reduction = gemms.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
@@ -297,7 +296,7 @@ class _Linear(Function):
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         ctx.returns_partial_sums = returns_partial_sums
         if tp.peers is not None:
-            return products.product_reduce_scatter(
+            return gemms.gemm_reduce_scatter(
                 y, weight.t(), tp.peers, returns_partial_sums=returns_partial_sums
             )
         return linear(y, weight, bias and bias.value)
@@ -306,8 +305,10 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0][0] if ctx.returns_partial_sums else grads[0]
-        dy, dx = (dy, torch.matmul(dy, w)) if peers is None else products.all_gather_product(dy, w, peers)
-        if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
+        dy, dx = (dy, torch.matmul(dy, w)) if peers is None else gemms.all_gather_gemm(dy, w, peers)
+        if (
+            ctx.is_recomputed
+        ):  # y takes the memory of dx, then dx the memory of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)

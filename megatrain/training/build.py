@@ -22,7 +22,7 @@ from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
-from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
+from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
@@ -262,14 +262,14 @@ def build_loss_scaler(plan: Plan) -> LossScaler:
         "skip",
     )
     if precision.fp16 and precision.loss_scale is None:
-        return DynamicLossScale(
+        return DynamicLossScaler(
             scale=precision.initial_loss_scale,
             minimum=precision.min_loss_scale,
             window=precision.loss_scale_window,
             hysteresis=precision.hysteresis,
             skips_all=not is_checked,
         )
-    return ConstantLossScale(
+    return LossScaler(
         precision.loss_scale or 1.0,
         skips_gradients=precision.fp16 and precision.loss_scale is not None,
         skips_all=not is_checked,

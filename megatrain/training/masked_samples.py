@@ -1,4 +1,4 @@
-"""What the samples of BERT and T5 are, from the configuration of a run."""
+"""The kind of the samples of BERT and T5, from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 
 
 def masked_samples(config: Config) -> MaskedSamples | None:
-    """Return what the samples are; None: of a GPT.
+    """Return the kind of the samples; None: they are of a GPT.
 
     Raises:
         ConfigError: there is no data of sentences, or the tokenizer lacks a token that they need.

@@ -134,7 +134,8 @@ class _Trial:
             raise self._error(
                 f"forward returned {found}, not two tensors [s/tp, b, h], here {list(residual.shape)}"
             )
-        return returned
+        residual, added = returned
+        return residual, added
 
     def _backward(self) -> None:
         x = self.x.clone().requires_grad_()

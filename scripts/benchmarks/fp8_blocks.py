@@ -15,12 +15,12 @@ from timing import milliseconds
 from torch.nn import functional as F
 
 from megatrain.kernels.fp8.blocks import (
-    accumulate_block_product,
-    block_product,
+    accumulate_block_gemm,
+    block_gemm,
     cast_blocks,
     cast_square_blocks,
 )
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.rows import cast_rows, grouped_gemm
 
 TOKENS = 8192
@@ -52,10 +52,10 @@ def layers() -> None:
         )
         total = torch.zeros(outputs, inputs, device="cuda")
         products = [
-            milliseconds(lambda x=x8, w=w8: block_product(x, w, torch.bfloat16)),
-            milliseconds(lambda dy=dy8, w=wt: block_product(dy, w, torch.bfloat16)),
-            milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_product(t, dy, x, is_zero=True)),
-            milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_product(t, dy, x)),
+            milliseconds(lambda x=x8, w=w8: block_gemm(x, w, torch.bfloat16)),
+            milliseconds(lambda dy=dy8, w=wt: block_gemm(dy, w, torch.bfloat16)),
+            milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_gemm(t, dy, x, is_zero=True)),
+            milliseconds(lambda t=total, dy=dyt, x=xt: accumulate_block_gemm(t, dy, x)),
         ]
         flops = 2 * TOKENS * outputs * inputs
         print(

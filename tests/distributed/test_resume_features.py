@@ -14,7 +14,7 @@ from test_resume import metrics
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
-from megatrain.optim.loss_scale import DynamicLossScale
+from megatrain.optim.loss_scale import DynamicLossScaler
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
@@ -265,7 +265,7 @@ def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) 
     """Return for each of two steps (was it finite, are the weights unchanged); rank 5 spoils a gradient of the first."""
     plan = tiny_plan(layout, world_size)
     engine = engine_of(plan, rank)
-    engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
+    engine.loss_scaler = DynamicLossScaler(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
     accumulate, found = engine.accumulate_gradients, []
     for step in range(2):
         before = torch.cat(engine.buffers.weights.full)

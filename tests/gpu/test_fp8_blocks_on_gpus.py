@@ -8,15 +8,15 @@ import torch
 
 from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.fp8.blocks import (
-    accumulate_block_product,
-    block_product,
-    block_product_reference,
+    accumulate_block_gemm,
+    block_gemm,
+    block_gemm_reference,
     cast_blocks,
     cast_blocks_reference,
     cast_square_blocks,
     cast_square_blocks_reference,
 )
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.rows import (
     cast_rows,
     cast_rows_reference,
@@ -93,15 +93,15 @@ def test_a_product_with_a_weight_is_that_of_the_emulation(
     assert weight.rows is not None
     bias = drawn(n, seed=2)
     for out, own in ((torch.bfloat16, bias), (torch.bfloat16, None), (torch.float32, bias.float())):
-        found = block_product(x, weight.rows, out, own)
-        expected = block_product_reference(x, weight.rows, out, own, 128)
+        found = block_gemm(x, weight.rows, out, own)
+        expected = block_gemm_reference(x, weight.rows, out, own, 128)
         error = ((found - expected).abs().max() / expected.abs().max()).item()
         assert error < (2**-7 if out is torch.bfloat16 else 1e-3), error
     dy = cast_blocks(drawn(m, n, seed=3), dtype).rows
     assert dy is not None
     assert weight.columns is not None
-    found = block_product(dy, weight.columns, torch.bfloat16)
-    expected = block_product_reference(dy, weight.columns, torch.bfloat16, None, 128)
+    found = block_gemm(dy, weight.columns, torch.bfloat16)
+    expected = block_gemm_reference(dy, weight.columns, torch.bfloat16, None, 128)
     assert ((found - expected).abs().max() / expected.abs().max()).item() < 2**-7
 
 
@@ -113,8 +113,8 @@ def test_a_weight_gradient_is_that_of_the_emulation(size: tuple[int, int, int], 
     assert dy is not None
     assert x is not None
     total, first = torch.ones(n, k, device="cuda"), torch.zeros(n, k, device="cuda")
-    accumulate_block_product(total, dy, x)
-    accumulate_block_product(first, dy, x, is_zero=True)
+    accumulate_block_gemm(total, dy, x)
+    accumulate_block_gemm(first, dy, x, is_zero=True)
     expected = decoded(dy) @ decoded(x).t()
     error = ((first - expected).abs().max() / expected.abs().max()).item()
     assert error < 1e-3, error

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatrain.kernels.activations import SILU, Activation
-from megatrain.kernels.fp8.products import Operand, accumulate_product, product, product_reference
+from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm, gemm_reference
 from megatrain.kernels.fp8.quantize import (
     amax_reference,
     current_scale,
@@ -59,13 +59,13 @@ def test_a_product_is_that_of_the_emulation(
     a, b = operand(drawn(m, k), dtype), operand(drawn(n, k, seed=1, std=0.02), E4M3)
     bias = drawn(n, seed=2)
     for out, own in ((torch.bfloat16, bias), (torch.bfloat16, None), (torch.float32, bias.float())):
-        found, expected = product(a, b, out, own, fast=fast), product_reference(a, b, out, own)
+        found, expected = gemm(a, b, out, own, fast=fast), gemm_reference(a, b, out, own)
         error = ((found - expected).abs().max() / expected.abs().max()).item()
         assert error < (FAST_ERROR if fast else 2**-7 if out is torch.bfloat16 else SUM_ERROR), error
-    expected = product_reference(a, b, torch.float32)
+    expected = gemm_reference(a, b, torch.float32)
     for is_zero in (False, True):
         total = torch.ones(m, n, device="cuda")
-        accumulate_product(total, a, b, is_zero=is_zero)
+        accumulate_gemm(total, a, b, is_zero=is_zero)
         error = ((total - expected - float(not is_zero)).abs().max() / expected.abs().max()).item()
         assert error < SUM_ERROR, error
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from megatrain.optim.loss_scale import MOST_STUCK_STEPS, ConstantLossScale, DynamicLossScale, LossScaler
+from megatrain.optim.loss_scale import MOST_STUCK_STEPS, DynamicLossScaler, LossScaler
 
 
-def scaler(**changed: float) -> DynamicLossScale:
+def scaler(**changed: float) -> DynamicLossScaler:
     values = {"scale": 64.0, "minimum": 4.0, "window": 3, "hysteresis": 2} | changed
-    return DynamicLossScale(
+    return DynamicLossScaler(
         scale=values["scale"],
         minimum=values["minimum"],
         window=values["window"],
@@ -17,7 +17,7 @@ def scaler(**changed: float) -> DynamicLossScale:
     )
 
 
-def scales(one: DynamicLossScale, steps: str) -> list[float]:
+def scales(one: DynamicLossScaler, steps: str) -> list[float]:
     """Return the scale after each step: `+` is a finite step."""
     found = []
     for step in steps:
@@ -56,7 +56,7 @@ def test_a_restored_scale_continues_unchanged(at: int) -> None:
 
 
 def test_a_constant_scale_stays() -> None:
-    constant = ConstantLossScale(8.0)
+    constant = LossScaler(8.0)
     constant.update(is_finite=False)
     constant.restore({"scale": 4.0})
     assert constant.scale == 8.0
@@ -66,9 +66,9 @@ def test_a_constant_scale_stays() -> None:
 @pytest.mark.parametrize(
     ("one", "with_finite_loss", "without"),
     [
-        (ConstantLossScale(), False, False),
-        (ConstantLossScale(8.0, skips_gradients=True), True, False),
-        (ConstantLossScale(skips_all=True), True, True),
+        (LossScaler(), False, False),
+        (LossScaler(8.0, skips_gradients=True), True, False),
+        (LossScaler(skips_all=True), True, True),
         (scaler(), True, True),
     ],
     ids=["none", "constant", "unchecked", "dynamic"],
@@ -98,7 +98,7 @@ def test_repeated_overflow_at_the_smallest_scale_is_an_error(steps: str, is_erro
 
 
 def test_repeated_overflow_at_a_constant_scale_is_an_error() -> None:
-    one, unchecked = ConstantLossScale(8.0, skips_gradients=True), ConstantLossScale(skips_all=True)
+    one, unchecked = LossScaler(8.0, skips_gradients=True), LossScaler(skips_all=True)
     for _ in range(MOST_STUCK_STEPS - 1):
         one.update(is_finite=False)
     assert one.skips(1.0)

@@ -7,7 +7,7 @@ from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.buckets import cut_buckets, own_shard
+from megatrain.parallel.buckets import cut_buckets, local_shard
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
@@ -98,7 +98,7 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
     for num_shards in (2, 3, 7):
         for rank in range(num_shards):
             grid = build_grid(GridShape(dp=num_shards), rank)
-            for shard in (own_shard(bucket, grid.dp) for bucket in cut_buckets(whole.registry, grid)):
+            for shard in (local_shard(bucket, grid.dp) for bucket in cut_buckets(whole.registry, grid)):
                 ranges = list(_group_ranges(shard))
                 assert [part.start for _, part in ranges] == [
                     0,

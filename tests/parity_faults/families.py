@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain.model import gpt
-from megatrain.model.cross_attention import CrossAttention
-from megatrain.model.masked_lm import BinaryHead
+from megatrain.model.families.cross_attention import CrossAttention
+from megatrain.model.families.masked_lm import BinaryHead
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fp8 import blocks
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.data_parallel import WeightAllGather
 from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather

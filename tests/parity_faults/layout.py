@@ -18,7 +18,7 @@ from megatrain.model import head
 from megatrain.model.implementations import attention, split_norm
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import context_attention, data_parallel, gathered_attention, tensor_parallel
+from megatrain.parallel import context_attention, data_parallel, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
@@ -242,7 +242,7 @@ def _key_gradients_not_reduced() -> AbstractContextManager[Any]:
         out.copy_(x.chunk(group.size)[group.rank])
         return Transfer()
 
-    return mock.patch.object(gathered_attention, "begin_reduce_scatter_into", alone)
+    return mock.patch.object(context_attention, "begin_reduce_scatter_into", alone)
 
 
 def _positions_from_local_row() -> AbstractContextManager[Any]:

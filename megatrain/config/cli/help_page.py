@@ -19,7 +19,7 @@ def help_page(program: str) -> str:
         description="Pretrain a language model. Flags override --config files, later files override earlier ones. A run needs"
         f" {', '.join(setting.flag for setting in settings() if setting.is_required)}, a length (--train-iters), data"
         " (--data-path, or --mock-data) and a tokenizer (--tokenizer-type).",
-        epilog="Other flags of Megatron-LM: docs/differences.md.",
+        epilog="Other flags of Megatron-LM: megatrain settings --differences.",
         add_help=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,

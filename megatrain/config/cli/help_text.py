@@ -31,13 +31,13 @@ def field_help() -> dict[str, str]:
 
 
 def docs_reference() -> str:
-    """Return the reference page of all flags in Markdown: docs/configuration.md."""
+    """Return the reference of all flags in Markdown: `megatrain settings`, and a page of the site."""
     texts = field_help()
     lines = [
         "# Configuration",
         "",
-        "Generated from `megatrain/config/` by `docs_reference()`: edit it there. A YAML file (`--config FILE`, repeatable)",
-        "contains the same settings below their section, with `_` for `-`. Flags override YAML, YAML overrides defaults.",
+        "`megatrain settings` prints this page. A YAML file (`--config FILE`, repeatable) contains the same settings below their",
+        "section, with `_` for `-`. Flags override YAML, YAML overrides defaults.",
         "A switch has no value; its opposite is `--no-...`, or the flag without `no-`.",
         "`auto`: derived from other values; the plan printed at start has value and reason.",
     ]
@@ -56,7 +56,8 @@ def docs_reference() -> str:
         else:
             default = str(setting.default).lower() if setting.kind is bool else str(setting.default)
         accepted = "switch" if setting.kind is bool else accepted_values(setting)
-        lines.append(f"| `{setting.flag}` | {accepted} | {default} | {texts.get(setting.path, '')} |")
+        meaning = texts.get(setting.path, "").replace("|", r"\|")
+        lines.append(f"| `{setting.flag}` | {accepted} | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

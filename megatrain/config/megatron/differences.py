@@ -1,7 +1,7 @@
 """Differences from Megatron-LM: other defaults, and flags that are not settings.
 
 DIFFERENT_DEFAULTS ──> a note in the plan of every run that uses one
-                  └──> docs/differences.md, with the answers of `flag_table.py`
+                  └──> `megatrain settings --differences`, with the answers of `flag_table.py`
 """
 
 from collections.abc import Iterable, Iterator
@@ -97,20 +97,19 @@ def default_differences(plan: Plan) -> Iterator[str]:
         if different.is_noted and has_effect and not is_given and value != different.megatron_default:
             found.append(f"{flag_of(different.path)} {value} (Megatron-LM: {different.megatron_default})")
     if found:
-        yield f"defaults that differ from Megatron-LM: {', '.join(found)}; docs/differences.md has the reasons"
+        yield f"defaults that differ from Megatron-LM: {', '.join(found)}; megatrain settings --differences has the reasons"
 
 
 def docs_differences() -> str:
-    """Return docs/differences.md."""
+    """Return the differences in Markdown: `megatrain settings --differences`, and a page of the site."""
     by_path = {setting.path: setting for setting in settings()}
     flags = megatron_flags().values()
     lines = [
         "# Differences from Megatron-LM's command line",
         "",
-        "Generated from `megatrain/config/` by `docs_differences()`: edit it there. A flag has the same meaning as in",
-        "Megatron-LM (core 0.20.0). [configuration.md](configuration.md) lists the settings; [data.md](data.md) and",
-        "[architecture.md](architecture.md) describe other differences. The learning rate in a line of the log is the one that",
-        "this iteration used; Megatron-LM prints the one of the next iteration.",
+        "`megatrain settings --differences` prints this page, `megatrain settings` all settings. A flag has the same meaning as",
+        "in Megatron-LM (core 0.20.0). [data.md](data.md) and [architecture.md](architecture.md) describe other differences.",
+        "The learning rate in a line of the log is the one that this iteration used; Megatron-LM prints the one of the next.",
         "",
         "## Defaults",
         "",

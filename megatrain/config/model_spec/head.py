@@ -1,4 +1,4 @@
-"""Heads of a model as data: the language-model head, and a next-sentence head beside it (BERT)."""
+"""Heads of a model as data: the language-model head, and a next-sentence head (BERT)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """What follows the final norm of the last stack."""
+    """Modules after the final norm of the last stack."""
 
     has_transform: bool = False
     """A dense layer, exact GELU and a norm precede the output layer."""

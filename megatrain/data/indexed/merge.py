@@ -1,4 +1,4 @@
-"""Concatenate datasets: the sequences and documents of the first, then those of the second, and so on.
+"""Concatenate datasets: the sequences and documents of the first, then of the second, and so on.
 
     a.bin/.idx/.json, b.bin/.idx/.json -> out.bin/.idx/.json
 
@@ -110,7 +110,7 @@ def _require_compatible(datasets: Sequence[IndexedDataset]) -> None:
     first = datasets[0]
     problems = [
         Problem(
-            f"{other.prefix}: element type is {other.dtype.name}, but that of {first.prefix} is {first.dtype.name}",
+            f"{other.prefix}: element type is {other.dtype.name}, but {first.prefix} has {first.dtype.name}",
             "make both with the same tokenizer",
         )
         for other in datasets

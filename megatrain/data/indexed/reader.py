@@ -66,7 +66,7 @@ class IndexedDataset:
         Args:
             prefix: path or URL without `.bin` or `.idx`.
             mmap: map both files, so that the processes of a host share the memory; else the index is read into memory
-                and elements are read on request, which those of a URL always are.
+                and elements are read on request, which elements of a URL always are.
             index_cache: folder for a copy of the index of a URL.
 
         Raises:

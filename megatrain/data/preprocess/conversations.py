@@ -3,7 +3,7 @@
     row -> messages, read -> cut at each system message -> prompt format -> [(text, has_loss), ..]  loss on the assistant's text only
 
 Each segment is tokenized alone, as a prompt is when text is generated, so that no token spans both.
-The texts of the formats are those of Megatron-LM's `--sft-tokenizer-prompt-format`; `default` is the tokenizer's chat template.
+The texts of the formats are the same as with Megatron-LM's `--sft-tokenizer-prompt-format`; `default` is the tokenizer's chat template.
 Messages have OpenAI's names (role, content, tool_calls) or ShareGPT's (from, value).
 """
 

@@ -145,11 +145,7 @@ class ChunkEncoder:
                 kept[-1].append(eod)
             sequences += kept
             counts[number] = len(kept)
-        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
-        total = int(lengths.sum(dtype=np.int64))
-        elements = np.fromiter(itertools.chain.from_iterable(sequences), self._dtype, total)
-        largest = int(elements.max()) if total else -1
-        return EncodedKey(elements, lengths, counts, largest, int(np.count_nonzero(elements == eod)))
+        return _encoded(sequences, counts, self._dtype, eod)
 
     def _rejected(self, documents: dict[int, Any]) -> dict[int, InvalidDocumentError]:
         """Return an error for each document that the tokenizer rejects."""
@@ -212,8 +208,8 @@ class ConversationEncoder(ChunkEncoder):
             masks.append(mask)
         counts = np.fromiter(map(len, documents), np.int64, len(documents))
         return [
-            self._encoded(ids, counts, self._dtype, eod),
-            self._encoded(masks, counts, MASK_DTYPE, None),
+            _encoded(ids, counts, self._dtype, eod),
+            _encoded(masks, counts, MASK_DTYPE, None),
         ]
 
     def _has_end(self, tokens: list[int], eod: int) -> bool:
@@ -223,18 +219,15 @@ class ConversationEncoder(ChunkEncoder):
             return False
         return not self._tokenizer.decode(tail[len(tail) - tail[::-1].index(eod) :]).strip()
 
-    def _encoded(
-        self,
-        sequences: list[list[int]],
-        counts: npt.NDArray[np.int64],
-        dtype: np.dtype[Any],
-        eod: int | None,
-    ) -> EncodedKey:
-        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
-        total = int(lengths.sum(dtype=np.int64))
-        elements = np.fromiter(itertools.chain.from_iterable(sequences), dtype, total)
-        eod_count = 0 if eod is None else int(np.count_nonzero(elements == eod))
-        return EncodedKey(elements, lengths, counts, int(elements.max()) if total else -1, eod_count)
+
+def _encoded(
+    sequences: list[list[int]], counts: npt.NDArray[np.int64], dtype: np.dtype[Any], eod: int | None
+) -> EncodedKey:
+    lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
+    total = int(lengths.sum(dtype=np.int64))
+    elements = np.fromiter(itertools.chain.from_iterable(sequences), dtype, total)
+    eod_count = 0 if eod is None else int(np.count_nonzero(elements == eod))
+    return EncodedKey(elements, lengths, counts, int(elements.max()) if total else -1, eod_count)
 
 
 _END_TOKENS: Final = 8

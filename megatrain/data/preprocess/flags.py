@@ -64,7 +64,7 @@ class PreprocessSettings:
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
-    """Parse a command line; None: that of this process.
+    """Parse a command line; None: the one of this process.
 
     Raises:
         ConfigError: with all problems of the command line.
@@ -194,7 +194,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
             "read lists of messages with role and content (key messages), and write tokens and a loss mask",
         ),
         "--sft-tokenizer-prompt-format": (
-            "{nemotron-h-aligned,nemotron-nano-v2,identity,default}",
+            f"{{{','.join(get_args(PromptFormat))}}}",
             "text around messages; default: the tokenizer's chat template (needs jinja2)",
         ),
         "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
@@ -215,7 +215,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         "--dataset-impl": ("{mmap}", "without effect: there is one format of output files"),
     },
 }
-"""By title: every flag, its metavar (None: a flag without value), and its help."""
+"""By title: every flag, its metavar (None: a flag without value), which `_setting` reads, and its help."""
 WITHOUT_EFFECT: Final = {
     "--partitions": "workers share all files",
     "--keep-sequential-samples": "the output always has the order of the input",
@@ -224,41 +224,25 @@ WITHOUT_EFFECT: Final = {
 """Flags that are accepted and change nothing, and the reason."""
 
 
-def _text(name: str, *, choices: tuple[str, ...] = (), is_list: bool = False) -> Setting:
+def _setting(flag: str, metavar: str) -> Setting:
+    """Return the setting of a flag: a choice, a count of at least 1, a text, or a list of texts."""
+    is_count = metavar in {"N", "MB"}
     return Setting(
         section="preprocess",
-        name=name,
-        kind=str,
-        choices=choices,
-        is_list=is_list,
+        name=flag.removeprefix("--").replace("-", "_"),
+        kind=int if is_count else str,
+        choices=tuple(metavar.strip("{}").split(",")) if metavar.startswith("{") else (),
+        is_list=metavar.endswith(" ..."),
         is_optional=False,
         default=None,
-        range=None,
+        range=Range(at_least=1) if is_count else None,
     )
-
-
-def _count(name: str) -> Setting:
-    return dataclasses.replace(_text(name), kind=int, range=Range(at_least=1))
 
 
 _SETTINGS: Final = {
     setting.name: setting
-    for setting in (
-        _text("input", is_list=True),
-        _text("output_prefix"),
-        _text("input_format", choices=("auto", "jsonl", "text")),
-        _text("text_documents", choices=("file", "line")),
-        _text("json_keys", is_list=True),
-        _text("on_bad_line", choices=("stop", "skip", "quarantine")),
-        _count("max_line_mb"),
-        _text("sft_tokenizer_prompt_format", choices=get_args(PromptFormat)),
-        _text("chat_template"),
-        _text("lang"),
-        _count("workers"),
-        _count("log_interval"),
-        _count("partitions"),
-        _text("dataset_impl", choices=("mmap",)),
-    )
+    for flags in _FLAGS.values()
+    for setting in (_setting(flag, metavar) for flag, (metavar, _) in flags.items() if metavar is not None)
 }
 """The flags with a value, without the flags of the tokenizer."""
 

@@ -211,7 +211,7 @@ def _missing(path: Path) -> Problem:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """Return the suffix of the content and that of the compression, without dots, in lower case."""
+    """Return the suffixes of content and compression, without dots, in lower case."""
     compression = path.suffix.lower().removeprefix(".")
     if compression not in _COMPRESSIONS:
         return compression, ""

@@ -99,7 +99,7 @@ class Outputs:
         self.keys: dict[str, KeyOutput] = {}
 
     def __enter__(self) -> Self:
-        """Lock all datasets and open the partial files: new ones, or those of an interrupted run."""
+        """Lock all datasets and open the partial files: new ones, or the partial files of an interrupted run."""
         try:
             entry = self._load_journal()
             self.is_complete = bool(entry) and entry["is_complete"]
@@ -184,7 +184,7 @@ class Outputs:
         return entry, ""
 
     def _changed(self, entry: Mapping[str, Any]) -> list[str]:
-        """Return the names of the settings that differ from those of the journal."""
+        """Return the names of the settings that differ from the journal."""
         before = entry["settings"]
         if before["format"] != self._settings["format"]:
             return ["format"]

@@ -25,7 +25,7 @@ class Progress:
     def __init__(
         self, *, total_bytes: int, log_interval: int, documents: int = 0, bytes_read: int = 0
     ) -> None:
-        """Start counting; `documents` and `bytes_read` are those of an interrupted run that is resumed."""
+        """Start counting; `documents` and `bytes_read` were counted by an interrupted run that is resumed."""
         self.num_documents = documents
         self._first = (documents, bytes_read)
         self._bytes_read = bytes_read
@@ -80,7 +80,7 @@ class Progress:
         )
 
     def _since_start(self) -> tuple[int, int, float]:
-        """Return documents, bytes and seconds of this run, without those of the run that it resumed."""
+        """Return documents, bytes and seconds of this run, without the run that it resumed."""
         documents, num_bytes = self._first
         seconds = max(time.monotonic() - self._start, 1e-9)
         return self.num_documents - documents, self._bytes_read - num_bytes, seconds

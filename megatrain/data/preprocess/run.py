@@ -194,9 +194,7 @@ def _log_notes(settings: PreprocessSettings, encoder: EncoderSettings, tokenizer
             f" writes: {'it becomes' if len(lacking) == 1 else 'each becomes'} several tokens of text"
         )
     if conversations.template is not None and conversations.template.now:
-        log_to_stderr(
-            f"the chat template writes the time: that of this run, {conversations.template.now[:16]}"
-        )
+        log_to_stderr(f"the chat template writes the time; this run writes {conversations.template.now[:16]}")
 
 
 def _require_one_key(settings: PreprocessSettings, files: Sequence[InputFile]) -> None:

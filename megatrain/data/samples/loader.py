@@ -19,8 +19,7 @@ from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import MaskedSample, Sample
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
-from megatrain.parallel.batch import Batch, Documents
-from megatrain.parallel.family_batches import family_batch
+from megatrain.parallel.batch import Batch, Documents, family_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -117,7 +116,7 @@ class BatchLoader:
             device: device of the returned batches.
             num_workers: prefetching threads; 0: each step reads its samples when they are requested.
             has_documents: batches include document boundaries.
-            family: the family of the model, see `family_batches`.
+            family: the family of the model, see `family_batch`.
             decoder_seq_length: tokens of T5's decoder.
         """
         self._samples = samples

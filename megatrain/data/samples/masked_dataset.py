@@ -43,7 +43,7 @@ FIRST_SAMPLES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSamples:
-    """What samples of BERT or T5 are, equal for all datasets of a run."""
+    """The kind of the samples of BERT or T5, equal for all datasets of a run."""
 
     family: Literal["bert", "t5"]
     seq_length: int
@@ -184,19 +184,19 @@ class MaskedDataset:
             spans += [sentinel, *text[run].tolist()]
             position = int(run[-1]) + 1
         encoder += text[position:].tolist()
-        length, room = len(spans) + 1, options.decoder_seq_length
-        if length > room:
+        length, decoder_length = len(spans) + 1, options.decoder_seq_length
+        if length > decoder_length:
             raise InputError(
                 f"{self.source.name}: the spans of sample {k} and its end token are {length} tokens, more than"
-                f" --decoder-seq-length {room}",
+                f" --decoder-seq-length {decoder_length}",
                 fix=f"use --decoder-seq-length {1 + 2 * int(options.words.probability * options.max_tokens)} or more, which"
                 " holds the spans of any sample, or a smaller --mask-prob",
             )
-        mask = _padded(np.ones(length), room)
+        mask = _padded(np.ones(length), decoder_length)
         arrays = {
             "text_enc": _padded(encoder, options.seq_length),
-            "text_dec": _padded([vocabulary.cls, *spans], room),
-            "labels": _padded([*spans, vocabulary.sep], room, NOT_MASKED),
+            "text_dec": _padded([vocabulary.cls, *spans], decoder_length),
+            "labels": _padded([*spans, vocabulary.sep], decoder_length, NOT_MASKED),
             "loss_mask": mask,
             "truncated": np.array(int(len(ids) > target)),
             "enc_mask": _padded(np.ones(len(encoder)), options.seq_length),

@@ -1,4 +1,4 @@
-"""Build the index of samples of sentences: which sentences of which document sample k consists of.
+"""Build the index of samples of sentences: the document and the sentences of sample k.
 
     documents x epochs -> each cut into runs of sentences that reach a target length -> shuffled
 
@@ -39,7 +39,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceOrder:
-    """What determines the samples of a corpus, apart from the corpus."""
+    """How samples are drawn from a corpus."""
 
     max_tokens: int
     """Longest target of a sample, without special tokens."""
@@ -144,14 +144,14 @@ def _cut(
     takes the rest. A target is drawn when a document begins, and after each sample.
     """
     for documents in _blocks(boundaries, part):
-        borders = boundaries[documents.start : documents.stop + 1]
-        start = int(borders[0])
-        sizes = lengths[start : int(borders[-1])]
+        bounds = boundaries[documents.start : documents.stop + 1]
+        start = int(bounds[0])
+        sizes = lengths[start : int(bounds[-1])]
         totals: list[int] = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).tolist()
-        used = _is_used(sizes, borders - start, least)
+        used = _is_used(sizes, bounds - start, least)
         rows: list[int] = []
         for first, end in zip(
-            (borders[:-1][used] - start).tolist(), (borders[1:][used] - start).tolist(), strict=True
+            (bounds[:-1][used] - start).tolist(), (bounds[1:][used] - start).tolist(), strict=True
         ):
             target = next(targets)
             while first < end:
@@ -176,12 +176,12 @@ def _blocks(boundaries: Integers, part: range) -> Iterator[range]:
         start = end
 
 
-def _is_used(sizes: Integers, borders: Integers, least: int) -> npt.NDArray[np.bool_]:
+def _is_used(sizes: Integers, bounds: Integers, least: int) -> npt.NDArray[np.bool_]:
     """Return which documents give samples: those with `least` sentences, and no long one among several."""
-    counts = np.diff(borders)
+    counts = np.diff(bounds)
     long_before = np.concatenate(([0], np.cumsum(sizes > LONG_SENTENCE)))
     used: npt.NDArray[np.bool_] = (counts >= max(least, 1)) & (
-        (counts == 1) | ~np.diff(long_before[borders]).astype(bool)
+        (counts == 1) | ~np.diff(long_before[bounds]).astype(bool)
     )
     return used
 

@@ -52,7 +52,8 @@ class HfCheckpoint(TensorReader):
         self.family = family_of(source)
         if source.has_mxfp4 and not self.family.has_mxfp4:
             raise source.refusal("quant_method", "mxfp4")
-        self._check_sizes(read_settings(self.family, source))
+        self.settings = read_settings(self.family, source)
+        self._check_sizes()
         self.num_rows: int = source.checked("vocab_size", check=COUNT)
         self.vocab_size = self.num_rows if vocab_size is None else vocab_size
         if not 1 <= self.vocab_size <= self.num_rows:
@@ -60,7 +61,6 @@ class HfCheckpoint(TensorReader):
                 f"--vocab-size {self.vocab_size}: the vocabulary of {path} has {self.num_rows} rows",
                 fix=f"use --vocab-size {self.num_rows} or less",
             )
-        self.settings = read_settings(self.family, source)
         self.plan = plan_of(self.settings, self.vocab_size, source.path)
         self._shapes, self._biases = self._canonical_shapes()
         self._stored_names = self._names_in_files()
@@ -78,17 +78,20 @@ class HfCheckpoint(TensorReader):
 
     @functools.cached_property
     def tokenizer(self) -> TokenizerConfig:
-        """Settings of the folder's tokenizer if its size is that of the vocabulary, else of one without text."""
-        text = TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
-        )
-        size = self.tokenizer_size
-        numbers = TokenizerConfig(
+        """Settings of the folder's tokenizer if its size equals the vocabulary's, else of one without text."""
+        if self.tokenizer_size == self.vocab_size:
+            return self._text_tokenizer
+        return TokenizerConfig(
             tokenizer_type="NullTokenizer",
             vocab_size=self.vocab_size,
             null_tokenizer_eod_id=next(iter(self.end_ids), None),
         )
-        return text if size == self.vocab_size else numbers
+
+    @property
+    def _text_tokenizer(self) -> TokenizerConfig:
+        return TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
+        )
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -101,11 +104,7 @@ class HfCheckpoint(TensorReader):
         if not (self.path / TOKENIZER_NAME).is_file():
             return None
         try:
-            return load_tokenizer(
-                TokenizerConfig(
-                    tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
-                )
-            ).vocab_size
+            return load_tokenizer(self._text_tokenizer).vocab_size
         except MegatrainError as error:
             raise InputError(
                 f"{self.path}: its tokenizer: {error.problems[0].text}",
@@ -157,7 +156,7 @@ class HfCheckpoint(TensorReader):
         return (whole.t() if theirs.is_transposed else whole)[rows.start : rows.stop : rows.step]
 
     def _read_whole(self, name: str, place: int | None) -> Tensor:
-        """Return a whole tensor, or that of an expert."""
+        """Return a whole tensor, or the tensor of an expert."""
         stored = self._stored_names[name]
         if place is not None:
             return self._folder.rows(stored, place, place + 1)[0]
@@ -175,12 +174,11 @@ class HfCheckpoint(TensorReader):
         theirs, _ = self._theirs[name]
         return StoredKind(self._folder.tensors[self._stored_names[theirs.name]].dtype, ())
 
-    def _check_sizes(self, settings: dict[str, object]) -> None:
+    def _check_sizes(self) -> None:
         """Check numbers that a model is built from against the tensors, before it is built."""
         num_tensors = len(self._folder.tensors)
         for path in ("model.num_layers", "experts.num_experts"):
-            value = settings.get(path, 0)
-            assert isinstance(value, int)
+            value: int = self.settings.get(path, 0)
             if value > num_tensors:
                 raise InputError(
                     f"{self._folder.config.path}: {value} {path.split('.')[1]} for {num_tensors} tensors",
@@ -211,7 +209,7 @@ class HfCheckpoint(TensorReader):
         return next(f"{theirs}.{kind}" for theirs, name in self.family.modules.items() if name == module)
 
     def _check_tensors(self) -> None:
-        """Compare the model's tensors with those of the files.
+        """Compare the model's tensors with the tensors of the files.
 
         Raises:
             InputError: some are missing, unused or have another shape; all of them are named.

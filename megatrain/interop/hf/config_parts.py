@@ -18,11 +18,11 @@ _ATTENTION: Final = ("full_attention", "sliding_attention")
 _MAX_LAYERS: Final = 1 << 16
 
 
+@dataclass(frozen=True)
 class QueryGroups:
     """Key and value heads; null: one per query head."""
 
-    def __init__(self, default: int | None = None) -> None:
-        self.default = default
+    default: int | None = None
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         groups = source.checked("num_key_value_heads", check=COUNT, default=self.default, is_optional=True)
@@ -34,9 +34,8 @@ class QueryGroups:
         return {"num_key_value_heads": config.model.num_query_groups}
 
 
-def every_second(source: ConfigFile, num_layers: int) -> list[bool]:
+def every_second(_: ConfigFile, num_layers: int) -> list[bool]:
     """Return the layers with a window in Gemma 2: the first, the third ..."""
-    del source
     return [number % 2 == 0 for number in range(num_layers)]
 
 

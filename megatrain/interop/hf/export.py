@@ -46,7 +46,7 @@ class HfExport(TensorReader):
 
     Raises:
         InputError: no family computes the function of the model, or its tokenizer cannot be exported.
-        MismatchError: the checkpoint's tensors are not those of its configuration.
+        MismatchError: the checkpoint's tensors do not fit its configuration.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:

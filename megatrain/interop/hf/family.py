@@ -25,13 +25,15 @@ PROBABILITY: Final = number(Range(at_least=0, below=1))
 
 
 class ConfigPart(Protocol):
-    """A part of a family's config.json."""
+    """A part of a family's config.json. By default it has no settings and no keys."""
 
-    def read(self, source: ConfigFile) -> dict[str, Any]:
+    def read(self, source: ConfigFile) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
         """Return settings, by path."""
+        return {}
 
-    def write(self, config: Config) -> dict[str, Any]:
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002
         """Return keys of config.json."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Implied:
+class Implied(ConfigPart):
     """Keys whose values follow from others."""
 
     keys: tuple[str, ...]
@@ -113,21 +115,15 @@ class Implied:
         source.get(*self.keys)
         return {}
 
-    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002
-        return {}
-
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(ConfigPart):
     """Settings that all models of the family have."""
 
     settings: Mapping[str, Any]
 
     def read(self, source: ConfigFile) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
         return dict(self.settings)
-
-    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002
-        return {}
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class Fused:
 
     names: tuple[str, ...]
     by_head: bool = False
-    """Rows are those of each module for the first head, then for the second ..."""
+    """Rows of each module for the first head, then for the second ..."""
     is_transposed: bool = False
     """Their weight is [inputs, outputs]."""
     in_turns: bool = False
@@ -164,7 +160,7 @@ class Family:
     has_mxfp4: bool = False
     """Files may store experts in MXFP4."""
     more_layers: str | None = None
-    """Key with the number of layers in the files after those of the model, which transformers leaves out: multi-token prediction."""
+    """Key with the number of layers in the files after the layers of the model, which transformers leaves out: multi-token prediction."""
 
 
 def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:

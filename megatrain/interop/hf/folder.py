@@ -63,7 +63,7 @@ _GET_AGAIN: Final = "download or copy the folder again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file. `start`: its first byte, counted from that of the file."""
+    """A tensor of a file. `start`: its first byte, counted from the start of the file."""
 
     file: Path
     dtype: str

@@ -1,7 +1,7 @@
 """RoPE in config.json: base, share of the channels, scaling; as `rope_parameters`, or as the older `rope_theta` and `rope_scaling`.
 
 Rope          one for all layers
-LatentRope    that of multi-latent attention: YaRN has factors of the attention temperature
+LatentRope    for multi-latent attention: YaRN has factors of the attention temperature
 RopeByLayer   one for layers with a window, one for the others
 """
 
@@ -91,7 +91,9 @@ class RopeByLayer:
         both = [kinds.get(kind) for kind in _KINDS]
         are_known = isinstance(given, dict | None) and set(kinds) <= set(_KINDS)
         if not are_known or not all(isinstance(keys, dict | None) for keys in (*both, scaling)):
-            raise source.refusal("rope_parameters", given or scaling, "it has those of two kinds of layers")
+            raise source.refusal(
+                "rope_parameters", given or scaling, "it has parameters of two kinds of layers"
+            )
         older = (
             source.get("rope_theta", default=self.base),
             source.get("rope_local_base_freq", default=self.base_of_windows),
@@ -188,7 +190,7 @@ def _yarn_parameters(config: Config) -> dict[str, Any]:
 
 
 def _both_forms(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of today and those of versions of transformers before 5."""
+    """Return the keys of today and the keys of versions of transformers before 5."""
     older = {} if parameters["rope_type"] == "default" else {"rope_scaling": parameters}
     return {"rope_parameters": parameters, **older}
 

@@ -1,7 +1,7 @@
 """The settings of a model, from a config.json and back.
 
     config.json ─> parts of the family ─> settings ─> flags ─> parse, resolve ─> Plan ─> ModelSpec
-    Config ─> parts of the family ─> config.json ─> the same way ─> ModelSpec, compared with that of Config
+    Config ─> parts of the family ─> config.json ─> the same way ─> ModelSpec, compared with the spec of Config
 
 So an export is of a family only if its config.json describes the function of our model, option by option.
 """

@@ -1,7 +1,7 @@
 """Their tensors as functions of our names and shapes, by the table of a family.
 
 self_attn.qkv_proj.weight   rows  q q k v        stacked:     q, k and v one after the other
-attention.query_key_value   rows  q0 k0 v0 q1 .. by head:     those of head 0, of head 1 ...
+attention.query_key_value   rows  q0 k0 v0 q1 .. by head:     rows of head 0, of head 1 ...
 attn.c_attn.weight          columns q k v        transposed:  [inputs, outputs]
 mlp.experts.gate_up_proj    experts, columns g0 u0 g1 u1 ..   stacked experts, transposed, rows in turns
 """
@@ -88,7 +88,7 @@ def _ending(kind: str, fused: Fused) -> str:
 def _stack(
     name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, num_heads: int
 ) -> TheirTensor:
-    """Return the tensor of all experts; `names` are those of one of them."""
+    """Return the tensor of all experts; `names` belong to one of them."""
     experts: list[TheirTensor] = []
     while (numbered := [_EXPERT.sub(f".{len(experts)}.", each) for each in names])[0] in ours:
         experts.append(_their_tensor(name, numbered, ours, fused, num_heads))

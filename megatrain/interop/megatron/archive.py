@@ -61,7 +61,7 @@ class Archive:
         try:
             window = _Window(self._file, self.place.start, self.place.num_bytes)
             self._zip = zipfile.ZipFile(io.BufferedReader(window))
-            # a member's name starts with that of the archive
+            # a member's name starts with the name of the archive
             self._members = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             self._file.close()

@@ -191,7 +191,7 @@ def _in_their_form(name: str, value: Any) -> Any:
 
 
 def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the settings of the tokenizer, by name: those of token ids alone if megatrain has no such tokenizer."""
+    """Return the settings of the tokenizer, by name: of token ids alone if megatrain has no such tokenizer."""
     names = [setting.name for setting in settings() if setting.section == "tokenizer"]
     given = {name: arguments[name] for name in names if _is_plain(arguments.get(name))}
     numbers = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}

@@ -22,11 +22,10 @@ from megatrain.checkpoint.errors import DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
-from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import BIASES, GATED, VOCABULARY, FusedRows, Part, family_of, parts_of
+from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, family_of, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
@@ -136,13 +135,7 @@ class MegatronCheckpoint(TensorReader):
             if match := _STATE.fullmatch(name):
                 kind = WEIGHT if match[1] in _MASTER else match[1]
                 states.setdefault(match[2], {})[kind] = name
-        model = self.plan.config.model
-        fused = FusedRows(
-            model.num_attention_heads,
-            model.num_query_groups or model.num_attention_heads,
-            is_gated=_is_gated(self.plan),
-            has_output_gate=model.attention_output_gate,
-        )
+        fused = FusedRows.of(self.plan.config.model)
         for name in names:
             if _STATE.fullmatch(name) or name.endswith(tuple(BIASES)):
                 continue
@@ -237,10 +230,6 @@ def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | Torch
         fix="add --allow-pickle to pretrain.py or `megatrain convert megatron-to-megatrain` (no code in it is run), or save it in"
         " Megatron-LM once more with --ckpt-format torch_dist",
     )
-
-
-def _is_gated(plan: Plan) -> bool:
-    return any(getattr(plan.config.model, name) for name in GATED)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -83,16 +83,10 @@ class MegatronExport:
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
         self.padded_vocab_size = max(model.padded_vocab_size or 0, vocab_size)
-        fused = FusedRows(
-            model.num_attention_heads,
-            model.num_query_groups or model.num_attention_heads,
-            is_gated=model.swiglu or model.geglu or model.quick_geglu,
-            has_output_gate=model.attention_output_gate,
-        )
         try:
             self.tensors = their_tensors(
                 shapes,
-                fused,
+                FusedRows.of(model),
                 is_latent=model.multi_latent_attention,
                 is_uniform=self._experts.moe_layer_freq == "1",
                 padded_vocab_size=self.padded_vocab_size,

@@ -152,7 +152,7 @@ class _Machine:
             _expect(self._stack[-1], list).extend(items)
 
     def set_items(self, items: list[Any]) -> None:
-        """Set items of a dictionary; those of a record, which stands for a class of mappings, are not kept."""
+        """Set items of a dictionary; items of a record, which stands for a class of mappings, are not kept."""
         target = self._stack[-1]
         if isinstance(target, Record):
             return

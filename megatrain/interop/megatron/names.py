@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from megatrain.config.schema.model import ModelConfig
+
 _LAYER: Final = {
     "input_layernorm": ("attention.norm",),
     "self_attention.linear_qkv": ("attention.q", "attention.gate", "attention.k", "attention.v"),
@@ -85,7 +87,7 @@ _RENAMED: Final = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
+"""The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
 STORED_TWICE: Final = {
     "lm_head.output_layer.": "output_layer.",
     "embedding.position_embeddings.": "position_embeddings.",
@@ -121,6 +123,16 @@ class FusedRows:
     """MLPs are gated: `linear_fc1` holds gate and up."""
     has_output_gate: bool = False
     """Attention is gated: `linear_qkv` holds queries, gates, keys and values."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> FusedRows:
+        """Return the sizes of a model."""
+        return cls(
+            model.num_attention_heads,
+            model.num_query_groups or model.num_attention_heads,
+            is_gated=any(getattr(model, name) for name in GATED),
+            has_output_gate=model.attention_output_gate,
+        )
 
 
 @dataclass(frozen=True)

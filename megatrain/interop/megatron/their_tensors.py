@@ -4,7 +4,7 @@ decoder.layers.0.attention.q.weight ┐
 decoder.layers.0.attention.k.weight ├─> decoder.layers.self_attention.linear_qkv.weight [layers, rows, h], a chunk a layer
 decoder.layers.0.attention.v.weight ┘
 
-As its local implementation names them: a layer's norms carry the names of the products that follow, unless attention is latent.
+As its local implementation names them: a layer's norms carry the names of the linear layers that follow, unless attention is latent.
 """
 
 from __future__ import annotations

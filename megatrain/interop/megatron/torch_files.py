@@ -45,7 +45,7 @@ _MAX_RANKS: Final = 1 << 14
 _BY_ROWS: Final = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(weight|bias)\d*"
 )
-"""Column-parallel products and vocabularies: tensor ranks hold rows."""
+"""Column-parallel layers and vocabularies: tensor ranks hold rows."""
 _BY_COLUMNS: Final = re.compile(r"(linear_proj|linear_fc2)\.weight\d*")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _MODEL: Final = re.compile(r"model\d*")
@@ -323,7 +323,7 @@ def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterato
 def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]:
     """Yield the optimizer's state of each parameter of a rank, and its master weight if there is one.
 
-    torch numbers parameters by groups: those of a group in the order of the model, matrices apart from biases and norms. Nothing is
+    torch numbers parameters by groups: in a group in the order of the model, matrices apart from biases and norms. Nothing is
     yielded if the numbers of parameters do not fit, as for optimizers of several parts: the checkpoint then has weights alone.
     """
     if not isinstance(optimizer, dict):

@@ -46,9 +46,7 @@ class CpuFlash:
 
     scale: float
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return True
+    needs_explicit_mask = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -90,9 +88,7 @@ class Flash2:
 
     scale: float
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return False
+    needs_explicit_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         b = q.shape[1]
@@ -130,9 +126,7 @@ class CuDnn:
 
     scale: float
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return False
+    needs_explicit_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         assert q.shape[0] == k.shape[0] or not mask.is_causal, "a causal block that is not square"
@@ -165,9 +159,7 @@ class Flash4:
 
     scale: float
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return False
+    needs_explicit_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         s, b, n, _ = q.shape
@@ -212,9 +204,7 @@ class TritonAttention:
     scale: float
     softcap: float | None = None
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return False
+    needs_explicit_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         return fused.forward(q, k, v, mask, scale=self.scale, softcap=self.softcap)

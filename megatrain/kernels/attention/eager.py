@@ -28,9 +28,7 @@ class EagerAttention:
     softcap: float | None = None
     """Bound of the scores: softcap * tanh(score / softcap)."""
 
-    @property
-    def needs_explicit_mask(self) -> bool:
-        return True
+    needs_explicit_mask = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         queries, keys, values = (_by_group(x, k.shape[2]) for x in (q, k, v))

@@ -6,7 +6,7 @@
 The backward pass of a block takes the merged output and log-sum-exp, and returns the block's contribution to the
 gradients. Shapes: q and out [s, b, n, d], k and v [s, b, g, d], lse [s, b, n] in the accumulation dtype.
 
-Source: the merge is that of Flash-Decoding and Ring Attention, arXiv:2310.01889.
+Source: the merge of Flash-Decoding and Ring Attention, arXiv:2310.01889.
 """
 
 from __future__ import annotations

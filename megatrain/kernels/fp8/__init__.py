@@ -1,1 +1,1 @@
-"""FP8: casts with a scale, and products of FP8 matrices."""
+"""FP8: casts with a scale, and GEMMs of FP8 matrices."""

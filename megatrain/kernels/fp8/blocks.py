@@ -1,13 +1,13 @@
-"""Casts to FP8 with a scale per block, and their products: the recipes of DeepSeek-V3 and of MXFP8.
+"""Casts to FP8 with a scale per block, and their GEMMs: the recipes of DeepSeek-V3 and of MXFP8.
 
-    inputs, gradients    blocks of 1 x 128, along the inner dimension of the product; MXFP8: 1 x 32
+    inputs, gradients    blocks of 1 x 128, along the inner dimension of the GEMM; MXFP8: 1 x 32
     weights              blocks of 128 x 128; MXFP8: 1 x 32
 
-A scale is a power of two, so that it changes no mantissa. A matrix of inputs is an operand of two products with different
+A scale is a power of two, so that it changes no mantissa. A matrix of inputs is an operand of two GEMMs with different
 inner dimensions, and has other blocks in each: one read of it writes both casts. Blocks at the end of a row are smaller.
 
-Scales of row blocks lie as [k / 128, n] and those of square blocks as [n / 128, k / 128 padded to 4]: the order that
-cuBLAS reads. Products of MXFP8 are emulated: only Blackwell GPUs have them. Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3.2;
+Scales of row blocks lie as [k / 128, n] and the scales of square blocks as [n / 128, k / 128 padded to 4]: the order that
+cuBLAS reads. GEMMs of MXFP8 are emulated: only Blackwell GPUs have them. Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3.2;
 OCP Microscaling Formats (MX) 1.0; Transformer Engine's Float8BlockScaling and MXFP8BlockScaling.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.quantize import encode, transposed
 from megatrain.kernels.fused.fp8_scales import blocks as fused
 from megatrain.kernels.fused.launching import cdiv, is_fake, is_fused
@@ -33,7 +33,7 @@ SCALES_MULTIPLE: Final = 4
 
 
 class Cast(NamedTuple):
-    """A matrix [r, c] in FP8 as the operand of two products, or of one of them."""
+    """A matrix [r, c] in FP8 as the operand of two GEMMs, or of one of them."""
 
     rows: Operand | None
     """[r, c], for an inner dimension c."""
@@ -114,21 +114,21 @@ def _as_cast(parts: tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | 
     return Cast(rows and Operand(*rows), columns and Operand(*columns))
 
 
-def block_product(
+def block_gemm(
     a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, block: int = BLOCK
 ) -> Tensor:
     """Return a b^T + bias in `dtype`: [m, k] in row blocks, [n, k] in square blocks -> [m, n]."""
     if not a.codes.is_cuda or dtype is torch.float64:
-        return block_product_reference(a, b, dtype, bias, block)
+        return block_gemm_reference(a, b, dtype, bias, block)
     assert block == BLOCK, f"cuBLAS multiplies blocks of {BLOCK}, not of {block}"
     out = _multiplied(a, b, F.ScalingType.BlockWise128x128, dtype)
     return out if bias is None else out.add_(bias)
 
 
-def block_product_reference(
+def block_gemm_reference(
     a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, block: int
 ) -> Tensor:
-    """Compute the product with torch operators, in the accumulation dtype of the result."""
+    """Compute the GEMM with torch operators, in the accumulation dtype of the result."""
     wide = accumulation_dtype(dtype)
     n, k = b.codes.shape
     factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
@@ -136,7 +136,7 @@ def block_product_reference(
     return (out if bias is None else out + bias).to(dtype)
 
 
-def row_block_product_reference(
+def row_block_gemm_reference(
     a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, block: int
 ) -> Tensor:
     """Compute a b^T + bias with torch operators, both in row blocks: [m, k], [n, k] -> [m, n]."""
@@ -145,7 +145,7 @@ def row_block_product_reference(
     return (out if bias is None else out + bias).to(dtype)
 
 
-def accumulate_block_product(
+def accumulate_block_gemm(
     total: Tensor, a: Operand, b: Operand, block: int = BLOCK, *, is_zero: bool = False
 ) -> None:
     """Compute total += a b^T, both in row blocks, in the dtype of `total`: fp32 or fp64.

@@ -2,10 +2,10 @@
 
     s = 6 * 448 / largest |x|      scale of a block = E4M3(s * its largest |x| / 6)      x ~ value * scale / s
 
-A value is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign. It is stored in E4M3, which has all of these, so that products are those
-of blocks.py. Stochastic rounding chooses between the two values around a number such that the mean is that number.
+A value is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign. It is stored in E4M3, which has all of these, so that blocks.py
+has the GEMMs. Stochastic rounding chooses between the two values around a number such that the mean is that number.
 The Hadamard transform mixes 16 elements, so that none of them is much larger than the others; it is orthogonal, so that the
-product of two transformed matrices is that of the matrices.
+GEMM of two transformed matrices equals the GEMM of the matrices.
 
 Source: Pretraining Large Language Models with NVFP4, arXiv:2509.25149.
 """
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fp8.blocks import SCALES_MULTIPLE, Cast
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.quantize import encode, transposed
 
 BLOCK: Final = 16

@@ -2,7 +2,7 @@
 
     scale = largest number of the format / largest |x| / 2^margin      code = round(clamp(x * scale))      x ~ code / scale
 
-A product of FP8 matrices reads both along its inner dimension. A tensor is an operand of two products with different
+A GEMM of FP8 matrices reads both along its inner dimension. A tensor is an operand of two GEMMs with different
 inner dimensions, so that one pass over it writes its codes row by row, and transposed.
 
 NaN and infinity become NaN, so that they reach the loss. Source: Micikevicius et al., arXiv:2209.05433.
@@ -59,7 +59,7 @@ def scale_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
         largest: largest number of the FP8 format, or of each tensor's.
         margin: powers of two left free above the largest value.
     Returns:
-        fp32 [..., 2]: the inverse of the scale, which a product applies, and the scale, the factor before the cast.
+        fp32 [..., 2]: the inverse of the scale, which a GEMM applies, and the scale, the factor before the cast.
     """
     numbers = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest)
     scale = numbers / amax / 2.0**margin

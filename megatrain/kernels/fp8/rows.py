@@ -1,9 +1,9 @@
-"""Casts to FP8 with a scale per row, and grouped products of them: routed experts.
+"""Casts to FP8 with a scale per row, and their grouped GEMMs: routed experts.
 
     rows of x, sorted by group      y[rows of g] = x[rows of g] W_g^T      a scale per row of x, and per row of each W_g
 
 A scale per row needs no other row: it does not depend on the tokens that a rank receives, nor on their order. Scales are
-powers of two. Rows after the last end are not read by products, and results have undefined values there.
+powers of two. Rows after the last end are not read by GEMMs, and results have undefined values there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT: Final = torch.float8_e4m3fn
 
 
 class RowCast(NamedTuple):
-    """Rows in FP8, contiguous along the inner dimension of a product."""
+    """Rows in FP8, contiguous along the inner dimension of a GEMM."""
 
     codes: Tensor
     """[..., k]."""
@@ -84,7 +84,7 @@ def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, 
 
 
 def grouped_gemm_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the products group by group with torch operators, in the accumulation dtype of the result."""
+    """Compute the GEMMs group by group with torch operators, in the accumulation dtype of the result."""
     wide = accumulation_dtype(dtype)
     out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
     for group, rows in groups_of(ends):

@@ -1,8 +1,8 @@
 """The kernels of `fused/attention.py`.
 
-Programs of `forward` and `dq_of_queries` have the axes (tile of queries, head, sample), those of `dkdv_of_keys` (tile of keys,
+Programs of `forward` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys` (tile of keys,
 group, sample). Each runs its loop up to three times: over the tiles at the beginning, where masks apply to some scores, over those
-without a mask, and over those at the end. Pointers and strides are those of [s, b, n, d]; the last stride is 1.
+without a mask, and over the tiles at the end. Pointers and strides belong to [s, b, n, d]; the last stride is 1.
 
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two

@@ -31,5 +31,5 @@ def range_arguments(
 
 @jit
 def select_by_range(at, start1, start2, start3, n0, n1, n2, n3):
-    """Return each element's value: that of its range."""
+    """Return the value of each element's range."""
     return tl.where(at < start2, tl.where(at < start1, n0, n1), tl.where(at < start3, n2, n3))

@@ -5,7 +5,7 @@ way. The gradient of the logits is in fp32, so that it is split into three bf16 
 
     dx = [high, middle, low] [W, W, W]^T            dW = high^T x + middle^T x + low^T x
 
-A product with K = 384 replaces one with K = 128 in fp32, which tensor cores do not compute.
+A GEMM with K = 384 replaces one with K = 128 in fp32, which tensor cores do not compute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """Return the gradient of x, computed in the dtype of `dy`: [t, E] -> [t, h] in the dtype of x, and that of W.
+    """Return the gradient of x, computed in the dtype of `dy`: [t, E] -> [t, h] in the dtype of x, and of W.
 
     Returns:
         dx, and a function that adds dy^T x to its argument [E, h], in the dtype of `dy` or, if x has that too, of the argument.

@@ -202,7 +202,7 @@ def select_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor
 
 
 def select_by_biased_logits(logits: Tensor, rule: TopKRule, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the experts with the largest logits + bias, [E]; probabilities are those of `select_experts`."""
+    """Select the experts with the largest logits + bias, [E]; probabilities as in `select_experts`."""
     experts = top_k_experts(_biased(logits, bias), rule.top_k)
     return experts, expert_probs(logits, experts, rule)
 
@@ -360,6 +360,6 @@ def _ranks_by_capacity(experts: Tensor, probs: Tensor, capacity: int) -> Tensor:
 
 
 def _places(sorted_experts: Tensor) -> Tensor:
-    """Return the place of each assignment among those of its expert, from 0."""
+    """Return the place of each assignment among the assignments of its expert, from 0."""
     places = torch.arange(len(sorted_experts), device=sorted_experts.device)
     return places - torch.searchsorted(sorted_experts, sorted_experts)

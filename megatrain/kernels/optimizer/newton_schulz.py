@@ -2,7 +2,7 @@
 
     X <- X / |X|        X <- a X + (b A + c A A) X  with  A = X X^T        for each (a, b, c)
 
-Source: Jordan et al., https://kellerjordan.github.io/posts/muon/. The arithmetic is that of `torch.optim.Muon`.
+Source: Jordan et al., https://kellerjordan.github.io/posts/muon/. The arithmetic equals `torch.optim.Muon`.
 """
 
 from __future__ import annotations

@@ -21,21 +21,14 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         tensors: on `device` or in host memory.
         device: device of the result.
     """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     on_host = [tensor for tensor in tensors if not tensor.is_cuda]
-    return _on_gpu(on_gpu, device) + _on_host(on_host, device)
-
-
-def _on_gpu(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.nn.utils.get_total_norm(tensors).to(torch.float64).square()
-
-
-def _on_host(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return sum_of_squares_reference(tensors).to(device)
+    if on_gpu:
+        total += torch.nn.utils.get_total_norm(on_gpu).to(torch.float64).square()
+    if on_host:
+        total += sum_of_squares_reference(on_host).to(device)
+    return total
 
 
 def sum_of_squares_reference(tensors: Sequence[Tensor]) -> Tensor:

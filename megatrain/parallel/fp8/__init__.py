@@ -1,1 +1,1 @@
-"""FP8 in tensor-parallel linear layers: scales, their history, products."""
+"""FP8 in tensor-parallel linear layers: scales, their history, GEMMs."""

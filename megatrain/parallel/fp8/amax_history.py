@@ -25,7 +25,7 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
 _ROW: Final = 4
-"""Numbers from one tensor's scale to the next one's: products need 16 bytes, see `Operand`."""
+"""Numbers from one tensor's scale to the next one's: GEMMs need 16 bytes, see `Operand`."""
 Entries = list[tuple[int, float]]
 """Steps since the last one, and the largest value of that step."""
 
@@ -44,7 +44,7 @@ class AmaxHistory:
 
     Args:
         length: steps that are kept.
-        algorithm: the largest value that decides a scale: that of the last step, or the maximum of all kept.
+        algorithm: the largest value that decides a scale: the one of the last step, or the maximum of all kept.
         margin: see `scale_of`.
         groups: groups over which values are reduced, one after the other: together the ranks of the stage.
     """

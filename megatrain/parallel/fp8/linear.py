@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers in FP8: the products of tensor_parallel.py with FP8 operands.
+"""Tensor-parallel linear layers in FP8: the GEMMs of tensor_parallel.py with FP8 operands.
 
     forward           y  = x_fp8 W_fp8^T               codes of x and W by rows
     input gradient    dx = dy_fp8 W_fp8                codes of dy by rows, of W by columns
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
-from megatrain.kernels.fp8.products import Operand
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.quantize import transposed
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
@@ -105,7 +105,7 @@ class _Fp8ColumnLinear(Function):
         ctx.weight_grad, ctx.fp8, ctx.bias, ctx.tp, ctx.info = weight_grad, fp8, bias, tp, info
         ctx.recompute_fn, ctx.is_split, ctx.saves_codes = recompute_fn, is_split, saves_codes
         rows = cast.rows._replace(codes=_gathered(cast.rows.codes, tp)) if gathers_codes else cast.rows
-        y = fp8.product(rows, w, x.dtype, _value(bias), fast=True)
+        y = fp8.gemm(rows, w, x.dtype, _value(bias), fast=True)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Fp8ColumnLinear(Function):
             dy.flatten(0, -2), fp8.gradient.scale(dy), ctx.info, columns=fp8.has_fp8_wgrad
         )
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
-        dx = fp8.product(_operand(cast.rows), w_columns, dy.dtype, fast=False)
+        dx = fp8.gemm(_operand(cast.rows), w_columns, dy.dtype, fast=False)
         dx, reduction = begin_reduction(dx.view(*dy.shape[:-1], -1), tp)
         gather.wait()
         if ctx.saves_codes:
@@ -163,7 +163,7 @@ class _Fp8RowLinear(Function):
         ctx.save_for_backward(x, scale, weight, w.scale)
         ctx.weight_grad, ctx.fp8, ctx.activation, ctx.bias = weight_grad, fp8, activation, bias
         ctx.tp, ctx.info = tp, info
-        out = fp8.product(_operand(cast.rows), w, x.dtype, _value(bias), fast=True)
+        out = fp8.gemm(_operand(cast.rows), w, x.dtype, _value(bias), fast=True)
         out = out.view(*x.shape[:-1], -1)
         return reduce_scatter(out, tp.group) if tp.sequence_parallel else all_reduce(out, tp.group)
 
@@ -185,11 +185,11 @@ class _Fp8RowLinear(Function):
         rows = _operand(cast.rows)
         rows = rows._replace(codes=_gathered(rows.codes, tp)) if is_split else rows
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
-        dx = fp8.product(rows, w_columns, dy.dtype, fast=False)
+        dx = fp8.gemm(rows, w_columns, dy.dtype, fast=False)
         dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
         y, is_last = x, is_fused(x)
         if activation is not None:
-            # Fused, y takes the memory of dx, and dx that of x, which no other operation reads.
+            # Fused, y takes the memory of dx, and dx the memory of x, which no other operation reads.
             y = dx if is_last else torch.empty_like(dx)
             dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
         if fp8.has_fp8_wgrad:

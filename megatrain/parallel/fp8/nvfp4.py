@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fp8.blocks import Cast
+from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.nvfp4 import cast_row_blocks, cast_square_blocks, hadamard, tensor_scale
-from megatrain.kernels.fp8.products import Operand
 from megatrain.kernels.fp8.quantize import amax
 from megatrain.kernels.random import fill_uniform, stream_key
 from megatrain.parallel.batch import PassInfo
@@ -89,7 +89,7 @@ class Nvfp4Scaling:
 
 
 def _output_numbers(layout: ParamLayout, device: torch.device) -> tuple[Tensor, int]:
-    """Return the numbers of this rank's outputs among those of all ranks, and the count of all."""
+    """Return the numbers of this rank's outputs among the outputs of all ranks, and the count of all."""
     parts, first = [], 0
     for piece in layout.pieces:
         start, stop = piece.box[0]

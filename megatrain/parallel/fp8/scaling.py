@@ -23,14 +23,14 @@ from torch import Tensor
 
 from megatrain.kernels.fp8.blocks import (
     Cast,
-    accumulate_block_product,
-    block_product,
+    accumulate_block_gemm,
+    block_gemm,
     cast_blocks,
     cast_square_blocks,
-    row_block_product_reference,
+    row_block_gemm_reference,
 )
+from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm
 from megatrain.kernels.fp8.nvfp4 import BLOCK as NVFP4_BLOCK
-from megatrain.kernels.fp8.products import Operand, accumulate_product, product
 from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -102,7 +102,7 @@ class DelayedScaling:
     """Casts add to the history; else `note` does."""
 
     def note(self, amax: Tensor) -> None:
-        """Add a largest absolute value, fp32 [], to those of this step."""
+        """Add a largest absolute value, fp32 [], to the values of this step."""
         seen = self.history.seen(self.number)
         seen.copy_(torch.maximum(seen, amax))
 
@@ -133,7 +133,7 @@ class BlockScaling:
 
     Args:
         block: elements per block.
-        is_square: blocks have that many rows too, as those of weights.
+        is_square: blocks have that many rows too, as blocks of weights.
     """
 
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class Fp8Linear:
     """The FP8 tensors of a linear layer, and the casts of its weight, which all micro-batches of a step use.
 
     Args:
-        has_fp8_wgrad: the weight gradient is a product of FP8 matrices too.
+        has_fp8_wgrad: the weight gradient is a GEMM of FP8 matrices too.
         keeps_weight: the casts of the weight stay in memory until the next step; else each pass casts. With one scale the
             codes stay in one order, which backward passes transpose.
         block: elements per block; None: a tensor has one scale.
@@ -202,22 +202,22 @@ class Fp8Linear:
         assert kept.rows is not None
         return kept.rows._replace(codes=transposed(kept.rows.codes))
 
-    def product(
+    def gemm(
         self, x: Operand, weight: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool
     ) -> Tensor:
-        """Return x weight^T + bias; see `product`. Partial sums of blocks always keep all bits."""
+        """Return x weight^T + bias; see `gemm`. Partial sums of blocks always keep all bits."""
         if self.block is None:
-            return product(x, weight, dtype, bias, fast=fast)
+            return gemm(x, weight, dtype, bias, fast=fast)
         if not self.has_square_blocks:
-            return row_block_product_reference(x, weight, dtype, bias, self.block)
-        return block_product(x, weight, dtype, bias, self.block)
+            return row_block_gemm_reference(x, weight, dtype, bias, self.block)
+        return block_gemm(x, weight, dtype, bias, self.block)
 
     def accumulate(self, total: Tensor, dy: Operand, x: Operand, *, is_zero: bool) -> None:
-        """Compute total += dy x^T; see `accumulate_product`."""
+        """Compute total += dy x^T; see `accumulate_gemm`."""
         if self.block is None:
-            accumulate_product(total, dy, x, is_zero=is_zero)
+            accumulate_gemm(total, dy, x, is_zero=is_zero)
         else:
-            accumulate_block_product(total, dy, x, self.block, is_zero=is_zero)
+            accumulate_block_gemm(total, dy, x, self.block, is_zero=is_zero)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +230,10 @@ class Fp8Recipe:
         tokens: ranks that process the same micro-batch.
         tp: ranks over which weights are split.
         has_fp8_wgrad, keeps_weights: see `Fp8Linear`.
-        history: largest values of earlier steps, for delayed scaling; None: scales are those of the tensors themselves.
+        history: largest values of earlier steps, for delayed scaling; None: scales follow from the tensors themselves.
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
         gathers_weights: weights are all-gathered in FP8 (weight_gather.py).
-        cp: context ranks, and `seed`: that of stochastic rounding, for nvfp4.
+        cp: context ranks, and `seed` of stochastic rounding, for nvfp4.
     """
 
     name: Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
@@ -303,9 +303,9 @@ class Fp8Recipes:
 
     Args:
         default: the recipe of `layers`.
-        layers: numbers of the layers in FP8; those of multi-token prediction follow the others.
+        layers: numbers of the layers in FP8; layers of multi-token prediction follow the others.
         by_weight: recipes of all linear layers, by canonical name of the weight, in place of these; None: the dtype of the weights.
-        history: that of all recipes with delayed scaling.
+        history: shared by all recipes with delayed scaling.
     """
 
     default: Fp8Recipe

@@ -5,7 +5,7 @@
     bytes of all ranks ── decode ──> full bucket, in the dtype of the weights
 
 The linear layer casts decoded values to the same codes again: the same scale maps them close to the codes that they came from,
-and the scale is the same, since the largest value decodes to itself. So losses and gradients are those of a gather in the
+and the scale is the same, since the largest value decodes to itself. So losses and gradients equal the ones of a gather in the
 dtype of the weights, bit for bit. With delayed scales the history takes the largest values here, before the cast.
 
 A rank keeps its own shard as it is, where the shard is a part of the full bucket: the optimizer updates it.

@@ -1,12 +1,12 @@
 """Sends between the GPUs of one host: copy engines write into the memory of other ranks, and occupy no SMs.
 
-    stream of the model     product          | product of other rows | wait, use what arrived
+    stream of the model     GEMM             | GEMM of other rows    | wait, use what arrived
     stream of the copies    wait | copy to a peer, set its flag | wait for own flags
 
 All ranks of the group send in the same sequence. A rank's memory has three slots, used in turn, and a flag for each peer,
 which holds the number of that peer's last completed send. A peer completes send n after its model's stream reached send n,
 so its flag n + 2 says that it no longer reads what it received in send n, and send n + 3 may overwrite that slot.
-Streams wait for flags with operations of the CUDA driver, since a kernel that waits needs an SM, which a product may hold.
+Streams wait for flags with operations of the CUDA driver, since a kernel that waits needs an SM, which a GEMM may hold.
 
 On CPUs the same sends are messages.
 """

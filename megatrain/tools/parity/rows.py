@@ -197,7 +197,8 @@ class Layout:
     @property
     def family(self) -> str:
         """Family of the model, a value of --model-family."""
-        return OF_FAMILIES.get(*self.words_of("model"), "gpt")
+        (word,) = self.words_of("model")
+        return OF_FAMILIES.get(word, "gpt")
 
     @property
     def world_size(self) -> int:

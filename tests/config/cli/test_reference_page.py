@@ -1,25 +1,33 @@
-"""The generated pages in docs/ are up to date."""
+"""`megatrain settings`: the tables of the settings and of the differences from Megatron-LM."""
 
-from pathlib import Path
+import re
 
-from megatrain.config import docs_reference
-from megatrain.config.megatron.differences import docs_differences
+import pytest
 
-REGENERATE = (
-    "run python -c 'from pathlib import Path; from megatrain.config import docs_reference;"
-    " from megatrain.config.megatron.differences import docs_differences;"
-    ' Path("docs/configuration.md").write_text(docs_reference());'
-    ' Path("docs/differences.md").write_text(docs_differences())\''
-)
+from megatrain.config.megatron.flags import megatron_flags
+from megatrain.config.schema.tree import settings
+from megatrain.tools.main import main
 
 
-def test_the_page_is_up_to_date() -> None:
-    page = Path(__file__).parents[3] / "docs" / "configuration.md"
-    text = docs_reference()
-    assert page.read_text(encoding="utf-8") == text, f"{page} is stale; {REGENERATE}"
+def rows(page: str) -> list[list[str]]:
+    """Return the cells of each row of the tables of a page."""
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
 
 
-def test_the_page_of_differences_is_up_to_date() -> None:
-    page = Path(__file__).parents[3] / "docs" / "differences.md"
-    text = docs_differences()
-    assert page.read_text(encoding="utf-8") == text, f"{page} is stale; {REGENERATE}"
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["settings", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_reference_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = {row[0].strip("`"): row[1:] for row in rows(printed(capsys)) if row[0] != "flag"}
+    assert list(cells) == [setting.flag for setting in settings()]
+    assert {flag for flag, row in cells.items() if len(row) != 3 or not all(row)} == set()
+    assert cells["--swiglu"][:2] == ["switch", "false"]
+
+
+def test_the_differences_answer_every_flag_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    page = printed(capsys, "--differences")
+    named = set(re.findall(r"`(--[\w-]+)", page))
+    assert {flag.flag for flag in megatron_flags().values()} - named == set()
+    assert [row for row in rows(page) if not all(row)] == []

@@ -501,7 +501,7 @@ def test_a_full_disk_leaves_no_files(tmp_path):
         [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 1
-    assert re.match(r"error: .*out_text_document\.bin\.partial: .*File too large\n  fix: ", done.stderr)
+    assert re.search(r"(?m)^error: .*out_text_document\.bin\.partial: .*File too large\n  fix: ", done.stderr)
     assert "nothing was kept" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "limited.py"]

@@ -228,11 +228,11 @@ def test_all_samples_of_one_epoch_are_read_once(corpus, options) -> None:
     samples = built(corpus, options, count=None)
     assert samples.index.num_epochs == 1
     read = [span.sequence for k in range(len(samples)) for span in samples.spans(k)]
-    borders = samples.source.document_boundaries
+    boundaries = samples.source.document_boundaries
     least = options.min_sentences
     expected = [
         sequence
-        for first, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+        for first, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True)
         for sequence in range(first, end)
         if end - first >= least
     ]

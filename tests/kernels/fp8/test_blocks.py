@@ -5,12 +5,12 @@ import torch
 
 from megatrain.kernels.fp8.blocks import (
     LARGEST_SCALE,
-    accumulate_block_product,
-    block_product,
+    accumulate_block_gemm,
+    block_gemm,
     cast_blocks,
     cast_square_blocks,
     power_of_two_scale,
-    row_block_product_reference,
+    row_block_gemm_reference,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -85,16 +85,14 @@ def test_products_of_blocks_are_those_of_the_rounded_factors(dtype, block):
     )
     rounded_weight = weights.rows.codes.double() * spread(weights.rows.scale, block)[:9, :150]
     rounded = inputs.rows.codes.double() * inputs.rows.scale.double().t().repeat_interleave(block, 1)[:, :150]
-    y = block_product(inputs.rows, weights.rows, dtype, bias, block)
+    y = block_gemm(inputs.rows, weights.rows, dtype, bias, block)
     near(y, rounded @ rounded_weight.t() + bias, dtype)
     rounded_dy = (
         gradients.rows.codes.double() * gradients.rows.scale.double().t().repeat_interleave(block, 1)[:, :9]
     )
-    near(
-        block_product(gradients.rows, weights.columns, dtype, None, block), rounded_dy @ rounded_weight, dtype
-    )
+    near(block_gemm(gradients.rows, weights.columns, dtype, None, block), rounded_dy @ rounded_weight, dtype)
     total = torch.ones(9, 150, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    accumulate_block_product(total, gradients.columns, inputs.columns, block)
+    accumulate_block_gemm(total, gradients.columns, inputs.columns, block)
     columns = [
         part.codes.double() * part.scale.double().t().repeat_interleave(block, 1)[:, :5]
         for part in (gradients.columns, inputs.columns)
@@ -111,7 +109,7 @@ def test_products_of_row_blocks_are_those_of_the_rounded_factors(dtype):
         part.codes.double() * part.scale.double().t().repeat_interleave(32, 1)[:, :150]
         for part in (inputs.rows, weights.rows)
     ]
-    y = row_block_product_reference(inputs.rows, weights.rows, dtype, bias, 32)
+    y = row_block_gemm_reference(inputs.rows, weights.rows, dtype, bias, 32)
     near(y, factors[0] @ factors[1].t() + bias, dtype)
     assert not torch.equal(weights.rows.codes.float(), weights.columns.codes.float().t())
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.fp8.products import Operand, accumulate_product, product
+from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm
 from megatrain.kernels.fp8.quantize import amax, current_scale, quantize, scale_of, transposed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,7 +54,7 @@ def test_a_tensor_that_is_not_finite_gives_a_product_that_is_not_finite():
         x[0, 0] = bad
         scale = current_scale(x, E4M3)
         operand = Operand(quantize(x, scale, E4M3).rows, scale)
-        assert not product(operand, operand, torch.float32, fast=True).isfinite().all()
+        assert not gemm(operand, operand, torch.float32, fast=True).isfinite().all()
 
 
 def test_the_largest_value_seen_only_grows():
@@ -72,10 +72,10 @@ def test_a_product_is_that_of_the_rounded_factors(dtype):
     scales = [current_scale(x, E4M3) for x in (a, b)]
     operands = [Operand(quantize(x, s, E4M3).rows, s) for x, s in zip((a, b), scales, strict=True)]
     rounded = [operand.codes.double() * operand.scale[0].double() for operand in operands]
-    found = product(*operands, dtype, bias, fast=True)
+    found = gemm(*operands, dtype, bias, fast=True)
     expected = rounded[0] @ rounded[1].t() + bias
     assert found.dtype == dtype
     assert torch.allclose(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
     total = torch.ones(5, 7)
-    accumulate_product(total, *operands)
+    accumulate_gemm(total, *operands)
     assert torch.allclose(total.double(), 1 + rounded[0] @ rounded[1].t(), atol=1e-5)

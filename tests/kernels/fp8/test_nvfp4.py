@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.fp8.blocks import accumulate_block_product, block_product
+from megatrain.kernels.fp8.blocks import accumulate_block_gemm, block_gemm
 from megatrain.kernels.fp8.nvfp4 import (
     cast_row_blocks,
     cast_square_blocks,
@@ -74,7 +74,7 @@ def test_square_blocks_are_the_same_in_both_orders():
     )
     expected = decoded(of_y) @ weight.t()
     assert torch.allclose(
-        block_product(of_y, cast.rows, torch.float32, block=16), expected, rtol=1e-5, atol=1e-5
+        block_gemm(of_y, cast.rows, torch.float32, block=16), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -84,7 +84,7 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers():
     assert torch.allclose(hadamard(x) @ hadamard(y).t(), x @ y.t())
     assert hadamard(x)[0].abs().max() < 30
     total = torch.zeros(3, 5, dtype=torch.float64)
-    accumulate_block_product(total, *(cast_row_blocks(hadamard(a), scale_of(a)) for a in (x, y)), 16)
+    accumulate_block_gemm(total, *(cast_row_blocks(hadamard(a), scale_of(a)) for a in (x, y)), 16)
     assert (total[1:] - (x @ y.t())[1:]).abs().max() < 0.4 * x[1:].norm(dim=1).max() * y.norm(dim=1).max()
 
 

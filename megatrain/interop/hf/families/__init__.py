@@ -1,1 +1,1 @@
-"""One table a family of models: a file each."""
+"""One table a family of models, in a file for each maker."""

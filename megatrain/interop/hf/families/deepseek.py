@@ -3,44 +3,40 @@
 V3 selects experts by sigmoid scores with a bias per expert; its layers of multi-token prediction stay out, as in transformers.
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 from megatrain.config.derive.patterns import parse_expert_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.config_parts import layer_list
-from megatrain.interop.hf.families.llama import BUFFERS, MLP, NO_ATTENTION_BIAS, NORMS, OUTER, SIZES
-from megatrain.interop.hf.families.qwen3_moe import EXPERTS
-from megatrain.interop.hf.family import (
-    COUNT,
-    POSITIVE,
-    Choice,
-    ConfigPart,
-    Family,
-    Fixed,
-    Fused,
-    Implied,
-    Not,
-    Value,
-    in_layers,
+from megatrain.interop.hf.families.llama import (
+    BUFFERS,
+    EXPERTS,
+    GATED,
+    MLP,
+    NO_ATTENTION_BIAS,
+    NORMS,
+    modules,
 )
+from megatrain.interop.hf.family import COUNT, POSITIVE, Choice, ConfigPart, Family, Fixed, Implied, Value
 from megatrain.interop.hf.rope import LatentRope
-from megatrain.storage.untrusted_json import Check, InvalidError, integer, shown
+from megatrain.storage.untrusted_json import InvalidError, integer, shown
 
 _MAX_LAYERS: Final = 1 << 16
 
 
 def _epsilon(value: Any, name: str) -> None:
-    """Describe the epsilon of all norms, which is that of the norms of latents in transformers."""
+    """Describe the epsilon of all norms, which the norms of latents have in transformers."""
     if value != 1e-6:
-        raise InvalidError(f"{name} {shown(value)} is not 1e-06, that of the norms of its latents")
+        raise InvalidError(f"{name} {shown(value)} is not 1e-06, which the norms of its latents have")
 
 
+@dataclass(frozen=True)
 class _Heads:
     """Key and value heads: each query head has its own."""
 
-    def __init__(self, default: int | None) -> None:
-        self.default = default
+    default: int | None
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         groups = source.get("num_key_value_heads", default=self.default)
@@ -52,11 +48,11 @@ class _Heads:
         return {"num_key_value_heads": config.model.num_attention_heads}
 
 
+@dataclass(frozen=True)
 class _ExpertLayers:
     """Layers with experts: all after the first `first_k_dense_replace`."""
 
-    def __init__(self, default: int) -> None:
-        self.default = default
+    default: int
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
@@ -72,11 +68,11 @@ class _ExpertLayers:
         return {"first_k_dense_replace": has_experts.index(True) if True in has_experts else 0}
 
 
+@dataclass(frozen=True)
 class _SharedExperts:
     """Shared experts, which form one MLP."""
 
-    def __init__(self, default: int) -> None:
-        self.default = default
+    default: int
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         number = source.checked("n_shared_experts", check=COUNT, default=self.default)
@@ -88,15 +84,15 @@ class _SharedExperts:
         return {"n_shared_experts": width // (config.experts.moe_ffn_hidden_size or 1)}
 
 
+@dataclass(frozen=True)
 class _Groups:
     """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores."""
 
-    def __init__(
-        self, best: int, groups: int | None, used: int | None, *, methods: tuple[str, ...] = ()
-    ) -> None:
-        self.best, self.groups, self.used = best, groups, used
-        self.methods = methods
-        """Values of `topk_method` without and with groups; empty: there is no choice."""
+    best: int
+    groups: int | None
+    used: int | None
+    methods: tuple[str, ...] = ()
+    """Values of `topk_method` without and with groups; empty: there is no choice."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         method = source.get("topk_method", default="greedy") if self.methods else None
@@ -125,10 +121,8 @@ def _config(
 ) -> tuple[ConfigPart, ...]:
     """Return the parts that both versions have, with the defaults of one."""
     return (
-        *SIZES,
-        Value("rms_norm_eps", "model.norm_epsilon", _EPSILON),
-        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
-        Choice("hidden_act", {"silu": {}}),
+        *GATED,
+        Value("rms_norm_eps", "model.norm_epsilon", _epsilon),
         NO_ATTENTION_BIAS,
         _Heads(heads),
         LatentRope(),
@@ -149,21 +143,11 @@ def _config(
             also=("num_experts", "num_local_experts"),
         ),
         Value("routed_scaling_factor", "experts.moe_router_topk_scaling_factor", POSITIVE, default=scaling),
-        Fixed(
-            {
-                "model.normalization": "RMSNorm",
-                "model.swiglu": True,
-                "model.disable_bias_linear": True,
-                "model.hidden_dropout": 0.0,
-                "model.multi_latent_attention": True,
-                "model.qk_layernorm": True,
-            }
-        ),
+        Fixed({"model.multi_latent_attention": True, "model.qk_layernorm": True}),
     )
 
 
-_EPSILON: Final[Check] = _epsilon
-_LAYER: Final[dict[str, str | Fused]] = {
+_LAYER: Final = {
     **NORMS,
     "self_attn.q_proj": "attention.q",
     "self_attn.q_a_proj": "attention.q_down",
@@ -192,7 +176,7 @@ DEEPSEEK_V2: Final = Family(
         _Groups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
         Fixed({"experts.moe_router_pre_softmax": True}),
     ),
-    modules={**OUTER, **in_layers("model.layers", _LAYER)},
+    modules=modules(_LAYER),
     buffers=BUFFERS,
 )
 DEEPSEEK_V3: Final = Family(
@@ -213,10 +197,7 @@ DEEPSEEK_V3: Final = Family(
             }
         ),
     ),
-    modules={
-        **OUTER,
-        **in_layers("model.layers", {**_LAYER, "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
-    },
+    modules=modules(_LAYER, {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
     buffers=BUFFERS,
     more_layers="num_nextn_predict_layers",
 )

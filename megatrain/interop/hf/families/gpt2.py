@@ -9,6 +9,7 @@ from megatrain.interop.hf.family import (
     Family,
     Fixed,
     Fused,
+    Modules,
     Not,
     Value,
     in_layers,
@@ -19,7 +20,7 @@ def _transposed(*names: str) -> Fused:
     return Fused(names, is_transposed=True)
 
 
-_LAYER: Final[dict[str, str | Fused]] = {
+_LAYER: Final[Modules] = {
     "ln_1": "attention.norm",
     "attn.c_attn": _transposed("attention.q", "attention.k", "attention.v"),
     "attn.c_proj": _transposed("attention.proj"),

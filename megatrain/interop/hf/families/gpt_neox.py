@@ -10,13 +10,14 @@ from megatrain.interop.hf.family import (
     Family,
     Fixed,
     Fused,
+    Modules,
     Not,
     Value,
     in_layers,
 )
 from megatrain.interop.hf.rope import Rope
 
-_LAYER: Final[dict[str, str | Fused]] = {
+_LAYER: Final[Modules] = {
     "input_layernorm": "attention.norm",
     "attention.query_key_value": Fused(("attention.q", "attention.k", "attention.v"), by_head=True),
     "attention.dense": "attention.proj",

@@ -3,8 +3,8 @@
 from typing import Final
 
 from megatrain.interop.hf.config_parts import QueryGroups, Windows, every_second
-from megatrain.interop.hf.families.llama import ATTENTION, NORMS, OUTER, SIZES
-from megatrain.interop.hf.family import POSITIVE, Choice, Family, Fixed, Fused, Not, Value, in_layers
+from megatrain.interop.hf.families.llama import ATTENTION, NORMS, SIZES, modules
+from megatrain.interop.hf.family import POSITIVE, Choice, Family, Fixed, Fused, Modules, Not, Value
 from megatrain.interop.hf.rope import Rope
 
 _YARN: Final = {
@@ -15,9 +15,7 @@ _YARN: Final = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_LAYER: Final[dict[str, str | Fused]] = {
-    **ATTENTION,
-    **NORMS,
+_LAYER: Final[Modules] = {
     "self_attn.sinks": "attention.sink",
     "mlp.router": "mlp.router",
     "mlp.experts.gate_up_proj": Fused(
@@ -55,6 +53,6 @@ GPT_OSS: Final = Family(
             }
         ),
     ),
-    modules={**OUTER, **in_layers("model.layers", _LAYER)},
+    modules=modules(ATTENTION, NORMS, _LAYER),
     has_mxfp4=True,
 )

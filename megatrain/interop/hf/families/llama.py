@@ -11,6 +11,7 @@ from megatrain.interop.hf.family import (
     Family,
     Fixed,
     Fused,
+    Modules,
     Not,
     Value,
     in_layers,
@@ -25,10 +26,8 @@ SIZES: Final[tuple[ConfigPart, ...]] = (
     Value("max_position_embeddings", "model.max_position_embeddings"),
     Value("attention_dropout", "model.attention_dropout", PROBABILITY, default=0.0),
 )
-SWIGLU: Final[tuple[ConfigPart, ...]] = (
+GATED: Final[tuple[ConfigPart, ...]] = (
     *SIZES,
-    Value("head_dim", "model.kv_channels", is_optional=True),
-    Value("rms_norm_eps", "model.norm_epsilon", POSITIVE),
     Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
     Choice("hidden_act", {"silu": {}}),
     Fixed(
@@ -41,6 +40,11 @@ SWIGLU: Final[tuple[ConfigPart, ...]] = (
     ),
 )
 """Models with RMSNorm, a gated MLP with SiLU and linear layers without biases."""
+SWIGLU: Final = (
+    *GATED,
+    Value("head_dim", "model.kv_channels", is_optional=True),
+    Value("rms_norm_eps", "model.norm_epsilon", POSITIVE),
+)
 NO_ATTENTION_BIAS: Final = Choice("attention_bias", {False: {}}, reason="biases of the attention alone")
 
 OUTER: Final = {
@@ -48,28 +52,40 @@ OUTER: Final = {
     "model.norm": "decoder.final_norm",
     "lm_head": "output_layer",
 }
-ATTENTION: Final[dict[str, str | Fused]] = {
+ATTENTION: Final = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
     "self_attn.v_proj": "attention.v",
     "self_attn.o_proj": "attention.proj",
 }
-MLP: Final[dict[str, str | Fused]] = {
+MLP: Final = {
     "mlp.gate_proj": "mlp.gate",
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
-NORMS: Final[dict[str, str | Fused]] = {
+NORMS: Final = {
     "input_layernorm": "attention.norm",
     "post_attention_layernorm": "mlp.norm",
 }
-QK_NORMS: Final[dict[str, str | Fused]] = {
+QK_NORMS: Final = {
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
 }
+EXPERTS: Final = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.{}.gate_proj": "mlp.experts.{}.gate",
+    "mlp.experts.{}.up_proj": "mlp.experts.{}.up",
+    "mlp.experts.{}.down_proj": "mlp.experts.{}.down",
+}
 LAYER: Final = {**ATTENTION, **MLP, **NORMS}
-MODULES: Final = {**OUTER, **in_layers("model.layers", LAYER)}
 BUFFERS: Final = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+
+def modules(*parts: Modules) -> dict[str, str | Fused]:
+    """Return the modules of a model whose layers have these parts."""
+    layer = {theirs: ours for part in parts for theirs, ours in part.items()}
+    return {**OUTER, **in_layers("model.layers", layer)}
+
 
 LLAMA: Final = Family(
     architecture="LlamaForCausalLM",
@@ -81,6 +97,6 @@ LLAMA: Final = Family(
         NO_ATTENTION_BIAS,
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
     ),
-    modules=MODULES,
+    modules=modules(LAYER),
     buffers=BUFFERS,
 )

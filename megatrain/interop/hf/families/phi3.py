@@ -3,16 +3,15 @@
 from typing import Final
 
 from megatrain.interop.hf.config_parts import QueryGroups, Windows
-from megatrain.interop.hf.families.llama import NORMS, OUTER, SWIGLU
-from megatrain.interop.hf.family import Family, Fused, in_layers
+from megatrain.interop.hf.families.llama import NORMS, SWIGLU, modules
+from megatrain.interop.hf.family import Family, Fused, Modules
 from megatrain.interop.hf.rope import Rope
 
-_LAYER: Final[dict[str, str | Fused]] = {
+_LAYER: Final[Modules] = {
     "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v")),
     "self_attn.o_proj": "attention.proj",
     "mlp.gate_up_proj": Fused(("mlp.gate", "mlp.up")),
     "mlp.down_proj": "mlp.down",
-    **NORMS,
 }
 
 PHI3: Final = Family(
@@ -24,5 +23,5 @@ PHI3: Final = Family(
         Rope(partial="partial_rotary_factor", types=("default",)),
         Windows(),
     ),
-    modules={**OUTER, **in_layers("model.layers", _LAYER)},
+    modules=modules(_LAYER, NORMS),
 )

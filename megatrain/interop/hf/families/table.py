@@ -5,21 +5,15 @@ from typing import Final
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megatrain.interop.hf.families.gemma2 import GEMMA2
-from megatrain.interop.hf.families.gemma3 import GEMMA3
+from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
 from megatrain.interop.hf.families.gpt_oss import GPT_OSS
 from megatrain.interop.hf.families.llama import LLAMA
-from megatrain.interop.hf.families.mistral import MISTRAL
-from megatrain.interop.hf.families.mixtral import MIXTRAL
-from megatrain.interop.hf.families.olmo2 import OLMO2
-from megatrain.interop.hf.families.olmoe import OLMOE
+from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
+from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
 from megatrain.interop.hf.families.phi3 import PHI3
-from megatrain.interop.hf.families.qwen2 import QWEN2
-from megatrain.interop.hf.families.qwen2_moe import QWEN2_MOE
-from megatrain.interop.hf.families.qwen3 import QWEN3
-from megatrain.interop.hf.families.qwen3_moe import QWEN3_MOE
+from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.model import functions
+from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.layer import TransformerLayer, branch_output
 from megatrain.model.layer_context import LayerContext
-from megatrain.model.masked_attention import MaskedAttention
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -42,7 +42,7 @@ class CrossAttention(nn.Module):
 
 
 class LayerWithMemory(TransformerLayer):
-    """A layer of a stack that reads the output of another one, which travels with the stream.
+    """A layer of a stack that reads the output of another one, which is sent with the stream.
 
     [(s + s_memory)/tp, b, h] -> the same: first this rank's rows of the residual stream, then those of the memory.
     """

@@ -1,7 +1,7 @@
 """GEMMs that overlap the communication before and after them, over `PeerMemory`.
 
-    all-gather, product        send x to the peers    | product of own rows   | products of received rows
-    product, reduce-scatter    product of peers' rows | send it, product of own rows | sum of both
+    all-gather, GEMM        send x to the peers | GEMM of local rows            | GEMMs of received rows
+    GEMM, reduce-scatter    GEMM of peers' rows | send it, GEMM of local rows   | sum of both
 
 Copy engines send while the SMs multiply. Ranks' parts are summed in the order of the ranks.
 """
@@ -18,18 +18,18 @@ from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedPa
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
 
-def gathered_product(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
+def gathered_gemm(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of all ranks: [n, ..., i] and [i, o] -> [n * size, ..., o]. Gathered rows are not kept."""
-    return _product_of_received(x, peers.send((rank, x) for rank in peers.peers), weight, peers, bias)
+    return _gemm_of_received(x, peers.send((rank, x) for rank in peers.peers), weight, peers, bias)
 
 
-def all_gather_product(x: Tensor, weight: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
+def all_gather_gemm(x: Tensor, weight: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
     """Gather the ranks' rows and multiply them: [n, ..., i] and [i, o] -> [n * size, ..., i] and [n * size, ..., o].
 
     The second send after this one overwrites the gathered rows.
     """
     received = _gather(x, peers)
-    out = _product_of_received(x, received, weight, peers)
+    out = _gemm_of_received(x, received, weight, peers)
     received.wait()
     return received.parts.flatten(0, 1), out
 
@@ -40,12 +40,12 @@ def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
     return received.parts.flatten(0, 1), Transfer(received)
 
 
-def product_reduce_scatter(
+def gemm_reduce_scatter(
     x: Tensor, weight: Tensor, peers: PeerMemory, *, returns_partial_sums: bool = False
 ) -> Tensor:
     """Sum x @ weight over the ranks, and keep this rank's rows: [n * size, ..., i] and [i, o] -> [n, ..., o].
 
-    Products are rounded to the dtype of `x` before they are summed.
+    The ranks' terms are rounded to the dtype of `x` before they are summed.
 
     Args:
         returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
@@ -56,33 +56,33 @@ def product_reduce_scatter(
         torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
         received.wait()
         return received.parts.detach()  # detached, it is no view of the slots for autograd
-    own = torch.matmul(rows[peers.group.rank], weight)
-    _sum_into(own, own, received, peers)
-    return own
+    local = torch.matmul(rows[peers.group.rank], weight)
+    _sum_into(local, local, received, peers)
+    return local
 
 
 def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
     """Begin to sum `x` over the ranks and to keep this rank's rows: [n * size, ...] -> [n, ...].
 
-    Two ranks with a `term` do not compute the sum: they return this rank's rows of `x`, and the term is those of the other.
+    Two ranks with a `term` do not compute the sum: they return this rank's rows of `x`, and the term is the rows of the other rank.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, rows[rank]) for rank in peers.peers)
-    own = rows[peers.group.rank]
+    local = rows[peers.group.rank]
     if term is not None and peers.group.size == 2:
-        return own, Transfer(_Term(term, received, peers))
-    out = torch.empty_like(own)
-    return out, Transfer(_Sum(out, own, received, peers))
+        return local, Transfer(_Term(term, received, peers))
+    out = torch.empty_like(local)
+    return out, Transfer(_Sum(out, local, received, peers))
 
 
 def _gather(x: Tensor, peers: PeerMemory) -> ReceivedParts:
     return peers.send((rank, x) for rank in (*peers.peers, peers.group.rank))
 
 
-def _product_of_received(
+def _gemm_of_received(
     x: Tensor, received: ReceivedParts, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply this rank's rows, then those of the others as they arrive, into one result in the order of the ranks."""
+    """Multiply this rank's rows, then the rows of the others as they arrive, into one result in the order of the ranks."""
     group = peers.group
     out = x.new_empty((group.size, *x.shape[:-1], weight.shape[1]))
     for rank in (group.rank, *reversed(peers.peers)):
@@ -100,12 +100,12 @@ class _Sum:
     """A sum of received parts, computed when its result is waited for."""
 
     out: Tensor
-    own: Tensor
+    local: Tensor
     received: ReceivedParts
     peers: PeerMemory
 
     def wait(self) -> None:
-        _sum_into(self.out, self.own, self.received, self.peers)
+        _sum_into(self.out, self.local, self.received, self.peers)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class _Term:
         self.term.value = self.received.from_rank(self.peers.peers[0])
 
 
-def _sum_into(out: Tensor, own: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
+def _sum_into(out: Tensor, local: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
     group = peers.group
-    parts = [own if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
+    parts = [local if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
     if group.size == 2:  # the same bits as a stack's sum, in one pass over memory
         torch.add(*parts, out=out)
     else:

@@ -19,8 +19,8 @@ from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.masked import eager_masked_attention, masked_attention
 from megatrain.kernels.random import stream_key
+from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.layer_context import LayerContext
-from megatrain.model.relative_positions import RelativePositions
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import ShardedModule
 

@@ -1,4 +1,4 @@
-"""Products of FP8 matrices: torch's kernel on GPUs with FP8 tensor cores, an emulation elsewhere.
+"""GEMMs of FP8 matrices: torch's kernel on GPUs with FP8 tensor cores, an emulation elsewhere.
 
 The emulation multiplies the same codes, so that results differ by the rounding of sums alone; in fp64 it sums in fp64.
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.cublaslt import multiply
+from megatrain.kernels.cublaslt import accumulate
 from megatrain.kernels.dtypes import accumulation_dtype
 
 
 class Operand(NamedTuple):
-    """A matrix in FP8, contiguous along the inner dimension of a product."""
+    """A matrix in FP8, contiguous along the inner dimension of a GEMM."""
 
     codes: Tensor
     """[n, k]."""
@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     """Inverse of their scale, and the scale, fp32 [2] at an address that is a multiple of 16: cuBLAS reads the inverse there."""
 
 
-def product(
+def gemm(
     a: Operand,
     b: Operand,
     dtype: torch.dtype,
@@ -40,7 +40,7 @@ def product(
         out: memory of the result, [m, n].
     """
     if not a.codes.is_cuda or dtype is torch.float64:
-        result = product_reference(a, b, dtype, bias)
+        result = gemm_reference(a, b, dtype, bias)
         return result if out is None else out.copy_(result)
     is_fused = bias is not None and dtype is not torch.float32  # torch adds biases to results in 16 bits only
     result = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
@@ -56,23 +56,22 @@ def product(
     return result if bias is None or is_fused else result + bias
 
 
-def product_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Compute the product with torch operators, in the accumulation dtype of the result."""
+def gemm_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Compute the GEMM with torch operators, in the accumulation dtype of the result."""
     wide = accumulation_dtype(dtype)
     out = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[0] * b.scale[0])
     return (out if bias is None else out + bias).to(dtype)
 
 
-def accumulate_product(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = False) -> None:
-    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64. On GPUs the product itself adds.
+def accumulate_gemm(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = False) -> None:
+    """Compute total += a b^T, in the dtype of `total`: fp32 or fp64. On GPUs the GEMM itself adds.
 
     Args:
         is_zero: `total` is known to be zero, and may be overwritten.
     """
     if total.is_cuda and total.dtype is torch.float32:
-        scales, beta = (a.scale[0], b.scale[0]), 0.0 if is_zero else 1.0
-        multiply(total, a.codes, b.codes, beta=beta, transposes_b=True, scales=scales)
+        accumulate(total, a.codes, b.codes, (a.scale[0], b.scale[0]), beta=0.0 if is_zero else 1.0)
     elif is_zero:
-        product(a, b, total.dtype, fast=False, out=total)
+        gemm(a, b, total.dtype, fast=False, out=total)
     else:
-        total += product(a, b, total.dtype, fast=False)
+        total += gemm(a, b, total.dtype, fast=False)
