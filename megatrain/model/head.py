@@ -25,7 +25,7 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.masked_lm import HeadParts
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -57,20 +57,6 @@ class LogitScaling:
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
         """Return the derivative of the logits with respect to scale * product; None: it is 1."""
         return None if self.cap is None else 1 - (logits / self.cap).square()
-
-
-@dataclass(frozen=True)
-class HeadParts:
-    """Modules that some families add to the head."""
-
-    transform: HeadTransform | None = None
-    """Precedes the output layer."""
-    binary: BinaryHead | None = None
-    """Next-sentence head, whose loss is added."""
-    bias: ParamLayout | None = None
-    """Layout of the bias of the logits."""
-    owns_embedding: bool = False
-    """The tied embedding belongs to this segment."""
 
 
 class Head(ShardedModule):
