@@ -54,8 +54,8 @@ def add_flags(commands: Any) -> None:
         commands,
         "port",
         run=run,
-        description="Read a launch script that runs pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, or a YAML file of its arguments, and print the command for"
-        " megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
+        description=f"Read a launch script that runs {_of_programs()}, or a YAML file of its"
+        " arguments, and print the command for megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
         " start, 1 if not.",
     )
     port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
