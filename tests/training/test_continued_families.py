@@ -1,6 +1,6 @@
 """Runs of BERT and T5 that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
 
-From the flags of the recorded runs, with their corpus and tokenizer: samples go on where the checkpoint says.
+From the flags of the recorded runs, with their corpus and tokenizer: samples continue where the checkpoint says.
 """
 
 import json
