@@ -2,7 +2,7 @@
 
     python scripts/command_lines.py      rewrites the table and tests/golden/command-lines/starting.txt
 
-Each line is resolved as on a machine with H100s and Transformer Engine, with the number of ranks of its case. It starts,
+Each line is resolved as on a machine with H100s and Transformer Engine, with the program and the number of ranks of its case. It starts,
 starts without the effect of some flags so far, waits for a missing feature, or never starts.
 """
 
@@ -18,9 +18,10 @@ from typing import Final, Literal
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.megatron.flag_table import ANSWERS
+from megatrain.tools.port.launch import FAMILIES
 from megatrain.tools.port.translate import H100
 
-FILES: Final = ("gpt", "moe", "mixtral", "nemotron")
+FILES: Final = ("gpt", "moe", "mixtral", "nemotron", "bert", "t5")
 _ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = _ROOT / "docs" / "from-megatron.md"
 _FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"
@@ -49,7 +50,7 @@ class CommandLine:
     @property
     def facts(self) -> Facts:
         """The facts of a machine on which the case would run."""
-        return replace(H100, world_size=self.world_size)
+        return replace(H100, world_size=self.world_size, vocab_size=_word_pieces(self.flags))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,14 @@ def recorded_command_lines(folder: Path = _FOLDER) -> Iterator[CommandLine]:
         for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             recorded = json.loads(line)
             flags = tuple(re.sub(r"\{(\w+)\}", r"/tmp/megatrain/\1", word) for word in recorded["flags"])
+            family = FAMILIES[recorded.get("program", "pretrain_gpt.py")]
+            flags = flags if family == "gpt" else ("--model-family", family, *flags)
             yield CommandLine(recorded["case"], recorded["world_size"], flags)
+
+
+def _word_pieces(flags: Sequence[str]) -> int | None:
+    """Return the size of BERT's vocabulary for its tokenizers, whose files are not read; None: flags give the size."""
+    return 30522 if any(word.startswith("BertWordPiece") for word in flags) else None
 
 
 def outcome_of(line: CommandLine) -> Outcome:

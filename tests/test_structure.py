@@ -436,12 +436,8 @@ def test_pretrain_fits_on_one_screen() -> None:
     assert len(entry.read_text(encoding="utf-8").splitlines()) < MAX_ENTRY_LINES
 
 
-def test_both_entry_points_run_the_same_program() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import pretrain, pretrain_gpt; assert pretrain_gpt.main is pretrain.main"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+def test_the_root_has_two_programs() -> None:
+    assert sorted(path.name for path in ROOT.glob("*.py")) == ["preprocess_data.py", "pretrain.py"]
 
 
 # ---- the finders on invented sources: each entry breaks, or just keeps, one rule

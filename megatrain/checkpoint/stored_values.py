@@ -58,6 +58,11 @@ def _amax(value: Any, name: str) -> None:
     _COUNT(value[0], f"{name}.0")
 
 
+def _fields_with_defaults(kind: type[Any]) -> tuple[str, ...]:
+    """Return the fields that a manifest may lack: they came later."""
+    return tuple(entry.name for entry in dataclasses.fields(kind) if entry.default is not dataclasses.MISSING)
+
+
 _STATE: Final = record(
     {
         "consumed_valid_samples": _COUNT,
@@ -78,7 +83,7 @@ _STATE: Final = record(
         ),
         "pass_size": integer(1, 1 << 50),
         "datasets": list_of(
-            record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=("from_iteration", "has_loss_mask"))
+            record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=_fields_with_defaults(DatasetFacts))
         ),
     },
     {"amax_history": map_of(list_of(_amax)), "end_token_ids": list_of(_COUNT, most=1000)},

@@ -22,13 +22,14 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale, TokenTypes
+from megatrain.model.embedding import Embedding
+from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
 from megatrain.model.families.relative_positions import RelativePositions
-from megatrain.model.head import Head, HeadParts
+from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
@@ -47,14 +48,13 @@ from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.user_loss import UserLoss
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -83,10 +83,9 @@ class Model:
     """Dtype of the residual stream."""
     expert_biases: ExpertBiases
     """Biases of the routers of all stages."""
-    fp8: Fp8Recipes | None = None
+    fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
-    turns: Turns | None = None
-    """Turns of a forward and a backward pass; None: passes run one after the other."""
+    communication: ExpertCommunication
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -160,9 +159,8 @@ def build_model(
     segments, chunks = builder.chunks(grid.pp.rank)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
-    registry = ParamRegistry.of(segments)
-    hidden_dtype, turns = builder.hidden_dtype, communication.turns
-    return Model(spec, segments, chunks, placement, registry, tp, cp, hidden_dtype, biases, fp8, turns)
+    parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
+    return Model(spec, *parts, biases, fp8, communication)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import BinaryHead, HeadTransform
+from megatrain.model.families.masked_lm import HeadParts
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -59,20 +59,6 @@ class LogitScaling:
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
         """Return the derivative of the logits with respect to scale * product; None: it is 1."""
         return None if self.cap is None else 1 - (logits / self.cap).square()
-
-
-@dataclass(frozen=True)
-class HeadParts:
-    """Modules that some families add to the head."""
-
-    transform: HeadTransform | None = None
-    """Precedes the output layer."""
-    binary: BinaryHead | None = None
-    """Next-sentence head, whose loss is added."""
-    bias: ParamLayout | None = None
-    """Layout of the bias of the logits."""
-    owns_embedding: bool = False
-    """The tied embedding belongs to this segment."""
 
 
 class Head(ShardedModule):
@@ -175,7 +161,9 @@ class Head(ShardedModule):
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
         x = self._whole_rows(self._normed(hidden, info), info)
-        local = self.scaling.logits(linear(x, self._output().weight))  # [t, v/tp]
+        local = self.scaling.logits(
+            linear(x, self._output().weight, getattr(self, "bias", None))
+        )  # [t, v/tp]
         parts: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1, hidden.shape[1]))
         return parts.movedim(0, 2).flatten(2)[..., : self.vocab_size]
 

@@ -37,7 +37,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import RecomputedModule, discarded
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.latent_context import gather_latents, gather_samples
+from megatrain.parallel.context.latent_context import gather_latents, gather_samples
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import enter_tp_region
 

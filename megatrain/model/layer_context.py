@@ -38,6 +38,7 @@ from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
 from megatrain.parallel.pipeline.interleave import Turns
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 DispatcherType = Literal["allgather", "alltoall"]
@@ -48,6 +49,8 @@ class ExpertCommunication:
     """The way in which ranks exchange tokens, and what overlaps it."""
 
     dispatcher: DispatcherType = "allgather"
+    capacities: RankCapacities | None = None
+    """Memory of assignments after an all-gather; None: it holds every possible one."""
     side: SideStream | None = None
     """Stream of the shared expert on a GPU; None: that of the other experts."""
     turns: Turns | None = None

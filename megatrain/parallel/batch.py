@@ -5,55 +5,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Documents:
-    """The documents of a micro-batch; attention does not cross their boundaries."""
-
-    cu_seqlens: Tensor
-    """Boundaries in the concatenated samples, b * s tokens: int32 [documents + 1], from 0 to b * s."""
-    max_seqlen: int
-    """Tokens of the longest document."""
-    num_samples: int
-    """b."""
-    seq_length: int
-    """s."""
-
-    @functools.cached_property
-    def document_ids(self) -> Tensor:
-        """Index of each token's document: int64 [b, s]."""
-        tokens = torch.arange(self.num_samples * self.seq_length, device=self.cu_seqlens.device)
-        return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.num_samples, self.seq_length)
-
-    def cu_seqlens_within(self, positions: range) -> Tensor:
-        """Return the boundaries in the concatenated samples if each sample keeps only these positions.
-
-        int32 [documents + 1], from 0 to b * len(positions); a document without tokens there is empty.
-        """
-        if len(positions) == self.seq_length:
-            return self.cu_seqlens
-        sample, position = self.cu_seqlens // self.seq_length, self.cu_seqlens % self.seq_length
-        return sample * len(positions) + (position - positions.start).clamp(0, len(positions))
-
-    @functools.cached_property
-    def mask(self) -> Tensor:
-        """True where query i attends to key j: j <= i, in the same document. Bool [b, 1, s, s]."""
-        is_same = self.document_ids.unsqueeze(-1) == self.document_ids.unsqueeze(-2)
-        return is_same.tril().unsqueeze(1)
-
-
-def whole_samples(num_samples: int, seq_length: int, device: torch.device) -> Documents:
-    """Return documents that are whole samples."""
-    boundaries = torch.arange(num_samples + 1, dtype=torch.int32, device=device) * seq_length
-    return Documents(boundaries, seq_length, num_samples, seq_length)
+from megatrain.parallel.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -120,68 +79,6 @@ class Batch:
 
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped")
-
-
-def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
-    """Return a micro-batch from the arrays of its samples, [b, ...] each, which have Megatron-LM's names. Others are not read.
-
-    bert    text  types  labels  is_random  loss_mask  padding_mask
-    t5      text_enc  text_dec  labels  loss_mask  enc_mask             masks: 1 where no padding
-    """
-    labels, loss_mask = arrays["labels"].long(), arrays["loss_mask"].float()
-    if family == "bert":
-        tokens = arrays["text"].long()
-        return Batch(
-            tokens=tokens,
-            labels=labels,
-            loss_mask=loss_mask,
-            position_ids=_positions(tokens),
-            is_token=arrays["padding_mask"].bool(),
-            types=arrays["types"].long(),
-            are_swapped=arrays["is_random"].long(),
-        )
-    assert family == "t5", family
-    tokens, of_encoder = arrays["text_dec"].long(), arrays["text_enc"].long()
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        loss_mask=loss_mask,
-        position_ids=_positions(tokens),
-        encoder=EncoderTokens(of_encoder, _positions(of_encoder)),
-        is_token=arrays["enc_mask"].bool(),
-    )
-
-
-def _positions(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
-
-
-def with_batches_ahead(batch: Batch, count: int) -> Batch:
-    """Return a micro-batch of whole samples with `ahead`: entry k has the tokens and labels of position p + k + 1 at p.
-
-    Positions without such a token in their sample or document have token and label 0, and do not count.
-    """
-    documents, length = batch.documents, batch.tokens.shape[1]
-    is_last = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens) == length - 1
-    if documents is not None:
-        is_last = is_last | (documents.document_ids != documents.document_ids.roll(-1, dims=1))
-
-    def next_of(x: Tensor) -> Tensor:
-        return x.roll(-1, dims=1).masked_fill(is_last, 0)
-
-    found = [batch]
-    for _ in range(count):
-        one = found[-1]
-        found.append(
-            Batch(
-                tokens=next_of(one.tokens),
-                labels=next_of(one.labels),
-                loss_mask=next_of(one.loss_mask),
-                position_ids=next_of(one.position_ids),
-                documents=documents,
-            )
-        )
-    return replace(batch, ahead=tuple(found[1:]), denominator=batch.loss_denominator)
 
 
 @dataclass(kw_only=True)

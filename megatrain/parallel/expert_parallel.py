@@ -12,10 +12,10 @@ Experts multiply their outputs by the routing probabilities, so that combining i
 Each rank has different tokens, all ranks equally many. An etp rank holds a slice of its experts' channels: an assigned
 token is sent to all etp ranks, and their outputs are summed.
 
-`LocalDispatcher` serves one rank. `AllGatherDispatcher` gathers all tokens on all ranks: the host needs no counts, and
-memory holds every possible assignment. `AllToAllDispatcher` sends each token once to each rank with one of its experts
-and receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are
-all that an all-to-all sends. The host waits for the counts once per call.
+`LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
+receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
+that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
+ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
@@ -51,6 +51,7 @@ from megatrain.parallel.collectives import (
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
 
 
@@ -132,7 +133,11 @@ class LocalDispatcher:
 
 
 class AllGatherDispatcher:
-    """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts."""
+    """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts.
+
+    Args:
+        capacity: bounds the memory of assignments without `rows_per_expert`; None: it holds every possible one.
+    """
 
     overlaps_combine = True
 
@@ -143,10 +148,11 @@ class AllGatherDispatcher:
         etp: RankGroup,
         rows_per_expert: RowsPerExpert | None = None,
         give_turn: Callable[[], None] | None = None,
+        capacity: RankCapacity | None = None,
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_per_expert, self.give_turn = rows_per_expert, give_turn
+        self.rows_per_expert, self.give_turn, self.capacity = rows_per_expert, give_turn, capacity
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
         tokens = RowTransfer(self._begin_gather, self._begin_reduction, self.give_turn)
@@ -206,14 +212,20 @@ class AllGatherDispatcher:
             token_rows: see `sort_by_expert`.
         """
         num_tokens, top_k = experts.shape
-        return sort_by_expert(
+        num_rows = num_tokens * min(top_k, self.own_experts)
+        if self.capacity is not None:
+            num_rows = self.capacity.num_rows(num_tokens * top_k // self.ep.size, num_rows)
+        found = sort_by_expert(
             experts,
             first_expert=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
-            num_rows=num_tokens * min(top_k, self.own_experts),
+            num_rows=num_rows,
             rows_per_expert=_num_padded(self.rows_per_expert, x),
             token_rows=None if token_rows is None else token_rows.flatten(),
         )
+        if self.capacity is not None:
+            self.capacity.record(found.load, num_rows)
+        return found
 
 
 class AllToAllDispatcher(AllGatherDispatcher):

@@ -7,7 +7,6 @@ plan ─> model ─> buffers ─> data parallelism ─> optimizer
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -35,11 +34,12 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
-from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.graphed_passes import Capture, GraphedPasses, NoHooks
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.trial_parts import try_parts
 
@@ -84,6 +84,9 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
     has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
     return ExpertCommunication(
         dispatcher="alltoall" if experts.sends_by_alltoall else "allgather",
+        capacities=None
+        if experts.moe_expert_rank_capacity_factor is None
+        else RankCapacities(experts.moe_expert_rank_capacity_factor),
         side=SideStream() if has_side else None,
         turns=Turns() if _overlaps_passes(plan) else None,
     )
@@ -221,22 +224,27 @@ def build_executor(
         hooks=hooks,
         chunks=model.chunks,
         placement=model.placement,
-        hidden_rows=functools.partial(_hidden_rows, plan, model.tp, rows),
+        hidden_rows=[
+            _hidden_rows(plan, model.tp, rows, stage) for stage in range(model.placement.num_stages)
+        ],
         late_gradients=late if has_late_gradients else "none",
-        turns=model.turns,
+        turns=model.communication.turns,
     )
 
 
-def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int, is_training: bool) -> int:
-    """Return the rows that a virtual stage receives: of a sample, of its depths of prediction, or of decoder and memory."""
+def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:
+    """Return the rows that a virtual stage receives in evaluation and in training.
+
+    They are the rows of a sample, with its depths of prediction in training, or of decoder and memory.
+    """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
-    if mtp_stage is not None and stage == mtp_stage + 1 and is_training:
-        return rows * (1 + spec.num_mtp_layers)
+    if mtp_stage is not None and stage == mtp_stage + 1:
+        return rows, rows * (1 + spec.num_mtp_layers)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length
-    if start is None or stage <= start:
-        return rows
-    assert length is not None, "a decoder after an encoder has a length of its own"
-    return rows + tp.sequence_rows(length)
+    if start is not None and stage > start:
+        assert length is not None, "a decoder after an encoder has a length of its own"
+        rows += tp.sequence_rows(length)
+    return rows, rows
 
 
 def build_training_passes(
@@ -247,12 +255,12 @@ def build_training_passes(
     grid: RankGrid,
     device: torch.device,
 ) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them."""
-    if not plan.derived.cuda_graphs:
+    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+    if not plan.derived.cuda_graphs or device.type == "meta":
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
-    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps)
+    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

@@ -20,10 +20,12 @@ from megatrain.config import Plan
 from megatrain.kernels.fused.launching import enable_fused_kernels
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import num_zero_gradients, parameter_norm
-from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.training.build import (
     build_buffers,
     build_data_parallel,
@@ -70,6 +72,8 @@ class Engine:
         self.training_passes = build_training_passes(
             plan, self.model, self.executor, self.data_parallel, grid, device
         )
+        self.num_repeats = 0
+        """Steps computed again since experts lacked memory."""
         self._were_finite: Tensor | None = None
         """bool []: all steps so far were finite; None before the first, or where the loss scaler may skip steps."""
 
@@ -171,12 +175,29 @@ class Engine:
         if self.num_depths:
             batches = [with_batches_ahead(batch, self.num_depths) for batch in batches]
         batches = self.shard_batches(batches)
+        restore_history = None if self.model.fp8 is None else self.model.fp8.history.snapshot()
+        while (infos := self._compute_gradients(batches, first_sample)) is None:
+            self.num_repeats += 1
+            self.buffers.gradients.zero()
+            if restore_history is not None:
+                restore_history()
+            if self.compute_times is not None:
+                self.compute_times.forget_last()
+            if isinstance(self.training_passes, GraphedPasses):
+                self.training_passes.forget()
+        self.routers.collect(infos)
+        return losses_of(self.loss_names, self.sum_over_ranks(infos, self.loss_names))
+
+    def _compute_gradients(self, batches: Sequence[Batch], first_sample: int) -> list[PassInfo] | None:
+        """Run all passes and reduce gradients; return the infos of the passes, or None if experts lacked memory for tokens."""
         infos = self.pass_infos(batches, first_sample=first_sample)
         with self.compute_times or contextlib.nullcontext():
             self.training_passes.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
+        capacities = self.model.communication.capacities
+        # First, so that gradients are reduced while the host waits for the result.
+        check = None if capacities is None else capacities.begin_check(self.grid.world, self.device)
         self.data_parallel.finish_gradients()
-        self.routers.collect(infos)
-        return losses_of(self.loss_names, self.sum_over_ranks(infos, self.loss_names))
+        return None if check is not None and check() else infos
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this context-parallel rank's rows of its replica's micro-batches."""

@@ -28,6 +28,10 @@ class ComputeTimes:
     def __exit__(self, *_: object) -> None:
         self._spans.append((self._start, DeviceTime(self._device)))
 
+    def forget_last(self) -> None:
+        """Forget the newest step, which is computed again."""
+        self._spans.pop()
+
     def take(self) -> float:
         """Return the seconds of the oldest step; its report must be read before."""
         start, end = self._spans.popleft()

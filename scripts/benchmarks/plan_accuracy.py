@@ -78,8 +78,10 @@ MEASURED: Final = (
     Measured("B5 cp4", 4, (4600,), 97.8, "", "b5"),
     Measured("B6 ep2", 2, (797, 819), 122.1, _EP2, "b6"),
     Measured("B6, all-to-all", 2, (858, 901), 114.8, f"{_EP2} --no-moe-alltoall-as-allgather", "b6"),
+    Measured("B6 ep4", 4, (746, 761), 69.8, "", "b6"),
     Measured("B7 ep2", 2, (866, 871), 103.5, _EP2, "b7"),
     Measured("B7, all-to-all", 2, (947, 1017), 96.0, f"{_EP2} --no-moe-alltoall-as-allgather", "b7"),
+    Measured("B7 ep4", 4, (836, 843), 60.7, "", "b7"),
     Measured("7B tp2", 2, (3577,), 106.2, _7B, note=_TE),
     Measured("1f1b", 2, (3462.7,), 59.35, f"{_STAGES} --pipeline-schedule 1f1b", "b4"),
     Measured(

@@ -33,7 +33,7 @@ def chosen(scripts: tuple[Any, Any]) -> dict[str, list[str]]:
     lines = {
         line.case: shrink_command_line.shrink(line.flags)
         for line in recorded.recorded_command_lines()
-        if line.case in starting
+        if line.case in starting and "--mock-data" in line.flags  # BERT and T5 read a corpus
     }
     covered: set[tuple[str, ...]] = set()
     found = {}

@@ -13,7 +13,8 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.model.implementations.attention import LocalAttention
-from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.documents import Documents
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -123,10 +123,18 @@ def test_cuda_graphs_with_communication_change_no_bit(flags: str) -> None:
     compare_with_graphs(f"--bf16 {flags}", num_gpus=2)
 
 
-def compare_with_graphs(flags: str, num_gpus: int) -> None:
-    """Compare 20 iterations with and without graphs. Fails if a bit differs."""
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_steps_computed_again_with_more_memory_for_experts_change_no_bit() -> None:
+    flags = f"--bf16 {MANY_EXPERTS} --expert-model-parallel-size 4 --moe-expert-rank-capacity-factor none"
+    compare_with_graphs(
+        flags, num_gpus=4, more="--moe-expert-rank-capacity-factor 0.5 --cuda-graph-warmup-steps 1"
+    )
+
+
+def compare_with_graphs(flags: str, num_gpus: int, more: str = "") -> None:
+    """Compare 20 iterations with and without graphs, and `more` flags with them. Fails if a bit differs."""
     command = [sys.executable, "scripts/check_determinism.py", "--gpus", str(num_gpus)]
-    command += ["--second=--cuda-graph-impl local", "--"]
+    command += [f"--second=--cuda-graph-impl local {more}", "--"]
     command += f"{SMALL} {flags} --deterministic-mode --eval-iters 1 --train-iters 20".split()
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

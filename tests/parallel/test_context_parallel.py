@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.batch import Batch
 from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGroup
 
 CPU = torch.device("cpu")

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
+from megatrain.parallel.expert_parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+)
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_capacity import RankCapacity
 
 
 @pytest.mark.parametrize(
@@ -14,6 +19,8 @@ from megatrain.parallel.grid import RankGroup
         ("local", 1, 1, 24, 8),
         ("allgather", 2, 1, 48, 4),  # all possible assignments: three of each of 16 tokens
         ("allgather", 4, 2, 128, 2),
+        ("bounded", 4, 2, 80, 2),  # 1.5 times the even load of 48, a multiple of 16
+        ("bounded", 2, 1, 48, 4),
         ("alltoall", 2, 1, 24, 4),
         ("alltoall", 4, 2, 48, 2),
     ],
@@ -25,6 +32,7 @@ def test_rows_on_the_meta_device_are_those_of_an_even_load(
     dispatcher = {
         "local": lambda: LocalDispatcher(8),
         "allgather": lambda: AllGatherDispatcher(8, *groups),
+        "bounded": lambda: AllGatherDispatcher(8, *groups, capacity=RankCapacity(1.5 if ep == 4 else 9)),
         "alltoall": lambda: AllToAllDispatcher(8, *groups),
     }[kind]()
     x = torch.empty(8, 16, device="meta", requires_grad=True)

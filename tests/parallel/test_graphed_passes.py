@@ -18,13 +18,16 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """A stand-in for `capture` and its result: it runs nothing at first, and the same work at each replay."""
+    """A stand-in for `Capture` and its result: it runs nothing at first, and the same work at each replay."""
 
     def __init__(self) -> None:
         self.num_captures = self.num_replays = 0
         self.work: Work | None = None
 
-    def __call__(self, work: Work) -> Recorder:
+    def warm_up(self, work: Work) -> None:
+        work()
+
+    def record(self, work: Work) -> Recorder:
         self.num_captures += 1
         self.work = work
         return self

@@ -47,7 +47,7 @@ def _latent_gradients_not_reduced() -> AbstractContextManager[Any]:
 
 def _gathered_gradients_summed() -> AbstractContextManager[Any]:
     """Sum the gradients of gathered latents over tensor ranks, which all have the whole gradient."""
-    return mock.patch("megatrain.parallel.latent_context._local_rows", reduce_scatter)
+    return mock.patch("megatrain.parallel.context.latent_context._local_rows", reduce_scatter)
 
 
 LATENT_FAULTS: dict[str, tuple[Patch, str]] = {

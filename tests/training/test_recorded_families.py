@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatrain.config import parse
 from megatrain.interop.megatron.names import FusedRows, parts_of
-from megatrain.parallel.batch import Batch, family_batch
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.family_batch import family_batch
 from megatrain.tools.parity.measure import gradients_of
 from megatrain.training.build import build_schedules
 from megatrain.training.launch.ranks import joined_ranks

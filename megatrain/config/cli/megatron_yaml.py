@@ -43,7 +43,7 @@ _RENAMED: Final[Mapping[str, str]] = {
 _IGNORED: Final = dict(
     entry.split("=")
     for entry in """
-    adlr_autoresume_interval=1000 barrier_with_L1_time=* batch_p2p_comm=* batch_p2p_sync=* bert_binary_head=*
+    adlr_autoresume_interval=1000 barrier_with_L1_time=* batch_p2p_comm=* batch_p2p_sync=*
     cpu_offloading=false cpu_offloading_activations=* cpu_offloading_weights=* deallocate_pipeline_outputs=*
     delay_grad_reduce=* delay_param_gather=* enable_autocast=false enable_one_logger=*
     fp8_amax_compute_algo=most_recent fp8_amax_history_len=1 fp8_interval=1 fp8_margin=0 gated_linear_unit=false
@@ -189,9 +189,10 @@ def _switch(key: str, *, is_true: bool) -> list[str]:
     return [flag] if is_true or flag not in {*megatron_flags(), *aliases()} else []
 
 
-def _opposites(flag: str) -> tuple[str, str]:
-    """Return the flags that may set the opposite of a switch."""
-    return f"--no-{flag[2:]}", f"--disable-{flag[2:]}"
+def _opposites(flag: str) -> tuple[str, ...]:
+    """Return the flags that may set the opposite of a switch, such as `--bert-no-binary-head`."""
+    first, _, rest = flag[2:].partition("-")
+    return f"--no-{flag[2:]}", f"--disable-{flag[2:]}", f"--{first}-no-{rest}"
 
 
 def _section_problem(place: str, key: str) -> Problem:

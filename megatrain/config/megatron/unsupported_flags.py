@@ -19,8 +19,8 @@ UNSUPPORTED_FLAGS: Final = (
         "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
     missing(
-        "a limit on the tokens of an expert rank, and other dtypes of dispatched tokens, are not supported",
-        "--moe-expert-rank-capacity-factor= --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
+        "other dtypes of dispatched tokens are not supported",
+        "--moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
     ),
     missing(
         "recording or forcing routing decisions is not supported",

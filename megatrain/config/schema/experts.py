@@ -177,7 +177,18 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     moe_alltoall_as_allgather: bool = setting(
         AUTO, on_resume=SAFE, needs=one_of("experts.moe_token_dispatcher_type", "alltoall")
     )
-    """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts, and memory holds every possible assignment. auto: where nearly all tokens go to each rank anyway, and the activations of experts take at most twice the memory of an even load. Not in Megatron-LM."""
+    """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts. auto: where most tokens go to each rank anyway, on GPUs of one host, or nearly all. Not in Megatron-LM."""
+    moe_expert_rank_capacity_factor: float | None = setting(
+        AUTO,
+        above=0,
+        on_resume=SAFE,
+        needs=either(
+            above("parallel.expert_model_parallel_size", 1),
+            above("derived.expert_tensor_parallel_size", 1),
+            words="with experts on one rank",
+        ),
+    )
+    """Memory for the token-expert assignments of a rank after an all-gather of tokens, relative to an even load. If a load is larger, the memory grows and the step is computed again: nothing is dropped. none: memory for every possible assignment. auto: 1.25 on GPUs, where every possible one would take more than twice the memory of an even load."""
 
     @property
     def sends_by_alltoall(self) -> bool:

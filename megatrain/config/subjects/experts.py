@@ -16,10 +16,14 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, names_of
 
 _LOSSES: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_MIN_SENT: Final = 0.9
-"""Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster."""
+GPUS_PER_HOST: Final = 8
+"""Assumed where it is not known."""
+_MIN_SENT: Final = {True: 0.5, False: 0.9}
+"""Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster: among GPUs of one host, and elsewhere."""
 _MAX_ROWS: Final = 2
-"""Largest number of rows of experts that an all-gather reserves, relative to an even load."""
+"""Largest number of rows of experts that an all-gather reserves, relative to an even load, for every possible assignment."""
+_CAPACITY: Final = 1.25
+"""Rows that it reserves on GPUs where these would be more."""
 
 
 @rule
@@ -268,11 +272,46 @@ def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
 
 @derives("experts.moe_alltoall_as_allgather")
 def moe_alltoall_as_allgather(draft: Draft) -> DerivedValue:
-    return all_gather_of_tokens(draft.config.experts, draft.config.parallel.expert_model_parallel_size)
+    ep = draft.config.parallel.expert_model_parallel_size
+    known = draft.facts.ranks_per_node or 1
+    per_node = known if known > 1 else GPUS_PER_HOST  # 1: perhaps of ranks that see one GPU each
+    is_one_host = (
+        draft.facts.world_size <= per_node or per_node % (ep * draft.derived.expert_tensor_parallel_size) == 0
+    )
+    return all_gather_of_tokens(
+        draft.config.experts, ep, on_gpus_of_host=is_one_host and draft.config.training.device == "cuda"
+    )
 
 
-def all_gather_of_tokens(experts: ExpertsConfig, ep: int) -> DerivedValue:
-    """Decide whether all-gathers replace the all-to-all among `ep` expert ranks."""
+@derives("experts.moe_expert_rank_capacity_factor")
+def moe_expert_rank_capacity_factor(draft: Draft) -> DerivedValue:
+    experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
+    if experts.num_experts is None or ep == 1 or experts.sends_by_alltoall:
+        return DerivedValue(None, "without an all-gather of tokens to the ranks of experts")
+    if experts.moe_pad_expert_input_to_capacity:
+        return DerivedValue(
+            None, "--moe-pad-expert-input-to-capacity: all experts have the same number of rows"
+        )
+    rows = possible_rows(experts, ep)
+    reason = f"memory for every possible assignment is {rows:.3g} times that of an even load"
+    if draft.config.training.device != "cuda":
+        return DerivedValue(None, reason)
+    return DerivedValue(capacity_on_gpus(experts, ep), reason)
+
+
+def capacity_on_gpus(experts: ExpertsConfig, ep: int) -> float | None:
+    """Return the rows of a rank's experts after an all-gather, relative to an even load; None: those of every possible assignment."""
+    return None if possible_rows(experts, ep) <= _MAX_ROWS else _CAPACITY
+
+
+def possible_rows(experts: ExpertsConfig, ep: int) -> float:
+    """Return the possible assignments to a rank's experts, relative to an even load."""
+    number, top_k = experts.num_experts or 1, experts.moe_router_topk
+    return ep * min(top_k, max(number // ep, 1)) / top_k
+
+
+def all_gather_of_tokens(experts: ExpertsConfig, ep: int, *, on_gpus_of_host: bool) -> DerivedValue:
+    """Decide whether all-gathers replace the all-to-all among `ep` expert ranks, which may be GPUs of one host."""
     number, top_k = experts.num_experts, experts.moe_router_topk
     if number is None or experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
         return DerivedValue(False, "--moe-token-dispatcher-type alltoall is not given")
@@ -281,11 +320,11 @@ def all_gather_of_tokens(experts: ExpertsConfig, ep: int) -> DerivedValue:
     sent = _chosen(number, ep, top_k)
     if experts.moe_router_num_groups is not None and experts.moe_router_group_topk is not None:
         sent = min(sent, _chosen(experts.moe_router_num_groups, ep, experts.moe_router_group_topk))
-    rows = ep * min(top_k, number // ep) / top_k
     expected = f"with an even load {100 * sent:.1f} % of the tokens go to each rank"
-    if sent < _MIN_SENT:
+    if sent < _MIN_SENT[on_gpus_of_host]:
         return DerivedValue(False, expected)
-    if rows > _MAX_ROWS:
+    rows = possible_rows(experts, ep)
+    if rows > _MAX_ROWS and not on_gpus_of_host:
         return DerivedValue(False, f"experts would need memory for {rows:.3g} times the rows of an even load")
     return DerivedValue(True, f"{expected}, and the host waits for no counts")
 

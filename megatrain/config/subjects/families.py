@@ -5,7 +5,7 @@ from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
-from megatrain.config.registry import Problems, rule
+from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.tree import flag_of
 
 _WITHOUT_MASKS: Final = (
@@ -142,4 +142,15 @@ def samples_hold_text(draft: Draft) -> Problems:
         yield Problem(
             f"--seq-length {length} is too short for samples of --model-family {family}, which have special tokens",
             f"use --seq-length {_SHORTEST[family]} or more",
+        )
+
+
+@note
+def word_pieces_are_of_other_families(draft: Draft) -> Notes:
+    """Megatron-LM's command lines leave the family to the program: alone they would train a GPT unseen."""
+    kind = draft.config.tokenizer.tokenizer_type or ""
+    if kind.startswith("BertWordPiece") and not draft.is_given_or_stored("model.model_family"):
+        yield (
+            f"--tokenizer-type {kind} splits text as BERT and T5 do, and this run trains a GPT: --model-family bert or t5, and"
+            " pretrain_bert.py and pretrain_t5.py in scripts/megatron, train the other families"
         )

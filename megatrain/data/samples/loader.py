@@ -19,7 +19,9 @@ from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import MaskedSample, Sample
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
-from megatrain.parallel.batch import Batch, Documents, family_batch
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.documents import Documents
+from megatrain.parallel.family_batch import family_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -45,10 +45,11 @@ _OPPOSITES: Final = {
     "no_data_sharding": "data_sharding",
     "no_mmap_bin_files": "mmap_bin_files",
     "muon_no_split_qkv": "muon_split_qkv",
+    "bert_no_binary_head": "bert_binary_head",
 }
 _NOT_THERE: Final = frozenset(
     """
-    attention_backend spec spec_digest norm_position qk_layernorm_width softmax_scale z_loss_coeff embedding_multiplier
+    attention_backend model_family spec spec_digest norm_position qk_layernorm_width softmax_scale z_loss_coeff embedding_multiplier
     attn_logit_softcapping final_logit_softcapping context_parallel_chunk_means pipeline_schedule data_cache_path
     data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
     compile device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
@@ -76,11 +77,12 @@ _LAYOUT: Final = (
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 
 
-def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
+def plan_of(arguments: Mapping[str, Any], family: str, source: Path) -> Plan:
     """Return the plan of the run that wrote a checkpoint.
 
     Args:
         arguments: plain values and records, by the names of Megatron-LM's arguments.
+        family: `model_family`, which no argument says.
         source: the checkpoint, for messages.
 
     Raises:
@@ -93,7 +95,7 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
         for name, value in arguments.items()
         if name not in left_out and _is_plain(value)
     }
-    words: list[str] = []
+    words = ["--model-family", family]
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):
             words += [item.flag, *item.words]
@@ -101,7 +103,7 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     if not isinstance(padded, int) or size < 1:
         raise MismatchError(
             f"{source}: its arguments have no padded_vocab_size or world_size",
-            fix="convert a checkpoint that pretrain_gpt.py of Megatron-LM wrote",
+            fix="convert a checkpoint that a pretrain_*.py of Megatron-LM wrote",
         )
     try:
         request = parse([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(padded)])
@@ -136,6 +138,8 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         "consumed_valid_samples": manifest.state["consumed_valid_samples"],
         "group_query_attention": found["num_query_groups"] not in (None, found["num_attention_heads"]),
         "add_position_embedding": True,
+        "encoder_num_layers": config["model"]["num_layers"],
+        "encoder_seq_length": config["data"]["seq_length"],
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
     }
@@ -198,7 +202,7 @@ def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[st
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     config = TokenizerConfig(**values)
     is_text = config.tokenizer_type != "NullTokenizer" and not any(tokenizer_problems(config))
-    return given if is_text else numbers
+    return {"vocab_size": None, **given} if is_text else numbers
 
 
 def layout_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

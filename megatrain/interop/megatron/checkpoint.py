@@ -25,7 +25,7 @@ from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, family_of, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
@@ -77,7 +77,7 @@ class MegatronCheckpoint(TensorReader):
             self._arguments = _mapping(self._common.get("args"))
         except (AttributeError, TypeError, ValueError) as error:
             raise DamagedImportError(f"{path}: common_state: {str(error)[:300]}") from error
-        self.plan = plan_of(self._arguments, path)
+        self.plan = plan_of(self._arguments, family_of(self._folder.tensors), path)
         self.padded_vocab_size: int = self._arguments["padded_vocab_size"]
         stored = self._arguments.get("vocab_size")
         self.vocab_size: int = vocab_size or (stored if isinstance(stored, int) else self.padded_vocab_size)
@@ -90,7 +90,11 @@ class MegatronCheckpoint(TensorReader):
             path.rglob("distrib_optim.pt")
         )
         """The optimizer's state is stored by buckets, whose order only a model in the same layout knows: it is not read."""
-        self._sources = dict(self._canonical())
+        self._sources: dict[str, _Source] = {}
+        for name, source in self._canonical():
+            twice = self._sources.get(name)
+            tensors = {**twice.tensors, **source.tensors} if twice else source.tensors
+            self._sources[name] = _Source(source.part, tensors)
         self._check_kinds()
 
     @functools.cached_property

@@ -30,7 +30,7 @@ from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.interop.megatron.arguments import arguments_of
-from megatrain.interop.megatron.names import BIASES, FusedRows, Part
+from megatrain.interop.megatron.names import BIASES, STACKS, STORED_TWICE, FusedRows, Part
 from megatrain.interop.megatron.their_tensors import TheirTensor, their_tensors
 from megatrain.optim.lr_schedule import LrSchedule
 from megatrain.optim.sharded import WEIGHT
@@ -78,6 +78,7 @@ class MegatronExport:
         best, score = self._experts.moe_router_group_topk, self._experts.moe_router_group_score_topk
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
+        self._family = model.model_family
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
@@ -134,15 +135,25 @@ class MegatronExport:
     def _of_parameters(self) -> Iterator[_Chunk]:
         for tensor in self.tensors:
             first = self._manifest.tensors[tensor.parts[0].name]
+            names = self._names(tensor.name)
             for kind, stored in first.kinds.items():
                 if kind == WEIGHT:
-                    yield from self._of_tensor(tensor, tensor.name, kind, self._params_dtype)
+                    for name in names:
+                        yield from self._of_tensor(tensor, name, kind, self._params_dtype)
                 elif kind not in _MOMENTS:
                     raise _unknown(self._reader.path, f"the optimizer's {kind}")
                 if kind != WEIGHT or (len(first.kinds) > 1 and DTYPES[stored.dtype] != self._params_dtype):
                     theirs = "fp32_param" if kind == WEIGHT else kind
-                    name = f"optimizer.state.{theirs}.{tensor.name}"
+                    name = f"optimizer.state.{theirs}.{names[-1]}"
                     yield from self._of_tensor(tensor, name, kind, DTYPES[stored.dtype])
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        """Return the names under which a weight is stored; the last one also has the optimizer's state."""
+        for first, second in STORED_TWICE.items() if self._family == "t5" else ():
+            if name.startswith((first, second)):
+                kind = name.rpartition(".")[2]
+                return f"{first}{kind}", f"{second}{kind}"
+        return (name,)
 
     def _of_tensor(self, tensor: TheirTensor, name: str, kind: str, dtype: torch.dtype) -> Iterator[_Chunk]:
         for box, parts in tensor.chunks():
@@ -194,8 +205,13 @@ class MegatronExport:
     def _extra_states(self) -> dict[str, Any]:
         """Return the empty extra states of modules, which Megatron-LM expects."""
         found: dict[str, Any] = {key: None for tensor in self.tensors for key in tensor.extra_states()}
-        if self._experts.num_experts is None:
-            found["decoder.final_layernorm._extra_state/shard_0_1"] = torch.empty(0, dtype=torch.uint8)
+        modules = {name.rpartition(".")[0] for tensor in self.tensors for name in self._names(tensor.name)}
+        for module in modules:
+            key, (stack, _, last) = f"{module}._extra_state/shard_0_1", module.rpartition(".")
+            if last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None:
+                found[key] = torch.empty(0, dtype=torch.uint8)
+            elif last == "output_layer" and self._family != "gpt":
+                found[key] = None
         return found
 
 

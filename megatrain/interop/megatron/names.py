@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,9 +47,10 @@ _LAYER: Final = {
     "cross_attention.linear_kv": ("cross_attention.k", "cross_attention.v"),
     "cross_attention.linear_proj": ("cross_attention.proj",),
 }
-_STACKS: Final = ("decoder", "encoder")
+STACKS: Final = ("encoder", "decoder")
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
+    "position_embeddings": ("embedding.position_embeddings",),
     "embedding.position_embeddings": ("embedding.position_embeddings",),
     "embedding.tokentype_embeddings": ("embedding.tokentype_embeddings",),
     "output_layer": ("output_layer",),
@@ -57,14 +58,14 @@ TABLE: Final = {
     "lm_head.layer_norm": ("lm_head.norm",),
     "pooler.dense": ("pooler.dense",),
     "binary_head": ("binary_head",),
-    **{f"{stack}.final_layernorm": (f"{stack}.final_norm",) for stack in _STACKS},
+    **{f"{stack}.final_layernorm": (f"{stack}.final_norm",) for stack in STACKS},
     **{
         f"{stack}_relative_pos_emb.relative_attention_bias": (f"{stack}.relative_positions",)
-        for stack in _STACKS
+        for stack in STACKS
     },
     **{
         f"{stack}.layers.{{}}.{theirs}": tuple(f"{stack}.layers.{{}}.{name}" for name in ours)
-        for stack in _STACKS
+        for stack in STACKS
         for theirs, ours in _LAYER.items()
     },
     **{
@@ -76,7 +77,8 @@ TABLE: Final = {
     "mtp.layers.{}.eh_proj": ("mtp.layers.{}.projection",),
     "mtp.layers.{}.final_layernorm": ("mtp.layers.{}.final_norm",),
 }
-"""Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
+"""Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert. Of two
+modules with the same rows the second is written."""
 _RENAMED: Final = {
     "mtp_model_layer.": "transformer_layer.",
     "lm_head.output_layer.": "output_layer.",
@@ -86,13 +88,18 @@ _RENAMED: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
+STORED_TWICE: Final = {
+    "lm_head.output_layer.": "output_layer.",
+    "embedding.position_embeddings.": "position_embeddings.",
+}
+"""Modules of T5 with two names: the weights have both, the optimizer's state has the second."""
 GATED: Final = ("swiglu", "geglu", "quick_geglu")
 """Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Canonical tensors whose rows are token ids: Megatron-LM's also have rows of padding."""
 
 _MAX_STACKED: Final = 1 << 22
@@ -171,6 +178,12 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
                 num_rows = sum(part.stop - part.start for part in rows)
                 ours = one.format(*numbers, *place)
                 yield Part(f"{ours}.{kind}", (num_rows, *rest), name, place, rows)
+
+
+def family_of(names: Iterable[str]) -> str:
+    """Return the `model_family` of a model from the names of its parameters, which begin with its stacks."""
+    has = {name.partition(".")[0] for name in names}
+    return "gpt" if "encoder" not in has else "t5" if "decoder" in has else "bert"
 
 
 def _unstacked(name: str) -> str:

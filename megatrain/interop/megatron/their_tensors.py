@@ -15,13 +15,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatrain.interop.megatron.names import GATE_NAMES, NUMBER, TABLE, VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.names import (
+    GATE_NAMES,
+    NUMBER,
+    STACKS,
+    TABLE,
+    VOCABULARY,
+    FusedRows,
+    Part,
+    parts_of,
+)
 from megatrain.parallel.layout import Box
 
 _NORMS: Final = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
+_STACKED: Final = tuple(f"{stack}.layers." for stack in STACKS)
 _WITH_EXTRA_STATE: Final = ("linear_", "eh_proj")
 """Beginnings of modules that store an empty extra state."""
 
@@ -94,7 +104,7 @@ def their_tensors(
         defaultdict(dict)
     )
     for (pattern, kind, numbers), found in rows.items():
-        is_stacked = is_uniform and pattern.startswith("decoder.layers.")
+        is_stacked = is_uniform and pattern.startswith(_STACKED)
         kept = () if is_stacked else numbers[:1]
         stacks[_name(pattern, kind, kept, is_latent=is_latent), kept][numbers[len(kept) :]] = found
     return [_their_tensor(name, places, fused) for (name, _), places in stacks.items()]

@@ -57,8 +57,8 @@ def sort_items(
     kept: Tensor | None = None,
     rows_per_column: int | None = None,
     token_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, assignments and ends of a `kernels.moe.permute.Permutation` of the items with a column.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the parts of a `kernels.moe.permute.Permutation` of the items with a column.
 
     Args:
         experts: [t, k].
@@ -72,7 +72,7 @@ def sort_items(
     has_holes = rows_per_column is not None
     rows = _indices((num_tokens, per_token), device, filled=token_rows is not None)
     assignments = _indices((num_rows,), device, filled=has_holes)
-    ends = torch.empty(columns.number, dtype=torch.int32, device=device)
+    ends = torch.empty(columns.number + 1, dtype=torch.int32, device=device)  # and the number of items
     width = power_of_two(columns.number)
     at_once = min(max(_PAIRS // width, 16), 128)
     rounds = max(cdiv(num_items, _TILES * at_once), 1)
@@ -89,7 +89,7 @@ def sort_items(
         _place_items, (tiles,), *inputs, rows, assignments, ends, rows if token_rows is None else token_rows, *numbers,
         tiles, num_rows, rows_per_column or 0, **kind, HAS_HOLES=has_holes, HAS_TOKEN_ROWS=token_rows is not None,
     )  # fmt: skip
-    return rows, assignments, ends
+    return rows, assignments, ends[:-1], ends[-1]
 
 
 def _indices(shape: tuple[int, ...], device: torch.device, *, filled: bool) -> Tensor:
@@ -190,7 +190,8 @@ def _place(
         next_row += tl.sum(tl.where(others < tile, count, 0), axis=0)
     end = (column + 1) * rows_per_column if HAS_HOLES else tl.cumsum(total, axis=0)
     next_row += end - (rows_per_column if HAS_HOLES else total)
-    tl.store(ENDS + column, end, mask=column < tl.where(tile == 0, COLUMNS, 0))
+    tl.store(ENDS + column, tl.minimum(end, num_rows), mask=column < tl.where(tile == 0, COLUMNS, 0))
+    tl.store(ENDS + COLUMNS, tl.sum(total, axis=0), mask=tile == 0)
     for number in range(rounds):
         item = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
         found = _column_of(
@@ -198,7 +199,7 @@ def _place(
         )  # fmt: skip
         is_to = (found[:, None] == column[None, :]).to(tl.int32)
         row = tl.sum(is_to * (next_row[None, :] + tl.cumsum(is_to, axis=0) - 1), axis=1)
-        row = tl.where(found < 0, -1, row)
+        row = tl.where((found < 0) | (row >= num_rows), -1, row)
         inside = item < num_items
         if HAS_TOKEN_ROWS:
             token_row = tl.load(TOKEN_ROWS + item // TOP_K, mask=inside, other=-1)

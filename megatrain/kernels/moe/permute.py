@@ -31,6 +31,8 @@ class Permutation(NamedTuple):
     """Assignment of each row, int64 [r], numbered token by token; -1 for an empty row."""
     ends: Tensor
     """End of each expert's rows, int32 [e]. Rows after the last end are unused."""
+    load: Tensor
+    """Number of the assignments, int32 []; if there are fewer rows, the last ones have none."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +60,7 @@ def sort_by_expert(
 
     Args:
         experts: integers [t, k].
-        num_rows: at least the number of assignments; ignored with `rows_per_expert`.
+        num_rows: rows to allocate; ignored with `rows_per_expert`. Assignments beyond them have no row: see `Permutation.load`.
         kept: bool [t, k], False for assignments that get no row; None: all are kept.
         rows_per_expert: rows of each expert, at least its assignments; the rest is empty. None: as many as assignments.
         token_rows: int64 [t], rows of other tensors in which the tokens are, -1: none; the permutation is that of these
@@ -83,12 +85,12 @@ def sort_by_expert(
 
 def _of_token_rows(permutation: Permutation, token_rows: Tensor) -> Permutation:
     """Return the permutation of tokens for the rows in which they are."""
-    rows, assignments, ends = permutation
+    rows, assignments = permutation.rows, permutation.assignments
     num_tokens, top_k = rows.shape
     at = token_rows.where(token_rows >= 0, num_tokens)  # one more row, for tokens without one
     of_rows = rows.new_full((num_tokens + 1, top_k), -1).index_copy_(0, at, rows)[:num_tokens]
     of_assignments = token_rows[permutation.tokens] * top_k + assignments % top_k
-    return Permutation(of_rows, of_assignments.masked_fill(assignments < 0, -1), ends)
+    return permutation._replace(rows=of_rows, assignments=of_assignments.masked_fill(assignments < 0, -1))
 
 
 def sort_by_rank(experts: Tensor, *, num_ranks: int, experts_per_rank: int) -> Permutation:
@@ -167,16 +169,17 @@ def sort_by_expert_reference(
     sorted_experts, assignments = local.masked_fill(has_no_row, num_experts).sort(stable=True)
     starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=experts.device))
     rows = torch.arange(sorted_experts.numel(), device=experts.device)
-    ends = starts[1:]
+    ends = starts[1:].clamp(max=num_rows)
     if rows_per_expert is not None:
         padded_starts = torch.arange(0, num_rows + 1, rows_per_expert, device=experts.device)
         rows += (padded_starts - starts)[sorted_experts]
         ends = padded_starts[1:]
-    has_no_row = sorted_experts == num_experts
+    has_no_row = (sorted_experts == num_experts) | (rows >= num_rows)
     at_row = assignments.new_full((num_rows + 1,), -1)  # one more row, for assignments without a row
     at_row.scatter_(0, rows.masked_fill(has_no_row, num_rows), assignments)
     row_of = torch.empty_like(assignments).scatter_(0, assignments, rows.masked_fill(has_no_row, -1))
-    return Permutation(row_of.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
+    load = starts[-1].to(torch.int32)
+    return Permutation(row_of.view_as(experts), at_row[:num_rows], ends.to(torch.int32), load)
 
 
 def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:

@@ -113,10 +113,13 @@ def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:
 
     if ep.size * etp.size == 1:
         return LocalDispatcher(spec.num_experts, rows_per_expert)
-    kind = AllToAllDispatcher if ranks.communication.dispatcher == "alltoall" else AllGatherDispatcher
-    turns = ranks.communication.turns
-    give_turn = None if turns is None else turns.give
-    return kind(spec.num_experts, ep, etp, rows_per_expert, give_turn)
+    communication = ranks.communication
+    give_turn = None if communication.turns is None else communication.turns.give
+    common = (spec.num_experts, ep, etp, rows_per_expert, give_turn)
+    if communication.dispatcher == "alltoall":
+        return AllToAllDispatcher(*common)
+    bounds = communication.capacities if rows_per_expert is None else None
+    return AllGatherDispatcher(*common, None if bounds is None else bounds.add_layer())
 
 
 def _max_batches(expert_ranks: int, batch_ranks: int) -> int:

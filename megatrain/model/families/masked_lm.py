@@ -8,6 +8,8 @@ Source: BERT, arXiv:1810.04805, as in Megatron-LM (core/models/bert).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +21,7 @@ from megatrain.model.implementations.module_builder import ModuleBuilder
 from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.layout import Init, ShardedModule
+from megatrain.parallel.layout import Init, ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 _CLASSES = 2
@@ -62,8 +64,7 @@ class BinaryHead(ShardedModule):
         and `sop_hits`, the number of them whose class has the larger logit.
         """
         assert batch.are_swapped is not None, "the batch of a model with a next-sentence head"
-        pooled = torch.tanh(self._linear("pooler", x[0]))
-        logits = self._linear("binary_head", pooled)
+        logits = self.logits(x)
         losses = F.cross_entropy(
             logits.to(accumulation_dtype(logits.dtype)), batch.are_swapped, reduction="none"
         )
@@ -83,5 +84,23 @@ class BinaryHead(ShardedModule):
             info.sums["samples"] = torch.full_like(mean, count)
         return mean
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the classes, [b, 2], from the first token of x [s, b, h]."""
+        return self._linear("binary_head", torch.tanh(self._linear("pooler", x[0])))
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, weight_of(self, f"{name}_weight"), weight_of(self, f"{name}_bias"))
+
+
+@dataclass(frozen=True)
+class HeadParts:
+    """Modules that some families add to the head."""
+
+    transform: HeadTransform | None = None
+    """Precedes the output layer."""
+    binary: BinaryHead | None = None
+    """Next-sentence head, whose loss is added."""
+    bias: ParamLayout | None = None
+    """Layout of the bias of the logits."""
+    owns_embedding: bool = False
+    """The tied embedding belongs to this segment."""

@@ -23,9 +23,10 @@ from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa, varlen_attention
 from megatrain.model import functions
-from megatrain.parallel.batch import Documents, PassInfo, whole_samples
-from megatrain.parallel.block_masks import BlockMasks
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.block_masks import BlockMasks
+from megatrain.parallel.context.context_attention import ContextAttention
+from megatrain.parallel.documents import Documents, whole_samples
 from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 

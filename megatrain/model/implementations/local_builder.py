@@ -36,13 +36,13 @@ from megatrain.model.implementations.module_builder import (
 from megatrain.model.implementations.split_norm import LocalSplitRmsNorm
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
+from megatrain.parallel.context.latent_context import attend_to_samples
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.experts import Fp8GroupedGemms
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.latent_context import attend_to_samples
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
 

@@ -14,7 +14,7 @@ from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel
 from megatrain.parallel.layout import ParamLayout
 

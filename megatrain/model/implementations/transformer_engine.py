@@ -34,7 +34,7 @@ from megatrain.model.implementations.module_builder import ColumnLinear, CoreAtt
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel

@@ -29,7 +29,8 @@ from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
 
 LateGradients = Literal["none", "before_last", "all"]
-HiddenRows = Callable[[int, bool], int]
+HiddenRows = Sequence[tuple[int, int]]
+"""Rows that each virtual stage receives: in evaluation, in training."""
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Executor:
         segments: those of this rank's chunks, first to last.
         grid: hidden states and their gradients are sent over its `channels`.
         hidden_shape: shape of the hidden states between chunks, [s/tp, b, h] with sequence parallelism.
-        hidden_rows: returns the rows that a virtual stage receives, in training or not, if not those of `hidden_shape`.
+        hidden_rows: rows that each virtual stage receives; None: those of `hidden_shape`.
         dtype, device: those of the hidden states.
         hooks: called around each pass.
         chunks: numbers of the segments of each chunk; None: all segments are one chunk.
@@ -100,7 +101,7 @@ class Executor:
         self.chunks = chunks or [range(len(segments))]
         self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
-        self.hidden_rows = hidden_rows or (lambda *_: hidden_shape[0])
+        self.hidden_rows = hidden_rows or [(hidden_shape[0],) * 2] * self.placement.num_stages
         self.late_gradients = late_gradients
         self.turns = turns
         self.dtype, self.device = dtype, device
@@ -149,7 +150,7 @@ class Executor:
         stage = self.placement.stage(self.grid.pp.rank, action.chunk)
         stage += action.kind in (ActionKind.RECV_BACKWARD, ActionKind.POST_BACKWARD)
         _, samples, channels = self.hidden_shape
-        rows = self.hidden_rows(stage, info.is_training)
+        rows = self.hidden_rows[stage][info.is_training]
         return torch.empty(rows, samples, channels, dtype=self.dtype, device=self.device)
 
     def _run_passes(self, run: _Run, action: Action) -> None:

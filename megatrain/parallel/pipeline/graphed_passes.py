@@ -52,14 +52,39 @@ class RecordedWork(Protocol):
         """Forget them: communicators whose kernels are recorded cannot be destroyed."""
 
 
-def capture(work: Work) -> RecordedWork:
-    """Record the kernels that `work` launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, capture_error_mode="thread_local"
-    ):  # the loader's thread may allocate meanwhile
-        work()
-    return graph
+class Recorder(Protocol):
+    """Records work; tests without a GPU have a stand-in."""
+
+    def warm_up(self, work: Work) -> None:
+        """Run work that is not recorded."""
+
+    def record(self, work: Work) -> RecordedWork:
+        """Record the kernels that `work` launches."""
+
+
+class Capture:
+    """Records kernels on a stream of its own, on which the warm-up runs too. Implements `Recorder`.
+
+    Autograd and libraries keep the stream that they last ran on, and a capture must not wait for work of another stream
+    (pytorch issue 189977).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, work: Work) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        current.wait_stream(self._stream)
+
+    def record(self, work: Work) -> RecordedWork:
+        graph = torch.cuda.CUDAGraph()
+        # The loader's thread may allocate meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph
 
 
 class GraphedPasses:
@@ -70,7 +95,7 @@ class GraphedPasses:
         bare: the same executor with `NoHooks`.
         data_parallel: communicates weights and gradients.
         num_warmup_steps: steps before the capture.
-        record: `capture`, or a stand-in for tests without a GPU.
+        recorder: records the passes.
     """
 
     def __init__(
@@ -79,26 +104,31 @@ class GraphedPasses:
         bare: Executor,
         data_parallel: DataParallel,
         num_warmup_steps: int,
-        record: Callable[[Work], RecordedWork] = capture,
+        recorder: Recorder,
     ) -> None:
         self._executor, self._bare, self._data_parallel = executor, bare, data_parallel
         self._steps_left = num_warmup_steps
-        self._record = record
+        self._recorder = recorder
         self._graph: _Graph | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a step's micro-batches, like `Executor.run`."""
         if self._steps_left:
             self._steps_left -= 1
-            self._executor.run(actions, batches, infos)
+            self._recorder.warm_up(lambda: self._executor.run(actions, batches, infos))
             return
         self._data_parallel.wait_for_weights()
         for batch, info in zip(batches, infos, strict=True):
             if self._graph is None:
-                self._graph = _Graph(self._bare, batch, self._record)
+                self._graph = _Graph(self._bare, batch, self._recorder)
             self._graph.run(batch, info)
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
+
+    def forget(self) -> None:
+        """Release the graph, as memory has other sizes from now on: another one is recorded after a step of the executor."""
+        self.close()
+        self._steps_left = max(self._steps_left, 1)
 
     def close(self) -> None:
         """Release the graph; process groups can then be destroyed."""
@@ -110,7 +140,7 @@ class GraphedPasses:
 class _Graph:
     """The graph of a micro-batch's passes. Capturing it computes nothing."""
 
-    def __init__(self, executor: Executor, batch: Batch, record: Callable[[Work], RecordedWork]) -> None:
+    def __init__(self, executor: Executor, batch: Batch, recorder: Recorder) -> None:
         self._batch = batch.mapped(Tensor.clone)
         device = batch.tokens.device
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
@@ -123,7 +153,7 @@ class _Graph:
             is_token=self._batch.is_token,
         )
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
-        self.recorded = record(lambda: executor.run(passes, [self._batch], [self._info]))
+        self.recorded = recorder.record(lambda: executor.run(passes, [self._batch], [self._info]))
 
     def run(self, batch: Batch, info: PassInfo) -> None:
         """Run the passes of a micro-batch; sums for the log and metrics of routers remain in `info`."""

@@ -268,8 +268,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "dispatcher",
-        "experts.moe_token_dispatcher_type experts.moe_alltoall_as_allgather",
+        "experts.moe_token_dispatcher_type experts.moe_alltoall_as_allgather"
+        " experts.moe_expert_rank_capacity_factor",
         Feature("alltokens"),
+        Feature("scarce", "--moe-expert-rank-capacity-factor 0.5", needs=("ep",)),
         Feature(
             "alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather", needs=("ep",)
         ),

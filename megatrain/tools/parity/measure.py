@@ -15,9 +15,11 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
-from megatrain.parallel.batch import Batch, Documents, family_batch
+from megatrain.parallel.batch import Batch
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
+from megatrain.parallel.documents import Documents
+from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout

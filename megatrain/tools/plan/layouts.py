@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -15,7 +16,12 @@ from megatrain.config import Plan, Request
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
 from megatrain.config.schema.tree import Setting, settings
-from megatrain.config.subjects.experts import all_gather_of_tokens
+from megatrain.config.subjects.experts import (
+    GPUS_PER_HOST,
+    all_gather_of_tokens,
+    capacity_on_gpus,
+    possible_rows,
+)
 from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
@@ -82,7 +88,16 @@ class Workload:
             return True
         if self.plan.origins["experts.moe_alltoall_as_allgather"].kind in ("flag", "yaml"):
             return config.experts.moe_alltoall_as_allgather
-        return bool(all_gather_of_tokens(config.experts, ep).value)
+        return bool(all_gather_of_tokens(config.experts, ep, on_gpus_of_host=ep <= GPUS_PER_HOST).value)
+
+    def row_factor(self, ep: int) -> float:
+        """Return the rows of experts that a rank has memory for, relative to an even load."""
+        experts = self.plan.config.experts
+        if ep == 1 or not self.gathers_tokens(ep):
+            return 1.0
+        is_given = self.plan.origins["experts.moe_expert_rank_capacity_factor"].kind in ("flag", "yaml")
+        factor = experts.moe_expert_rank_capacity_factor if is_given else capacity_on_gpus(experts, ep)
+        return min(factor or math.inf, possible_rows(experts, ep))
 
     @functools.cached_property
     def flops(self) -> int:

@@ -223,8 +223,5 @@ def _expert_bytes(workload: Workload, layout: Layout, experts: ExpertsSpec) -> f
 
 
 def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertsSpec) -> float:
-    """Return the rows of experts that a rank has memory for, per token: with all-gathers, for every possible assignment."""
-    rows = experts.top_k * layout.etp / layout.tp
-    if layout.ep > 1 and workload.gathers_tokens(layout.ep):
-        rows *= min(layout.ep, experts.num_experts / experts.top_k)
-    return rows
+    """Return the rows of experts that a rank has memory for, per token."""
+    return experts.top_k * layout.etp / layout.tp * workload.row_factor(layout.ep)

@@ -18,13 +18,13 @@ from typing import Any, Final
 from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
-from megatrain.tools.port.launch import Launch, find_launch, world_size
-from megatrain.tools.port.shell_script import ShellScript, Word, quoted
+from megatrain.tools.port.launch import FAMILIES, Launch, find_launch, world_size
+from megatrain.tools.port.shell_script import Part, ShellScript, Word, quoted
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.subcommands import add_command
 
 _HYBRID_PROGRAMS: Final = ("pretrain_hybrid.py", "pretrain_mamba.py")
-_PROGRAMS: Final = ("pretrain.py", "pretrain_gpt.py", *_HYBRID_PROGRAMS)
+_PROGRAMS: Final = ("pretrain.py", *FAMILIES, *_HYBRID_PROGRAMS)
 _NODE: Final = 8
 """GPUs of a node in the launcher that a YAML file gets."""
 
@@ -54,8 +54,8 @@ def add_flags(commands: Any) -> None:
         commands,
         "port",
         run=run,
-        description="Read a launch script that runs pretrain_gpt.py, or a YAML file of its arguments, and print the command for"
-        " megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
+        description=f"Read a launch script that runs {_of_programs()}, or a YAML file of its"
+        " arguments, and print the command for megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
         " start, 1 if not.",
     )
     port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
@@ -94,12 +94,12 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
     launch = find_launch(script, text)
     if launch is None:
         raise InputError(
-            f"{file}: no command runs a pretrain_gpt.py",
-            fix="name the script with the line that launches pretrain_gpt.py, or a .yaml file",
+            f"{file}: no command runs a pretrain_*.py",
+            fix=f"name the script with the line that launches {_of_programs()}, or a .yaml file",
         )
     return Source(
         file,
-        from_script(launch.arguments),
+        [*_family(launch.program), *from_script(launch.arguments)],
         " ".join(map(quoted, launch.wrapper)),
         " ".join(map(quoted, launch.launcher)),
         world_size(launch, text),
@@ -111,12 +111,25 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
     )
 
 
+def _family(program: str) -> Iterator[PortedFlag]:
+    """Yield the flag for the family that a program trains; GPT is the default."""
+    family = FAMILIES.get(program.rpartition("/")[2], "gpt")
+    if family != "gpt":
+        yield PortedFlag(FlagWords("--model-family", (family,)), ((Part(family),),))
+
+
 def _changed_program(program: str) -> Iterator[str]:
     is_hybrid = program.rpartition("/")[2] in _HYBRID_PROGRAMS
+    family = "".join(f" {flag.line}" for flag in _family(program))
     if program != "pretrain.py":
-        yield f"{program} -> pretrain.py" + (
+        yield f"{program} -> pretrain.py{family}" + (
             ", which trains a GPT, another model: Mamba layers are not supported" if is_hybrid else ""
         )
+
+
+def _of_programs() -> str:
+    *others, last = FAMILIES
+    return f"{', '.join(others)} or {last}"
 
 
 def _open_variables(script: ShellScript, launch: Launch) -> Iterator[str]:
@@ -141,7 +154,8 @@ def _program_problems(file: str, launch: Launch) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(
-            f"{file}:{launch.line}: {name} trains another model than a GPT", "use a script of pretrain_gpt.py"
+            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT or T5",
+            f"use a script of {_of_programs()}",
         )
 
 

@@ -10,6 +10,8 @@ from typing import Final
 
 from megatrain.tools.port.shell_script import Command, ShellScript, Word, plain
 
+FAMILIES: Final = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+"""`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
 _PROGRAM: Final = re.compile(r"(?:.*/)?pretrain\w*\.py")
 _SHELLS: Final = frozenset({"sh", "bash", "zsh"})
 _NOT_LAUNCHERS: Final = frozenset({"echo", "printf", "cat", "cp", "ls", "grep", "test", "[", "[[", "sed"})

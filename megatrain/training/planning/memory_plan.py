@@ -26,8 +26,10 @@ from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
-from megatrain.parallel.batch import Batch, Documents, family_batch
+from megatrain.parallel.batch import Batch
 from megatrain.parallel.data_parallel import BucketMemory
+from megatrain.parallel.documents import Documents
+from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import Executor

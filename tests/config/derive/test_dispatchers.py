@@ -11,7 +11,7 @@ QWEN = "--num-experts 128 --moe-router-topk 8 --moe-token-dispatcher-type alltoa
     ("flags", "ep", "expected", "reason"),
     [
         (QWEN, 2, True, "99.7 % of the tokens go to each rank"),
-        (QWEN, 4, False, "memory for 4 times the rows"),
+        (QWEN, 4, False, "memory for 4 times the rows"),  # on CPUs
         (QWEN, 1, False, "--expert-model-parallel-size 1"),
         (f"{QWEN} --no-moe-alltoall-as-allgather", 2, False, "--no-moe-alltoall-as-allgather"),
         (f"{QWEN} --moe-alltoall-as-allgather", 4, True, "--moe-alltoall-as-allgather"),
@@ -27,3 +27,34 @@ def test_all_tokens_are_gathered_where_nearly_all_go_to_each_rank(plan_of, flags
     assert plan.config.experts.moe_alltoall_as_allgather is expected
     origin = plan.origins["experts.moe_alltoall_as_allgather"]
     assert reason in (origin.detail or "") or origin.kind == "flag"
+
+
+DEEPSEEK = "--num-experts 64 --moe-router-topk 6 --moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ep", "ranks_per_node", "gathers", "factor"),
+    [
+        (QWEN, 2, 8, True, None),
+        (QWEN, 4, 4, True, 1.25),
+        (QWEN, 4, None, True, 1.25),
+        (QWEN, 4, 2, False, None),  # two hosts
+        (QWEN, 8, 8, True, 1.25),  # 66.7 %
+        (QWEN, 16, 8, False, None),
+        ("--num-experts 8 --moe-token-dispatcher-type alltoall", 8, 8, False, None),  # 25 %
+        (DEEPSEEK, 4, 8, True, 1.25),
+        (DEEPSEEK, 4, 1, True, 1.25),  # each rank sees one GPU
+        (f"{DEEPSEEK} --moe-expert-rank-capacity-factor 2", 4, 8, True, 2.0),
+        (f"{QWEN} --moe-alltoall-as-allgather", 8, 8, True, 1.25),
+        (f"{QWEN} --moe-alltoall-as-allgather --moe-expert-rank-capacity-factor none", 8, 8, True, None),
+        ("--num-experts 64 --moe-router-topk 6", 4, 8, False, 1.25),  # an all-gather is asked for
+        (f"{QWEN} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", 4, 8, True, None),
+    ],
+)
+def test_gpus_of_one_host_gather_tokens_with_bounded_memory(
+    plan_of, flags, ep, ranks_per_node, gathers, factor
+):
+    facts = Facts(world_size=ep, device="cuda", device_name="NVIDIA H200", ranks_per_node=ranks_per_node)
+    plan = plan_of(f"{flags} --expert-model-parallel-size {ep}", facts=facts)
+    assert plan.config.experts.moe_alltoall_as_allgather is gathers
+    assert plan.config.experts.moe_expert_rank_capacity_factor == factor

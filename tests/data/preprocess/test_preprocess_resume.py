@@ -434,7 +434,7 @@ def test_a_lost_quarantine_file_is_written_again(tmp_path, capsys, monkeypatch):
 )
 def test_an_upgraded_library_starts_over(arguments, tmp_path, capsys, monkeypatch, package, flags):
     if flags:
-        monkeypatch.setattr(preprocess_module, "load_splitter", lambda _: str.split)
+        monkeypatch.setattr(preprocess_module, "available_splitter", lambda _: "punkt")
         monkeypatch.setattr(encoder, "load_splitter", lambda _: lambda text: [text])
     stopped([*arguments, *flags], tmp_path / "out", after=3)
     real = metadata.version

@@ -14,7 +14,7 @@ from megatrain.data.samples.dataset import Sample
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, SingleSampler
-from megatrain.parallel.batch import Documents
+from megatrain.parallel.documents import Documents
 
 
 class Numbered:

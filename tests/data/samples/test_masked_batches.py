@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from megatrain.config import parse, resolve
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import DataShard, SingleSampler
-from megatrain.parallel.batch import Batch, family_batch
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.family_batch import family_batch
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts
 

@@ -90,7 +90,7 @@ def test_a_bit_that_the_update_would_replace_is_found_before_it(pool: WorkerPool
     flags += ["--save", str(tmp_path), "--check-weight-hash-across-dp-replicas-interval", "2"]
     world_size, words = LAYOUTS["tp2 dp2"]
     (error,) = set(pool.run(world_size, error_of_run, [*words, *flags]))
-    assert error.startswith("iteration 2: weights differ from those of the other ranks that hold them")
+    assert error.startswith("iteration 2: weights differ from the weights of the other ranks that hold them")
     assert "rank 3 on " in error
     assert not list(tmp_path.glob("iter_*"))
 

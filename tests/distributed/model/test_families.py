@@ -249,8 +249,8 @@ def add_gradients(module: ShardedModule, grid: RankGrid, step: int) -> None:
             whole.view(-1)[0] = 0
             part = whole[tuple(slice(*edge) for edge in piece.box)]
             share = share_of(grid.family(layout.family).replicas)
-            for name in piece.grad_sum_groups:
-                share *= share_of(grid.group(name))
+            for group in piece.grad_sum_groups:
+                share *= share_of(grid.group(group))
             local_part(module.weight_grads[name], piece).add_(part, alpha=share / 2)
 
 

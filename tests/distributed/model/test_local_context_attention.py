@@ -12,10 +12,11 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, columns_bias_layout
-from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape

@@ -15,11 +15,11 @@ from megatrain.kernels.attention.backends import CpuFlash, attention_kernel
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
-from megatrain.parallel.batch import Documents
-from megatrain.parallel.block_masks import BlockMasks
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context.block_masks import BlockMasks
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape

@@ -1,6 +1,7 @@
 """Checkpoints of Megatron-LM pass through megatrain: what is written for Megatron-LM equals what it wrote, to the last bit."""
 
 import dataclasses
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,20 @@ LAYOUT = (
 @pytest.mark.parametrize("case", CASES)
 def test_an_exported_checkpoint_equals_the_original(case: str, golden_text: Path, tmp_path: Path) -> None:
     source = golden_text.parent / "training" / f"{case}.ckpt"
+    assert_same_after_both_conversions(source, tmp_path, "--vocab-size", "3072")
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_exported_encoders_equal_the_original(family: str, families: Path, tmp_path: Path) -> None:
+    with tarfile.open(families / family / f"{family}.ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert_same_after_both_conversions(tmp_path / f"{family}.ckpt", tmp_path)
+
+
+def assert_same_after_both_conversions(source: Path, tmp_path: Path, *flags: str) -> None:
+    """Convert a recorded checkpoint and back, and compare all tensors, objects and settings."""
     ours, back = tmp_path / "ours", tmp_path / "back"
-    assert main(["convert", "megatron-to-megatrain", str(source), str(ours), "--vocab-size", "3072"]) == 0
+    assert main(["convert", "megatron-to-megatrain", str(source), str(ours), *flags]) == 0
     back.mkdir()
     (back / "latest_checkpointed_iteration.txt").write_text("4")  # of an earlier conversion
     assert main(["convert", "megatrain-to-megatron", str(ours), str(back)]) == 0

@@ -17,7 +17,7 @@ from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec, SoftmaxMerge
 from megatrain.kernels.fused import attention
 from megatrain.kernels.fused.attention import Tile, Tiles
-from megatrain.parallel.batch import Documents
+from megatrain.parallel.documents import Documents
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:divide by zero:RuntimeWarning"

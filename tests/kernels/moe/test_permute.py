@@ -38,6 +38,16 @@ def test_padded_experts_have_empty_rows() -> None:
     assert permutation.rows.tolist() == [[8, 0], [1, 4], [-1, 9], [2, 10]]
 
 
+def test_assignments_beyond_the_rows_have_none_and_are_counted() -> None:
+    permutation = sort_by_expert(EXPERTS, num_experts=5, num_rows=5)
+    assert permutation.tokens.tolist() == [0, 1, 3, 1, 0]
+    assert permutation.ends.tolist() == [3, 4, 5, 5, 5]
+    assert permutation.rows.tolist() == [[4, 0], [1, 3], [-1, -1], [2, -1]]
+    assert permutation.load.item() == 8
+    of_one = sort_by_expert(EXPERTS, num_experts=1, num_rows=8, first_expert=2)
+    assert of_one.load.item() == 3
+
+
 @pytest.mark.parametrize("rows_per_expert", [None, 5])
 def test_rows_are_permuted_and_summed_back(rows_per_expert: int | None) -> None:
     num_rows = 8 if rows_per_expert is None else 3 * rows_per_expert

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
-from megatrain.parallel.batch import Documents, PassInfo
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import TensorParallel
 

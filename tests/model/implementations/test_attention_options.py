@@ -14,8 +14,9 @@ from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, columns_bias_layout
-from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel

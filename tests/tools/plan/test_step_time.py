@@ -127,7 +127,8 @@ def test_casts_count_the_bytes_of_the_kernels() -> None:
 def test_an_all_gather_of_tokens_replaces_the_all_to_all_where_a_run_does_so() -> None:
     workload, layout = planned(case_of("B6 ep2"))
     without, _ = planned(case_of("B6, all-to-all"))
-    assert [workload.gathers_tokens(ep) for ep in (2, 4, 8)] == [True, False, False]
+    assert [workload.gathers_tokens(ep) for ep in (2, 4, 8, 16)] == [True, True, True, False]
+    assert [workload.row_factor(ep) for ep in (1, 2, 4, 8)] == [1, 2, 1.25, 1.25]
     assert not without.gathers_tokens(2)
     faster, slower = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (workload, without))
     waits = CLUSTER.rates.host_wait_seconds * 16 * 4  # layers, micro-batches

@@ -213,14 +213,6 @@ def test_a_program_of_hybrid_models_trains_a_gpt_here(port, script):
     assert sections["changed"][0].startswith("pretrain_mamba.py -> pretrain.py, which trains a GPT")
 
 
-def test_another_program_is_a_problem(port, script):
-    code, _, sections = port(script(f"python pretrain_bert.py {SMALL}"))
-    assert code == 1
-    assert "run.sh:1: pretrain_bert.py trains another model" in "\n".join(
-        sections["It does not start on 1 rank:"]
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "text", "fix"),
     [
@@ -238,4 +230,21 @@ def test_a_mistake_is_an_error_with_exit_code_2(capsys, arguments, text, fix):
 
 def test_a_script_without_a_training_command_is_an_error(capsys, script):
     assert main(["port", str(script("echo pretrain_gpt.py\nls"))]) == 2
-    assert "no command runs a pretrain_gpt.py" in capsys.readouterr().err
+    assert "no command runs a pretrain_*.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("family", "more"), [("bert", ""), ("t5", "--decoder-seq-length 32")])
+def test_the_program_names_the_family(port, script, family, more):
+    code, command, sections = port(script(f"torchrun a/pretrain_{family}.py {SMALL} {more}"))
+    assert code == 0
+    assert flags_of(command)[:2] == ["--model-family", family]
+    assert parse(flags_of(command)).config.model.model_family == family
+    assert sections["changed"] == [f"a/pretrain_{family}.py -> pretrain.py --model-family {family}"]
+
+
+def test_a_program_of_another_model_is_a_problem(port, script):
+    code, _, sections = port(script(f"python pretrain_vlm.py {SMALL}"))
+    (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
+    assert code == 1
+    assert "pretrain_vlm.py trains another model than a GPT, BERT or T5" in "\n".join(problems)
+    assert "use a script of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py" in "\n".join(problems)

@@ -57,3 +57,15 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
 @pytest.mark.parametrize("flags", [BERT, f"{BERT} --bert-no-binary-head", T5, f"{T5} --decoder-num-layers 4"])
 def test_families_resolve(problems_of, flags):
     assert problems_of(flags) == []
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_a_gpt_of_word_pieces_has_a_note_unless_its_family_is_given(plan_of, kind):
+    flags = f"--tokenizer-type {kind} --vocab-file vocab.txt"
+    facts = Facts(vocab_size=250, eod_id=1)
+    (note,) = (note for note in plan_of(flags, facts=facts).notes if "this run trains a GPT" in note)
+    assert kind in note
+    assert "--model-family bert or t5" in note
+    for family in ("gpt", "bert"):
+        notes = plan_of(f"{flags} --model-family {family}", facts=facts).notes
+        assert not any("this run trains a GPT" in note for note in notes)

@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from megatrain.kernels.attention.interface import AttentionKernel
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.parallel.block_masks import BlockMasks, key_range
 from megatrain.parallel.collectives import all_gather
+from megatrain.parallel.context.block_masks import BlockMasks, key_range
 from megatrain.parallel.context_parallel import ContextParallel, to_sequence_order
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import TensorParallel, all_gather_rows, conjugate

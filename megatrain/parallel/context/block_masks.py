@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec
 from megatrain.kernels.random import KEY_BLOCK
-from megatrain.parallel.batch import Documents
+from megatrain.parallel.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,44 @@
+"""Micro-batches of BERT and T5, from the arrays of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatrain.parallel.batch import Batch, EncoderTokens
+
+
+def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
+    """Return a micro-batch from the arrays of its samples, [b, ...] each, which have Megatron-LM's names. Others are not read.
+
+    bert    text  types  labels  is_random  loss_mask  padding_mask
+    t5      text_enc  text_dec  labels  loss_mask  enc_mask             masks: 1 where no padding
+    """
+    labels, loss_mask = arrays["labels"].long(), arrays["loss_mask"].float()
+    if family == "bert":
+        tokens = arrays["text"].long()
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            position_ids=_positions(tokens),
+            is_token=arrays["padding_mask"].bool(),
+            types=arrays["types"].long(),
+            are_swapped=arrays["is_random"].long(),
+        )
+    assert family == "t5", family
+    tokens, of_encoder = arrays["text_dec"].long(), arrays["text_enc"].long()
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=_positions(tokens),
+        encoder=EncoderTokens(of_encoder, _positions(of_encoder)),
+        is_token=arrays["enc_mask"].bool(),
+    )
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)

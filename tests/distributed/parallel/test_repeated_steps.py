@@ -1,0 +1,86 @@
+"""A step whose experts lack memory is computed again, and no bit differs from a run with memory for every assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatrain.optim.lr_schedule import Hyperparams
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.rank_capacity import RankCapacity
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.build import build_executor
+
+NUM_STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("words", "with_graphs"),
+    [
+        ("dp2 deepseek ep2 seqauxloss batch16", True),
+        ("dp2 zero2 overlap mixtral ep2 globalauxloss batch16", False),
+        ("dp2 pp2 interleaved zero1 overlap mixtral ep2 uniform batch16", False),
+    ],
+)
+def test_a_repeated_step_changes_no_bit(pool: WorkerPool, words: str, with_graphs: bool) -> None:
+    layout = Layout.of(words)
+    found = pool.run(layout.world_size, trained, layout.but("scarce"), with_graphs)
+    expected = pool.run(layout.world_size, trained, layout, with_graphs)
+    for (repeats, *results), (none, *others) in zip(found, expected, strict=True):
+        assert none == [0] * NUM_STEPS
+        assert repeats[0] > 0
+        assert sum(repeats) < 2 * NUM_STEPS
+        assert results == others
+
+
+def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tuple[Any, ...]:
+    """Train some steps; return repeats and losses of each, and the bits of the weights."""
+    plan = tiny_plan(layout, world_size)
+    engine = engine_of(plan, rank)
+    if with_graphs:
+        bare = build_executor(plan, engine.model, NoHooks(), engine.grid, engine.device)
+        engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 1, Repeats())
+    repeats, losses = [], []
+    for step in range(NUM_STEPS):
+        before = engine.num_repeats
+        if step == 2 and layout.has("scarce"):  # a graph is recorded by now
+            for layer in engine.model.communication.capacities.layers:
+                layer.factor = 0.5
+        report = engine.step(
+            list(local_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
+        )
+        repeats.append(engine.num_repeats - before)
+        losses.append((report.lm_loss, report.grad_norm))
+    return repeats, losses, [part.values.tobytes() for part in weights_of(engine)]
+
+
+class Repeats:
+    """A stand-in for CUDA graphs."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self, work: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=work, reset=lambda: None)
+
+
+def test_ranks_agree_on_the_repeat_if_one_lacks_memory(pool: WorkerPool) -> None:
+    layout = Layout.of("dp2 mixtral ep2 scarce batch16")
+    repeats = pool.run(2, repeats_if_one_is_full, layout)
+    assert repeats[0] == repeats[1] > 0
+
+
+def repeats_if_one_is_full(rank: int, world_size: int, layout: Layout) -> int:
+    engine = engine_of(tiny_plan(layout, world_size), rank)
+    num_rows = RankCapacity.num_rows if rank else lambda *_: _[-1]
+    with mock.patch.object(RankCapacity, "num_rows", num_rows):
+        engine.step(
+            list(local_batches(0, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
+        )
+    return engine.num_repeats

@@ -1,0 +1,118 @@
+"""Runs of BERT and T5 that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
+
+From the flags of the recorded runs, with their corpus and tokenizer: samples continue where the checkpoint says.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from megatrain.config import ConfigError, parse
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.tools.main import main
+from megatrain.training.launch import facts
+from megatrain.training.launch.ranks import joined_ranks
+from megatrain.training.logging.console import Console, Phases
+from megatrain.training.trainer import Trainer
+
+LOSS, NORM = 1e-6, 2e-6
+ROWS: Final = {"bert": 256, "t5": 352}
+"""Rows of the vocabulary's tensors, padding included."""
+
+
+@pytest.fixture(params=ROWS)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def theirs(family: str, families: Path, tmp_path: Path) -> Path:
+    """The folder of the recorded checkpoint."""
+    with tarfile.open(families / family / f"{family}.ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / f"{family}.ckpt"
+
+
+@pytest.fixture
+def softmax_over_padding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count rows of padding as tokens of the model, as Megatron-LM does; samples have the tokenizer's."""
+
+    def padded(config: TokenizerConfig) -> Tokenizer:
+        tokenizer = load_tokenizer(config)
+        tokenizer.vocab_size = ROWS[family]
+        return tokenizer
+
+    monkeypatch.setattr(facts, "load_tokenizer", padded)
+
+
+def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more: str) -> list[dict[str, Any]]:
+    """Train from the checkpoint to iteration 12, and return the lines of the metrics file with a loss."""
+    flags = json.loads((families / family / "flags.json").read_text())[family]
+    words = [word.replace("{sentences}", str(families / "sentences")) for word in flags]
+    words += ["--model-family", family, "--device", "cpu", "--data-cache-path", str(tmp_path / "cache")]
+    words += ["--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
+    with joined_ranks(parse(words), Phases(Console())) as ranks:
+        trainer = Trainer(ranks)
+        trainer.resume()
+        assert trainer.train() == 0
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "lm_loss" in line]
+
+
+def assert_recorded(found: list[dict[str, Any]], families: Path, family: str) -> None:
+    expected = json.loads((families / family / f"{family}.resumed.json").read_text())
+    assert (
+        [line["iteration"] for line in found] == [line["iteration"] for line in expected] == [9, 10, 11, 12]
+    )
+    for ours, recorded in zip(found, expected, strict=True):
+        assert ours["lm_loss"] == pytest.approx(recorded["lm loss"], rel=LOSS, abs=0)
+        assert ours["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=NORM, abs=0)
+        if family == "bert":
+            assert ours["sop_loss"] == pytest.approx(recorded["sop loss"], rel=LOSS, abs=0)
+
+
+@pytest.mark.usefixtures("softmax_over_padding")
+def test_a_run_continues_with_the_recorded_digits(
+    family: str, families: Path, theirs: Path, tmp_path: Path
+) -> None:
+    assert_recorded(continue_run(families, family, theirs, tmp_path), families, family)
+
+
+@pytest.mark.usefixtures("softmax_over_padding")
+def test_a_converted_run_continues_with_the_recorded_digits(
+    family: str, families: Path, theirs: Path, tmp_path: Path
+) -> None:
+    ours = tmp_path / "ours"
+    assert main(["convert", "megatron-to-megatrain", str(theirs), str(ours)]) == 0
+    assert_recorded(continue_run(families, family, ours, tmp_path), families, family)
+
+
+@pytest.mark.usefixtures("softmax_over_padding")
+def test_states_of_the_optimizer_are_above_the_bounds(
+    family: str, families: Path, theirs: Path, tmp_path: Path
+) -> None:
+    found = continue_run(families, family, theirs, tmp_path, "--no-load-optim")
+    with pytest.raises(AssertionError):
+        assert_recorded(found, families, family)
+
+
+def test_rows_of_padding_are_left_out_for_the_tokens_of_the_tokenizer(
+    family: str, families: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer tokens share the probability: each loss is a little smaller."""
+    found = continue_run(families, family, theirs, tmp_path)
+    assert "rows of padding are left out" in " ".join(capsys.readouterr().out.split())
+    for ours, recorded in zip(
+        found, json.loads((families / family / f"{family}.resumed.json").read_text()), strict=True
+    ):
+        assert 0.98 * recorded["lm loss"] < ours["lm_loss"] < recorded["lm loss"]
+
+
+def test_another_family_is_refused(family: str, families: Path, theirs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--model-family .* the checkpoint has {family}, this run gpt"):
+        continue_run(families, family, theirs, tmp_path, "--model-family", "gpt")
