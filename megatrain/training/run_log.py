@@ -192,7 +192,7 @@ class RunLog:
         consumed_samples: int,
     ) -> None:
         """Log the values of an evaluation, which are named as in `metrics.jsonl`. `name`: its name in the printed line."""
-        values = {"loss": values["loss"], "ppl": math.exp(min(values["loss"], 20.0))} | values
+        values = {"loss": values["loss"], "ppl": math.exp(min(values["loss"], 20.0))} | dict(values)
         metrics = {"iteration": iteration, "validation": split if dataset is None else dataset, **values}
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split=split, dataset=dataset)
