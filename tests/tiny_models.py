@@ -104,21 +104,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "sliding_window": 8, "swiglu_limit": 0.3, "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False}},
     ),
 }  # fmt: skip
+_T5 = {
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 80, "num_layers": 2, "num_heads": 4, "n_positions": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Megatron BERT": ("MegatronBertForPreTraining", SHAPE),
+    "Megatron BERT without next-sentence head": ("MegatronBertForMaskedLM", SHAPE),
+    "T5 v1.1": ("T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "T5, SwiGLU": (
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 12, "relative_attention_max_distance": 20},
+    ),
+}  # fmt: skip
+"""Models with an encoder, whose samples are masked sentences."""
 
 
 def tiny_model(name: str) -> Any:
     """Build a model with random weights; norms and biases are random too."""
     import transformers
 
-    kind, settings = MODELS[name]
+    kind, settings = (MODELS | MASKED)[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind).config_class(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, kind)(config).eval().float()
+    if kind == "T5ForConditionalGeneration":  # of v1.1, which transformers 5 ties until it reads weights
+        model.lm_head.weight = torch.nn.Parameter(0.5 * torch.randn(model.shared.weight.shape))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        if kind == "MegatronBertForMaskedLM":
+            model.bert.embeddings.token_type_embeddings.weight.zero_()
         for label, buffer in model.named_buffers():
             if label.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -88,6 +88,11 @@ class CachePlan:
 def layer_caches(spec: ModelSpec, tp_size: int) -> tuple[CacheSizes, ...]:
     """Return the cache of each layer with a mixer, on a tensor rank. Raises ConfigError for a part that has none."""
     found = []
+    if spec.stacks[0].name == "encoder":
+        raise ConfigError(
+            "models with an encoder (--model-family bert or t5) generate no text here",
+            fix="export the model with megatrain convert megatrain-to-hf, or evaluate it with pretrain.py --skip-train",
+        )
     for layer in spec.layers:
         for part in layer.parts:
             sizes = part.cache_sizes(tp_size)

@@ -133,13 +133,13 @@ class CachedModel:
         """Return the hidden states [t, 1, h] of tokens [1, t] with these positions."""
         for rope, (cos, sin) in self._ropes:
             rope.tables = (cos[positions[0]], sin[positions[0]])
-        return hidden_states(self.model, ids, positions, info)
+        unused = torch.zeros_like(ids)
+        batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
+        return hidden_states(self.model, batch, info)
 
 
-def hidden_states(model: Model, ids: Tensor, positions: Tensor, info: PassInfo) -> Tensor:
-    """Return the hidden states before the head, [s, b, h], of tokens [b, s] with these positions."""
-    unused = torch.zeros_like(ids)
-    batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
+def hidden_states(model: Model, batch: Batch, info: PassInfo) -> Tensor:
+    """Return the input of the head, [s, b, h]."""
     hidden = None
     for segment in model.segments[:-1]:
         hidden = segment(hidden, batch, info)

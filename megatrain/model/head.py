@@ -153,7 +153,9 @@ class Head(ShardedModule):
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
         x = self._whole_rows(self._normed(hidden, info), info)
-        local = self.scaling.logits(linear(x, self._output().weight))  # [t, v/tp]
+        local = self.scaling.logits(
+            linear(x, self._output().weight, getattr(self, "bias", None))
+        )  # [t, v/tp]
         parts: Tensor = all_gather(local, self.tp.group).unflatten(0, (self.tp.size, -1, hidden.shape[1]))
         return parts.movedim(0, 2).flatten(2)[..., : self.vocab_size]
 

@@ -2,6 +2,8 @@
 
 checkpoint ─> our model, weights rounded to the dtype of the folder ─┐
 folder ─> from_pretrained ─────────────────────────────────────────────┴─> largest difference
+
+An encoder before a decoder reads the same tokens from the last to the first. With token types, the second half has the second one.
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
 from megatrain.inference.cached_model import hidden_states
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
+from megatrain.model.families.cross_attention import split_memory
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
-from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
 
 _NUM_TOKENS: Final = 64
 _LIMIT: Final = 1e-4
 """Largest difference, relative to the largest logit: sums in another order stay below 1e-5 of it."""
 
 
-def compare_logits(reader: CheckpointReader, folder: Path, *, vocab_size: int, dtype: str | None) -> str:
+def compare_logits(
+    reader: CheckpointReader, folder: Path, *, vocab_size: int, dtype: str | None, auto_class: str
+) -> str:
     """Return a sentence about the largest difference.
 
     Args:
+        auto_class: class of transformers that loads the folder.
         dtype: name of the folder's dtype in safetensors; None: the dtype of the checkpoint.
 
     Raises:
@@ -43,9 +49,10 @@ def compare_logits(reader: CheckpointReader, folder: Path, *, vocab_size: int, d
         )
     num_tokens = min(_NUM_TOKENS, reader.manifest.config["data"]["seq_length"])
     tokens = torch.arange(num_tokens)[None] * 7919 % vocab_size  # a prime: tokens of the whole vocabulary
-    theirs = _logits_of_transformers(folder, tokens)
-    ours = _our_logits(reader, tokens, vocab_size, dtype).transpose(0, 1)
-    error, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
+    theirs = logits_of_transformers(_load(folder, auto_class), tokens)
+    ours = logits_of_heads(_our_model(reader, vocab_size, dtype), tokens)
+    error = max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
+    largest = float(theirs[0].abs().max())
     found = f"largest error {error:.3g} of logits up to {largest:.3g}, over {num_tokens} tokens, against transformers"
     if not error <= _LIMIT * max(largest, 1.0):
         raise MegatrainError(
@@ -55,8 +62,8 @@ def compare_logits(reader: CheckpointReader, folder: Path, *, vocab_size: int, d
     return found
 
 
-def _our_logits(reader: CheckpointReader, tokens: Tensor, vocab_size: int, dtype: str | None) -> Tensor:
-    """Return the logits of the checkpoint, [s, b, v], with weights of `dtype`."""
+def _our_model(reader: CheckpointReader, vocab_size: int, dtype: str | None) -> Model:
+    """Return the model of the checkpoint, with weights of `dtype`."""
     options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
     model = build_stored_model(reader, options, vocab_size=vocab_size)
     if dtype is not None:
@@ -64,16 +71,16 @@ def _our_logits(reader: CheckpointReader, tokens: Tensor, vocab_size: int, dtype
             for segment in model.segments:
                 for weight in segment.parameters():
                     weight.copy_(weight.to(DTYPES[dtype]))
-    return all_logits(model, tokens)
+    return model
 
 
-def _logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
-    """Return the logits of the folder's model, [b, s, v]; no code of the folder runs."""
+def _load(folder: Path, auto_class: str) -> Any:
+    """Return the folder's model; no code of the folder runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers  # noqa: PLC0415 (optional)
 
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        return getattr(transformers, auto_class).from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -81,16 +88,54 @@ def _logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
             trust_remote_code=False,
             use_safetensors=True,
         )
-        with torch.no_grad():
-            logits: Tensor = model.eval()(tokens, use_cache=False).logits
-    return logits
 
 
 @torch.no_grad()
-def all_logits(model: Model, tokens: Tensor) -> Tensor:
-    """Return the logits of the next token at each position of `tokens` [b, s]: [s, b, v]."""
-    info = PassInfo(is_training=False)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+def logits_of_transformers(model: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the logits of each head of a model of transformers: [b, s, v], and [b, 2] of a next-sentence head."""
+    if model.config.is_encoder_decoder:
+        return [model.eval()(tokens.flip(1), decoder_input_ids=tokens, use_cache=False).logits]
+    if not hasattr(model.config, "type_vocab_size"):
+        return [model.eval()(tokens, use_cache=False).logits]
+    found = model.eval()(tokens, token_type_ids=_types(tokens))
+    return [
+        found[name] for name in ("logits", "prediction_logits", "seq_relationship_logits") if name in found
+    ]
+
+
+@torch.no_grad()
+def logits_of_heads(model: Model, tokens: Tensor) -> list[Tensor]:
+    """Return the same of a model of ours, for `tokens` [b, s]."""
+    info, spec = PassInfo(is_training=False), model.spec
+    positions, unused = _positions(tokens), torch.zeros_like(tokens)
+    batch = Batch(
+        tokens=tokens,
+        labels=unused,
+        loss_mask=unused.float(),
+        position_ids=positions,
+        encoder=EncoderTokens(tokens.flip(1), positions) if len(spec.stacks) > 1 else None,
+        types=None if spec.num_token_types is None else _types(tokens),
+    )
+    hidden = hidden_states(model, batch, info)
+    if batch.encoder is not None:
+        hidden, _ = split_memory(hidden, batch, model.tp)
     head = model.segments[-1]
     assert isinstance(head, Head)
-    return head.logits(hidden_states(model, tokens, positions, info), info)
+    found = [head.logits(hidden, info).transpose(0, 1)]
+    if head.binary is not None:
+        assert head.norm is not None
+        found.append(head.binary.logits(head.norm(hidden, info)))
+    return found
+
+
+def all_logits(model: Model, tokens: Tensor) -> Tensor:
+    """Return the logits of the next token at each position of `tokens` [b, s]: [s, b, v]."""
+    return logits_of_heads(model, tokens)[0].transpose(0, 1)
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+
+def _types(tokens: Tensor) -> Tensor:
+    return _positions(tokens) * 2 // tokens.shape[1]

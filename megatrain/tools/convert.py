@@ -198,7 +198,13 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             print("the layers of multi-token prediction are left out, as in transformers")
         if arguments.no_compare:
             return 0
-        compared = compare_logits(reader, target, vocab_size=export.vocab_size, dtype=dtype)
+        compared = compare_logits(
+            reader,
+            target,
+            vocab_size=export.vocab_size,
+            dtype=dtype,
+            auto_class=export.family.auto_class,
+        )
     print(compared)
     return 0
 

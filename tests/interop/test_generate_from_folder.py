@@ -101,3 +101,12 @@ def test_a_checkpoint_of_megatron_is_read_as_its_conversion(
     assert main(["convert", "megatron-to-megatrain", source, str(tmp_path)]) == 0
     flags = ["--prompt", "1 2 3", "--max-new-tokens", "8", "--temperature", "0", "--log-probs", "1"]
     assert generated(capsys, "--load", source, *flags) == generated(capsys, "--load", str(tmp_path), *flags)
+
+
+@pytest.mark.parametrize("name", ["Megatron BERT", "T5 v1.1"])
+def test_models_with_an_encoder_generate_no_text(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tiny_model(name), tmp_path / "theirs")
+    assert main(["generate", "--load", str(folder), "--prompt", "68 71"]) == 2
+    assert "models with an encoder (--model-family bert or t5) generate no text" in capsys.readouterr().err

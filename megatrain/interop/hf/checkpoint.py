@@ -23,13 +23,15 @@ from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
-from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors
+from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors, zero_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 from megatrain.storage.untrusted_json import integer
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
+_WITH_ROWS: Final = (EMBEDDING, OUTPUT, "output_layer.bias")
+"""Tensors with a row per id."""
 _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
 
@@ -238,6 +240,11 @@ class HfCheckpoint(TensorReader):
         for theirs in expected.values():
             self._folder.dtype(self._stored_names[theirs.name])
             self._theirs |= {part.name: (theirs, part) for part in theirs.parts}
+            if not theirs.parts and bool(self._rows(theirs, None, range(theirs.shape[0])).any()):
+                raise InputError(
+                    f"{self.path}: {theirs.name} is not 0, and the models here have no such tensor",
+                    fix="models of this kind are not converted; see docs/weights.md",
+                )
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
@@ -249,11 +256,13 @@ class HfCheckpoint(TensorReader):
     def _expected(self) -> dict[str, TheirTensor]:
         """Return the tensors that the files of this model have; the vocabulary's with all rows."""
         rows = {
-            name: (self.num_rows, *shape[1:]) if name in (EMBEDDING, OUTPUT) else shape
+            name: (self.num_rows, *shape[1:]) if name in _WITH_ROWS else shape
             for name, shape in (self._shapes | self._biases).items()
         }
         try:
-            return their_tensors(self.family.modules, rows, self.plan.config.model.num_attention_heads)
+            model = self.plan.config.model
+            found = their_tensors(self.family.modules, rows, model.num_attention_heads)
+            return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(
                 f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",

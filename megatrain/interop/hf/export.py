@@ -29,7 +29,7 @@ from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
-from megatrain.interop.hf.tensors import Part, their_tensors
+from megatrain.interop.hf.tensors import Part, their_tensors, zero_tensors
 from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
@@ -72,7 +72,10 @@ class HfExport(TensorReader):
         ours = {name: one.shape for name, one in manifest.tensors.items() if not name.startswith(MTP)}
         self.has_mtp = len(ours) < len(manifest.tensors)
         biases = bias_shapes(self._config, self.vocab_size)
-        self.tensors = their_tensors(self.family.modules, ours | biases, model.num_attention_heads)
+        self.tensors = {
+            **their_tensors(self.family.modules, ours | biases, model.num_attention_heads),
+            **zero_tensors(self.family.zeros, model.hidden_size),
+        }
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
@@ -87,21 +90,23 @@ class HfExport(TensorReader):
         """Return the dtype of one of their tensors; it has no chunks."""
         theirs = self.tensors[name]
         assert theirs.shape == shape, name
-        first = theirs.parts[0]
-        if first.name in self._biases:
+        first = theirs.parts[0].name if theirs.parts else EMBEDDING
+        if first in self._biases:
             return StoredKind("F32", ())
-        return StoredKind(self._reader.kind(first.name, first.shape, kind).dtype, ())
+        return StoredKind(self._reader.kind(first, self.manifest.tensors[first].shape, kind).dtype, ())
 
     def dtype_of(self, name: str, wanted: str | None) -> str:
         """Return the dtype in which one of their tensors is written: biases that select experts stay in fp32, as in transformers."""
         theirs = self.tensors[name]
-        is_bias = theirs.parts[0].name in self._biases
+        is_bias = any(part.name in self._biases for part in theirs.parts)
         return self.kind(name, theirs.shape, WEIGHT).dtype if is_bias or wanted is None else wanted
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy rows of one of their tensors into `out`; all of them, if its weight is transposed."""
         theirs, (low, high) = self.tensors[name], box[0]
         assert box[1:] == whole_box(shape)[1:], name
+        if not theirs.parts:
+            out.zero_()
         for part in theirs.parts:
             if part.place is None:
                 self._read(part, kind, out.t() if theirs.is_transposed else out, low)

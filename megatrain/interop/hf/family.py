@@ -157,15 +157,19 @@ class Family:
     """Prefix of names that files of the model without head leave out."""
     buffers: tuple[str, ...] = field(default=())
     """Patterns of tensors that are not weights: old versions stored them."""
+    zeros: Mapping[str, int] = field(default_factory=dict)
+    """Tables of theirs that models here lack, with their rows: zeros are written, and other values refused."""
     has_mxfp4: bool = False
     """Files may store experts in MXFP4."""
+    auto_class: str = "AutoModelForCausalLM"
+    """Class of transformers that loads a folder."""
     more_layers: str | None = None
     """Key with the number of layers in the files after the layers of the model, which transformers leaves out: multi-token prediction."""
 
 
-def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:
-    """Return modules of a layer with their full names. `layers`: prefix of theirs, such as model.layers."""
-    prefix = "decoder.layers.{}."
+def in_layers(layers: str, modules: Modules, stack: str = "decoder") -> dict[str, str | Fused]:
+    """Return modules of a layer with their full names. `layers`: prefix of theirs, such as model.layers; `stack`: ours."""
+    prefix = f"{stack}.layers.{{}}."
     return {
         f"{layers}.{{}}.{theirs}": prefix + ours
         if isinstance(ours, str)

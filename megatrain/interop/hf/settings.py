@@ -19,6 +19,7 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
@@ -26,7 +27,7 @@ from megatrain.config.schema.tree import Config, flag_of, settings
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
-from megatrain.interop.hf.family import Family
+from megatrain.interop.hf.family import Family, Fixed
 from megatrain.interop.hf.tensors import Shape
 from megatrain.model.gpt import build_model
 from megatrain.parallel.build_grid import build_grid
@@ -124,7 +125,9 @@ def fitting_family(
         raise InputError(f"--architecture {wanted}: unknown", fix=f"use one of {', '.join(FAMILIES)}")
     described = function_of(config, vocab_size)
     closest: tuple[int, str, list[str]] | None = None
-    for family in (FAMILIES[wanted],) if wanted else FAMILIES.values():
+    kind = config.model.model_family
+    alike = [family for family in FAMILIES.values() if _model_family(family) == kind]
+    for family in [FAMILIES[wanted]] if wanted else alike:
         keys: dict[str, Any] = {"vocab_size": vocab_size}
         for part in family.config:
             keys |= part.write(config)
@@ -147,11 +150,17 @@ def fitting_family(
     )
 
 
+def _model_family(family: Family) -> str:
+    """Return the value of --model-family of all its models."""
+    fixed = (part.settings for part in family.config if isinstance(part, Fixed))
+    return next((one["model.model_family"] for one in fixed if "model.model_family" in one), "gpt")
+
+
 def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
     spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     return replace(
-        spec.with_layers(tuple(map(_layer, spec.layers))),
+        spec,
         padded_vocab_size=0,
         init_std=0.0,
         output_init_std=0.0,
@@ -161,12 +170,18 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
         is_residual_fp32=False,
         z_loss_coeff=0.0,
         mtp=None,
+        stacks=tuple(
+            replace(stack, layers=tuple(map(_layer, stack.layers)), seq_length=None) for stack in spec.stacks
+        ),
     )
 
 
 def _layer(layer: LayerSpec) -> LayerSpec:
     if layer.attention is not None:
         layer = layer.replaced(layer.attention, replace(layer.attention, dropout=0.0, qk_norm_decays=False))
+    for part in layer.parts:
+        if isinstance(part, CrossAttentionSpec):
+            layer = layer.replaced(part, replace(part, dropout=0.0))
     if layer.experts is not None:
         layer = layer.replaced(layer.experts, replace(layer.experts, router=_router(layer.experts.router)))
     return layer

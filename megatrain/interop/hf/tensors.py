@@ -41,6 +41,7 @@ class TheirTensor:
     is_transposed: bool
     """The rows of its parts are its columns."""
     parts: tuple[Part, ...]
+    """None: it holds zeros."""
 
 
 def their_tensors(modules: Modules, ours: Mapping[str, Shape], num_heads: int) -> dict[str, TheirTensor]:
@@ -72,6 +73,11 @@ def their_tensors(modules: Modules, ours: Mapping[str, Shape], num_heads: int) -
                 else _their_tensor(whole, names, ours, fused, num_heads)
             )
     return found
+
+
+def zero_tensors(zeros: Mapping[str, int], hidden_size: int) -> dict[str, TheirTensor]:
+    """Return their tables without tensors of ours, by name."""
+    return {name: TheirTensor(name, (rows, hidden_size), False, ()) for name, rows in zeros.items()}
 
 
 def _template(name: str) -> str:

@@ -63,8 +63,7 @@ class BinaryHead(ShardedModule):
         With sequence parallelism the first tensor rank has the first token: others return 0 for it.
         """
         assert batch.are_swapped is not None, "the batch of a model with a next-sentence head"
-        pooled = torch.tanh(self._linear("pooler", x[0]))
-        logits = self._linear("binary_head", pooled)
+        logits = self.logits(x)
         losses = F.cross_entropy(
             logits.to(accumulation_dtype(logits.dtype)), batch.are_swapped, reduction="none"
         )
@@ -74,6 +73,10 @@ class BinaryHead(ShardedModule):
             return mean, mean.detach()
         mean = mean * (self.tp.rank == 0)
         return mean, all_reduce(mean.detach().clone(), self.tp.group)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the classes, [b, 2], from the first token of x [s, b, h]."""
+        return self._linear("binary_head", torch.tanh(self._linear("pooler", x[0])))
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, weight_of(self, f"{name}_weight"), weight_of(self, f"{name}_bias"))

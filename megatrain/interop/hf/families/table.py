@@ -4,6 +4,7 @@ from typing import Final
 
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.families.bert import MEGATRON_BERT, MEGATRON_BERT_MASKED
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
@@ -14,13 +15,14 @@ from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
 from megatrain.interop.hf.families.phi3 import PHI3
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megatrain.interop.hf.families.t5 import T5
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -32,6 +34,12 @@ REFUSED: Final = {
     "GPTJForCausalLM": "one norm for both branches of a layer",
     "PhiForCausalLM": "one norm for both branches of a layer",
     "CohereForCausalLM": "one norm for both branches of a layer",
+    **dict.fromkeys(
+        ("BertForPreTraining", "BertForMaskedLM"),
+        "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
+    ),
+    "ModernBertForMaskedLM": "a norm of the embedding, GEGLU with the exact GELU, and windows in both directions",
+    "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""
 
