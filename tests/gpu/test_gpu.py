@@ -69,12 +69,13 @@ def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> Non
 def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
     reports = {}
     words = f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"
-    plan = tiny_plan(Layout.of(words), 1, device="cuda")
+    layout = Layout.of(words)
+    plan = tiny_plan(layout, 1, device="cuda")
     for device in ("cpu", "cuda"):
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [
-            [on_device(batch, torch.device(device)) for batch in local_batches(step, Layout.of(""), 0)]
+            [on_device(batch, torch.device(device)) for batch in local_batches(step, layout, 0)]
             for step in range(3)
         ]
         reports[device] = [engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)) for batches in moved]

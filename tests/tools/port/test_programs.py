@@ -10,7 +10,7 @@ import pytest
 from megatrain.process import exit_deadline
 from megatrain.tools.port.launch import FAMILIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts" / "megatron"
 
 
