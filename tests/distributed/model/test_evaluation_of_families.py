@@ -1,6 +1,7 @@
 """Evaluation of BERT and T5: losses and accuracies are those of a plain computation, and the same under every layout."""
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -90,7 +91,7 @@ def logits_of(engine: Engine, batches: list[Batch]) -> list[tuple[Tensor, Tensor
     found = []
     forward = Head.forward
 
-    def noting(head: Head, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+    def noting(head: Any, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         x = split_memory(hidden, batch, head.tp)[0] if head.has_memory else hidden
         assert head.norm is not None
         x = head.norm(x, info)
@@ -101,7 +102,8 @@ def logits_of(engine: Engine, batches: list[Batch]) -> list[tuple[Tensor, Tensor
             pooled = torch.tanh(x[0] @ binary.pooler_weight.t() + binary.pooler_bias)
             classes = pooled @ binary.binary_head_weight.t() + binary.binary_head_bias
         found.append((logits.transpose(0, 1)[..., : head.vocab_size], classes))
-        return forward(head, hidden, batch, info)
+        loss: Tensor = forward(head, hidden, batch, info)
+        return loss
 
     with mock.patch.object(Head, "forward", noting):
         evaluate(engine, batches)
