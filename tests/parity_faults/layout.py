@@ -18,9 +18,10 @@ from megatrain.model import head
 from megatrain.model.implementations import attention, split_norm
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import context_attention, data_parallel, tensor_parallel
+from megatrain.parallel import data_parallel, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
+from megatrain.parallel.context import context_attention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
