@@ -18,6 +18,7 @@ from typing import Any, Final
 from megatrain.config.megatron.differences import default_differences
 from megatrain.config.plan import Plan
 from megatrain.config.schema.tree import settings
+from megatrain.config.schema.values import AUTO
 
 _WIDTH: Final = 100
 _NO_BREAK: Final = "\u00a0"
@@ -71,7 +72,7 @@ def render_plan(plan: Plan) -> str:
 def _given(plan: Plan) -> list[str]:
     """Render the given settings by file or command line, with a paragraph per section.
 
-    A file may contain all settings, as `config.yaml` of a run does: its defaults are counted, not listed.
+    A file may contain all settings, as `config.yaml` of a run does: its defaults, and `none` for `auto`, are counted, not listed.
     """
     defaults = {setting.path: setting.default for setting in settings()}
     as_default: Counter[str] = Counter()
@@ -85,11 +86,12 @@ def _given(plan: Plan) -> list[str]:
             "checkpoint": f"by the checkpoint {origin.detail}",
             "folder": f"by {origin.detail} (--from-hf)",
         }[origin.kind]
-        if origin.kind == "yaml" and plan.config.get(path) == defaults[path]:
+        value = plan.config.get(path)
+        if origin.kind == "yaml" and (value == defaults[path] or (value is None and defaults[path] is AUTO)):
             as_default[source] += 1
             continue
         section, name = path.split(".")
-        shown = f"{name}{_NO_BREAK}{_shown(plan.config.get(path))}"
+        shown = f"{name}{_NO_BREAK}{_shown(value)}"
         sources.setdefault(source, {}).setdefault(section, []).append(shown)
     lines = []
     for source in sorted(sources, key=lambda source: source == "on the command line"):
