@@ -4,8 +4,7 @@ The gradient of the loss is known before the forward pass (it follows from the l
 as long as the chunk: forward computes the loss, the gradient of the hidden states and, without split backward, the weight
 gradient. With split backward the logits' gradient is kept until the schedule runs the weight gradient.
 
-In evaluation only the loss is computed, and the id of the largest logit if accuracy is reported. Padded ids are masked in
-the softmax.
+In evaluation only the loss is computed, and predictions for accuracy. Padded ids are masked in the softmax.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import HeadParts
+from megatrain.model.families.masked_lm import HeadParts, average_over_microbatch
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -36,7 +36,6 @@ from megatrain.parallel.tensor_parallel import (
     TensorParallel,
     VocabShard,
     enter_tp_region,
-    vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_logits_gradient,
 )
@@ -87,13 +86,8 @@ class Head(ShardedModule):
     ) -> None:
         super().__init__()
         self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
-        self.has_memory = spec.stacks[-1].memory is not None
-        self.averages_microbatches, self.has_accuracy = (
-            spec.head.averages_microbatches,
-            spec.head.has_accuracy,
-        )
-        self.tp = tp
-        self.vocab_size = spec.vocab_size
+        self.spec, self.has_memory = spec.head, spec.stacks[-1].memory is not None
+        self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
         self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
@@ -113,9 +107,8 @@ class Head(ShardedModule):
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
-        A next-sentence head adds the mean loss of the samples, and writes `sop_loss`. BERT's losses are means of the micro-batch,
-        and `tokens` is 1, or 0 for a micro-batch of padding. For accuracy, evaluation writes `labels`, the number that count, and
-        `hits`, the number of them that have the largest logit.
+        A next-sentence head adds `sop_loss`; see also `average_over_microbatch`. For accuracy, evaluation writes `labels` (number
+        that count) and `hits` (number of those that have the largest logit).
         """
         if self.has_memory:
             hidden, _ = split_memory(hidden, batch, self.tp)
@@ -138,7 +131,7 @@ class Head(ShardedModule):
         if isinstance(scale, Tensor):
             scale = scale.to(kind)  # as torch does with a number
         token_scale = mask.to(kind) * (batch.loss_denominator.clamp(min=1).to(kind).reciprocal() * scale)
-        predictions = torch.empty_like(labels) if self.has_accuracy and not info.is_training else None
+        predictions = torch.empty_like(labels) if self.spec.has_accuracy and not info.is_training else None
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), self._bias(), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
@@ -150,10 +143,8 @@ class Head(ShardedModule):
         info.sums[f"{prefix}tokens"] = mask.sum()
         if predictions is not None:
             info.sums |= {"hits": ((predictions == labels) * mask).sum(), "labels": mask.sum()}
-        if self.averages_microbatches:
-            for name in {"lm_loss", "z_loss"} & info.sums.keys():
-                info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
-            info.sums["tokens"] = torch.full_like(info.sums["tokens"], info.num_samples != 0)
+        if self.spec.averages_microbatches:
+            average_over_microbatch(batch, info)
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]

@@ -92,11 +92,6 @@ def to_sequence_order(x: Tensor, cp_size: int) -> Tensor:
     return torch.cat((early, late.flip(0))).flatten(0, 1)
 
 
-def halves(rows: int) -> tuple[slice, slice]:
-    """Return the rows of a rank's first and second chunk."""
-    return slice(rows // 2), slice(rows // 2, None)
-
-
 def to_rank_order(x: Tensor, cp_size: int) -> Tensor:
     """Invert `to_sequence_order`: reorder the rows of a sample as the ranks hold them, concatenated."""
     early, late = x.unflatten(0, (2, cp_size, -1))

@@ -426,22 +426,6 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabSha
     return TokenLosses(log_sums - targets, log_sums, stats, columns)
 
 
-def vocab_parallel_argmax(logits: Tensor, vocab: VocabShard) -> Tensor:
-    """Return the id of each token's largest logit, the lowest one of equals, int64 [t].
-
-    Args:
-        logits: this rank's columns, [t, v/tp]; padding does not count.
-    """
-    largest, columns = logits[:, : max(vocab.num_real, 1)].max(dim=-1)  # the first of equals
-    ids = columns + vocab.first
-    if vocab.group.size == 1:
-        return ids
-    if vocab.num_real == 0:
-        largest = torch.full_like(largest, float("-inf"))
-    is_smaller = largest < all_reduce(largest.clone(), vocab.group, "max")
-    return all_reduce(ids.masked_fill(is_smaller, vocab.vocab_size), vocab.group, "min")
-
-
 def vocab_parallel_logits_gradient(
     known: TokenLosses,
     token_scale: Tensor,

@@ -104,3 +104,10 @@ class HeadParts:
     """Layout of the bias of the logits."""
     owns_embedding: bool = False
     """The tied embedding belongs to this segment."""
+
+
+def average_over_microbatch(batch: Batch, info: PassInfo) -> None:
+    """Make the sums of token losses in `info.sums` means of the micro-batch, which counts as one, or 0 if it is all padding."""
+    for name in {"lm_loss", "z_loss"} & info.sums.keys():
+        info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
+    info.sums["tokens"] = torch.full_like(info.sums["tokens"], info.num_samples != 0)

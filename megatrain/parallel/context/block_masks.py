@@ -80,3 +80,8 @@ def key_range(chunk: range, window: int | None) -> range:
     first = 0 if window is None else max(0, chunk.start - window)
     first -= first % KEY_BLOCK  # for kernels with dropout; masks exclude the keys before the window
     return range(first, chunk.stop)
+
+
+def halves(rows: int) -> tuple[slice, slice]:
+    """Return the rows of a rank's first and second chunk."""
+    return slice(rows // 2), slice(rows // 2, None)

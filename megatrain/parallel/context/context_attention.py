@@ -27,9 +27,9 @@ from megatrain.parallel.collectives import (
     begin_ring_shift,
     exchange,
 )
-from megatrain.parallel.context.block_masks import BlockMasks
+from megatrain.parallel.context.block_masks import BlockMasks, halves
 from megatrain.parallel.context.gathered_attention import AllGatherAttention
-from megatrain.parallel.context_parallel import ContextParallel, halves, to_rank_order, to_sequence_order
+from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tensor_parallel import conjugate
 

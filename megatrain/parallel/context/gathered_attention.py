@@ -11,8 +11,8 @@ from torch.autograd import Function
 from megatrain.kernels.attention.interface import AttentionKernel, SoftmaxMerge, sink_gradient
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.parallel.collectives import begin_all_gather_into, begin_reduce_scatter_into
-from megatrain.parallel.context.block_masks import BlockMasks, key_range
-from megatrain.parallel.context_parallel import ContextParallel, halves
+from megatrain.parallel.context.block_masks import BlockMasks, halves, key_range
+from megatrain.parallel.context_parallel import ContextParallel
 
 
 class AllGatherAttention(Function):

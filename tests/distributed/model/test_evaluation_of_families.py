@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
 from megatrain.model.head import Head
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
-from megatrain.parallel.tensor_parallel import VocabShard, vocab_parallel_argmax
+from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.measure import chunked_loss, engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import WorkerPool
