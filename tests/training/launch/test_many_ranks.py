@@ -32,7 +32,7 @@ flags = '''
     --sequence-parallel
 ''' + sys.argv[1]
 resolving = importlib.import_module("megatrain.config.resolve")
-resolving.RULES = [rule for rule in resolving.RULES if not rule.__name__.endswith("_proven")]  # sizes count here
+resolving.RULES = [rule for rule in resolving.RULES if not rule.name.endswith("_proven")]  # sizes count here
 rank, world = 4095, 4096
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 plan = resolve(parse(flags.split()), Facts(world_size=world, device="cuda", vocab_size=128256, eod_id=0))
