@@ -14,6 +14,7 @@ import pretrain
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.plan import DerivedValue
+from megatrain.config.registry import Derivation
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 
@@ -32,11 +33,9 @@ def engine() -> Iterator[None]:
     """Use the stand-in where --transformer-impl names the library, although it needs a GPU and 16 bits."""
     module = importlib.import_module("megatrain.config.resolve")
     path = "derived.transformer_impl"
-    derivations = {
-        **dict(module.DERIVATIONS),
-        path: lambda draft: DerivedValue(draft.config.model.transformer_impl, "as given"),
-    }
-    with stand_in(), mock.patch.object(module, "DERIVATIONS", tuple(derivations.items())):
+    given = Derivation(lambda draft: DerivedValue(draft.config.model.transformer_impl, "as given"), path)
+    derivations = tuple(given if one.path == path else one for one in module.DERIVATIONS)
+    with stand_in(), mock.patch.object(module, "DERIVATIONS", derivations):
         yield
 
 
