@@ -105,7 +105,7 @@ def logits_of_transformers(model: Any, tokens: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def logits_of_heads(model: Model, tokens: Tensor) -> list[Tensor]:
-    """Return the same of a model of ours, for `tokens` [b, s]."""
+    """Return the logits of each head of a model of megatrain, for `tokens` [b, s]; see `logits_of_transformers`."""
     info, spec = PassInfo(is_training=False), model.spec
     positions, unused = _positions(tokens), torch.zeros_like(tokens)
     batch = Batch(
@@ -126,11 +126,6 @@ def logits_of_heads(model: Model, tokens: Tensor) -> list[Tensor]:
         assert head.norm is not None
         found.append(head.binary.logits(head.norm(hidden, info)))
     return found
-
-
-def all_logits(model: Model, tokens: Tensor) -> Tensor:
-    """Return the logits of the next token at each position of `tokens` [b, s]: [s, b, v]."""
-    return logits_of_heads(model, tokens)[0].transpose(0, 1)
 
 
 def _positions(tokens: Tensor) -> Tensor:

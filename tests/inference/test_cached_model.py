@@ -13,7 +13,7 @@ from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.decoding import Decoder, num_slots
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
-from megatrain.tools.compare_logits import all_logits
+from megatrain.tools.compare_logits import logits_of_heads
 
 LENGTHS = (SEQ, 11, 23)
 
@@ -50,7 +50,7 @@ def logits_by_parts(model: CachedModel, rows: list[list[int]]) -> list[Tensor]:
 def assert_same_as_whole(name: str, found: list[Tensor]) -> None:
     model = tiny_model(name)
     for row, logits in zip(sequences(), found, strict=True):
-        whole = all_logits(model, torch.tensor([row])).squeeze(1)
+        whole = logits_of_heads(model, torch.tensor([row]))[0].squeeze(0)
         assert float((logits - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
 
 
@@ -143,7 +143,7 @@ def test_decoded_logits_are_those_of_the_whole_sequence(name: str) -> None:
         decoder.add(torch.tensor(following[:running]).flatten())
     plain = tiny_model(name)
     for row, start, logits in zip(rows, starts, found, strict=True):
-        whole = all_logits(plain, torch.tensor([row])).squeeze(1)[start : start + len(logits)]
+        whole = logits_of_heads(plain, torch.tensor([row]))[0].squeeze(0)[start : start + len(logits)]
         assert float((torch.stack(logits) - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
 
 

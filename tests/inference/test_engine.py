@@ -14,7 +14,7 @@ from megatrain.inference.cache import FreeRanges
 from megatrain.inference.engine import Completion, Engine
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.texts import plan_cache
-from megatrain.tools.compare_logits import all_logits
+from megatrain.tools.compare_logits import logits_of_heads
 
 PROMPTS = [
     [(7 * one + place) % VOCAB for place in range(length)] for one, length in enumerate((1, 9, 3, 17, 5, 12))
@@ -64,7 +64,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_whole_sequences() -> N
         max_new_tokens=6, temperature=0, num_log_probs=1, wants_prompt_log_probs=True, ends_at_eod=False
     )
     (one,) = run(Engine(cached("llama", per_pass=4), ()), [(PROMPTS[3], sampling)])
-    logits = all_logits(model, torch.tensor([one.ids])).squeeze(1).log_softmax(-1)
+    logits = logits_of_heads(model, torch.tensor([one.ids]))[0].squeeze(0).log_softmax(-1)
     first = len(PROMPTS[3]) - 1
     assert one.tokens == logits[first:-1].argmax(-1).tolist()
     found = [each.log_prob for each in one.prompt_log_probs + one.log_probs]
