@@ -13,8 +13,8 @@ NUM_SENTINELS = 100
 TOKENIZERS = {"bert": "BertWordPieceLowerCase", "t5": "BertWordPieceCase"}
 
 
-def write_corpus(folder: Path, *, num_documents: int, num_words: int = 6) -> None:
-    """Write vocab.txt, corpus.bin and corpus.idx; a document has 3 to 6 sentences of up to `num_words` words."""
+def write_corpus(folder: Path, *, num_documents: int, num_letters: int = 26) -> None:
+    """Write vocab.txt, corpus.bin and corpus.idx; a document has 3 to 6 sentences of 2 to 6 words of the first letters."""
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     chance, first = random.Random(1), WORDS.index("a")
     with IndexedWriter(folder / "corpus", "uint16") as writer:
@@ -23,8 +23,11 @@ def write_corpus(folder: Path, *, num_documents: int, num_words: int = 6) -> Non
                 [
                     [
                         token
-                        for _ in range(chance.randint(2, num_words))
-                        for token in (first + chance.randrange(26), first + 26 + chance.randrange(26))
+                        for _ in range(chance.randint(2, 6))
+                        for token in (
+                            first + chance.randrange(num_letters),
+                            first + 26 + chance.randrange(num_letters),
+                        )
                     ]
                     for _ in range(chance.randint(3, 6))
                 ]
