@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SIZES
+from megatrain.tools.parity.models import OF_FAMILIES
+from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
 
 FEWEST, MOST = 3, 10
 """Options of a configuration, without its layout's sizes and its model."""
@@ -43,6 +44,8 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
     if fixed_words.keys() & set(SIZES):
         words = {option: word for option, word in words.items() if option not in (*SIZES, "restart")}
     words |= fixed_words
+    if words["model"] in OF_FAMILIES:
+        words.setdefault("data", SENTENCES)
     options = rng.sample(_DRAWN, rng.randint(FEWEST, MOST))
     if rng.random() < 0.5:
         options += rng.sample(_OF_EXPERTS, 2)
