@@ -26,7 +26,7 @@ from megatrain.kernels.linear import linear
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import HeadParts, average_over_microbatch
+from megatrain.model.families.masked_lm import HeadParts
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -85,7 +85,7 @@ class Head(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
+        self.norm, self.transform, self.binary, self.means = norm, parts.transform, parts.binary, parts.means
         self.spec, self.has_memory = spec.head, spec.stacks[-1].memory is not None
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
@@ -107,7 +107,7 @@ class Head(ShardedModule):
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
-        A next-sentence head adds `sop_loss`; see also `average_over_microbatch`. For accuracy, evaluation writes `labels` (number
+        A next-sentence head adds `sop_loss`; see also `MicrobatchMeans`. For accuracy, evaluation writes `labels` (number
         that count) and `hits` (number of those that have the largest logit).
         """
         if self.has_memory:
@@ -143,8 +143,8 @@ class Head(ShardedModule):
         info.sums[f"{prefix}tokens"] = mask.sum()
         if predictions is not None:
             info.sums |= {"hits": ((predictions == labels) * mask).sum(), "labels": mask.sum()}
-        if self.spec.averages_microbatches:
-            average_over_microbatch(batch, info)
+        if self.means is not None:
+            self.means.apply(batch, info)
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]

@@ -18,7 +18,6 @@ class CrossAttentionSpec(Part):
 
     name: ClassVar[str] = "cross_attention"
     role: ClassVar[Role] = "mixer"
-    needs_whole_samples: ClassVar[bool] = True
 
     num_heads: int
     head_dim: int

@@ -28,6 +28,8 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.context_parallel_size == 1:
         return DerivedValue((), "--context-parallel-size 1: no communication")
+    if draft.config.model.model_family != "gpt":
+        return DerivedValue(("all_gather",), "attention with padding masks needs keys in order")
     if not parallel.cp_comm_type:
         if has_documents(draft):
             return DerivedValue(("all_gather",), "with documents, a ring would balance its ranks badly")
@@ -45,7 +47,14 @@ def ring_is_replaced(draft: Draft) -> Notes:
     """Note that all-gather replaces the ring of --cp-comm-type."""
     given = draft.config.parallel.cp_comm_type
     has_ring = draft.config.parallel.context_parallel_size > 1 and any("p2p" in each for each in given)
-    if has_ring and (reason := _why_no_ring(draft)):
+    others = {*given} - {*draft.derived.cp_comm_types}
+    if (
+        others
+        and draft.config.parallel.context_parallel_size > 1
+        and draft.config.model.model_family != "gpt"
+    ):
+        yield f"--cp-comm-type {' '.join(given)}: keys and values are all-gathered, as attention with padding masks needs keys in order"
+    elif has_ring and (reason := _why_no_ring(draft)):
         yield f"--cp-comm-type {' '.join(given)}: {reason}"
 
 

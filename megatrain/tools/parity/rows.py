@@ -31,6 +31,7 @@ from megatrain.tools.parity.models import (
     MODELS,
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
+    WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
@@ -322,8 +323,10 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
+    is_split = known["context parallelism"] not in (None, "cp1")
+    has_documents = known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    is_possible &= not (has_documents and known["model"] in WITHOUT_DOCUMENTS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
