@@ -224,18 +224,16 @@ class _HeadLoss(Function):
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])
-            if bias is not None and bias.grad is not None:
-                add_column_sums(bias.grad, dlogits)
             if info.splits_backward:
                 kept.append((dlogits, x[chunk]))
             else:
-                accumulate_weight_gradient(weight_grad, dlogits, x[chunk])
+                _add_weight_gradients(weight_grad, bias, dlogits, x[chunk])
 
         rows = chunk_rows(x.shape[0], vocab.rows, x.element_size())
         for start in range(0, x.shape[0], rows):
             compute(slice(start, start + rows))
         ctx.save_for_backward(dx)
-        ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
+        ctx.weight_grad, ctx.bias, ctx.info, ctx.kept = weight_grad, bias, info, kept
         ctx.mark_non_differentiable(losses, z_losses)
         return losses, z_losses, ((losses + z_losses) * token_scale).sum()
 
@@ -243,10 +241,14 @@ class _HeadLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Without split backward the weight gradient is already computed, so a loss scaled after this would be wrong.
         (dx,) = ctx.saved_tensors
-        weight_grad, kept = ctx.weight_grad, ctx.kept
+        add, kept = partial(_add_weight_gradients, ctx.weight_grad, ctx.bias), ctx.kept
         ctx.kept = []
         for dlogits, x in kept:
-            ctx.info.compute_weight_gradient(
-                lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
-            )
+            ctx.info.compute_weight_gradient(partial(add, dlogits, x))
         return dx * grads[2].to(dx.dtype), *[None] * 11
+
+
+def _add_weight_gradients(weight_grad: Tensor, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
+    accumulate_weight_gradient(weight_grad, dlogits, x)
+    if bias is not None and bias.grad is not None:
+        add_column_sums(bias.grad, dlogits)

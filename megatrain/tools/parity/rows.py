@@ -49,8 +49,12 @@ ALWAYS = (
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
+    "tp2 sp cp2 pp2 bert attentiondropout",
+    "pp2 dp2 zero1 tokens tails t5 instances2",
+    "dp2 pp2 zero2 dualpipev tied bert",
+    "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
 )
-"""Rows that combine all axes."""
+"""Rows that combine all axes, and those of other families than GPT."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.models import OF_FAMILIES
+from megatrain.tools.parity.models import OF_FAMILIES, WITHOUT_CONTEXT_RANKS
 from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
 
 FEWEST, MOST = 3, 10
@@ -39,7 +39,9 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311 (no secrets)
     words = {"model": _choice(rng, "model")}
-    words |= {OPTION_OF[word]: word for word in rng.choice(_LAYOUTS).split()}
+    is_whole = words["model"] in WITHOUT_CONTEXT_RANKS
+    layouts = [one for one in _LAYOUTS if not (is_whole and "cp" in one)]
+    words |= {OPTION_OF[word]: word for word in rng.choice(layouts).split()}
     fixed_words = {OPTION_OF[word]: word for word in fixed}
     if fixed_words.keys() & set(SIZES):
         words = {option: word for option, word in words.items() if option not in (*SIZES, "restart")}
