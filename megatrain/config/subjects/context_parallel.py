@@ -38,7 +38,10 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
             return DerivedValue(("all_gather",), "with windows, a query needs keys of few ranks")
         if reason := _why_not_heads(draft):
             return DerivedValue(("p2p",), f"a ring of keys and values: {reason}")
-        return DerivedValue(("a2a",), "heads divide over ranks of one host: one attention of whole samples, not a ring of blocks")
+        return DerivedValue(
+            ("a2a",),
+            "heads divide over ranks of one host: one attention of whole samples, not a ring of blocks",
+        )
     comm_types = tuple(parallel.cp_comm_type)
     if reason := _why_no_ring(draft):
         return DerivedValue(tuple(each.replace("p2p", "all_gather") for each in comm_types), reason)

@@ -96,7 +96,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "tensor communication",
         "parallel.tp_comm_overlap",
-        Feature("tpwaits"),
+        Feature("tpwaits", "--no-tp-comm-overlap"),
         Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
     ),
     _layout(

@@ -30,7 +30,5 @@ def test_sizes_decide(plan_of, flags, ranks, chosen, reason):
 
 @pytest.mark.parametrize(("per_host", "chosen"), [(4, "a2a"), (2, "p2p"), (1, "p2p"), (None, "a2a")])
 def test_hosts_decide(plan_of, per_host, chosen):
-    plan = plan_of(
-        f"{HEADS} --context-parallel-size 4", facts=Facts(world_size=4, ranks_per_node=per_host)
-    )
+    plan = plan_of(f"{HEADS} --context-parallel-size 4", facts=Facts(world_size=4, ranks_per_node=per_host))
     assert plan.derived.cp_comm_types == (chosen,)
