@@ -260,7 +260,7 @@ def build_training_passes(
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
-    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))
+    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device), model.tp.peers)
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

@@ -22,6 +22,7 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import SegmentPass
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
 
 Work = Callable[[], None]
 
@@ -96,6 +97,7 @@ class GraphedPasses:
         data_parallel: communicates weights and gradients.
         num_warmup_steps: steps before the capture.
         recorder: records the passes.
+        peers: memory of the sends of overlapped products; None: there are none.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class GraphedPasses:
         data_parallel: DataParallel,
         num_warmup_steps: int,
         recorder: Recorder,
+        peers: PeerMemory | None = None,
     ) -> None:
+        self._peers = peers
         self._executor, self._bare, self._data_parallel = executor, bare, data_parallel
         self._steps_left = num_warmup_steps
         self._recorder = recorder
@@ -119,8 +123,10 @@ class GraphedPasses:
             return
         self._data_parallel.wait_for_weights()
         for batch, info in zip(batches, infos, strict=True):
+            if self._peers is not None:
+                self._peers.align()
             if self._graph is None:
-                self._graph = _Graph(self._bare, batch, self._recorder)
+                self._graph = _Graph(self._bare, batch, self._recorder, self._peers)
             self._graph.run(batch, info)
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
@@ -140,7 +146,9 @@ class GraphedPasses:
 class _Graph:
     """The graph of a micro-batch's passes. Capturing it computes nothing."""
 
-    def __init__(self, executor: Executor, batch: Batch, recorder: Recorder) -> None:
+    def __init__(
+        self, executor: Executor, batch: Batch, recorder: Recorder, peers: PeerMemory | None
+    ) -> None:
         self._batch = batch.mapped(Tensor.clone)
         device = batch.tokens.device
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
@@ -153,7 +161,14 @@ class _Graph:
             is_token=self._batch.is_token,
         )
         passes = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]
-        self.recorded = recorder.record(lambda: executor.run(passes, [self._batch], [self._info]))
+        self._memory = peers and peers.slots  # the graph's: evaluation may need larger ones
+
+        def work() -> None:
+            executor.run(passes, [self._batch], [self._info])
+            if peers is not None:
+                peers.align()
+
+        self.recorded = recorder.record(work)
 
     def run(self, batch: Batch, info: PassInfo) -> None:
         """Run the passes of a micro-batch; sums for the log and metrics of routers remain in `info`."""

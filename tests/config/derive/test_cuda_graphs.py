@@ -20,6 +20,7 @@ def test_a_dense_model_on_data_parallel_ranks_has_graphs(plan_of, flags):
     "flags",
     [
         "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "--context-parallel-size 2",
         "--mtp-num-layers 1",
         "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
@@ -36,7 +37,6 @@ def test_communication_within_layers_is_captured(plan_of, flags):
         ("--transformer-impl transformer_engine", Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
          "modules of Transformer Engine"),
         ("--pipeline-model-parallel-size 2", Facts(device="cuda", world_size=2), "pipeline ranks"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", Facts(device="cuda", world_size=2), "--tp-comm-overlap"),
         ("--data-parallel-sharding-strategy optim_grads", Facts(device="cuda", world_size=2), "ZeRO-2"),
         ("--num-experts 4", Facts(device="cuda", device_capability=(8, 0)), "wait for the host on this GPU"),
         ("--num-experts 4 --moe-ffn-hidden-size 300", Facts(device="cuda"), "sizes of experts"),

@@ -8,6 +8,7 @@ from megatrain.config import Facts
 
 SHAPE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --bf16"
 TENSOR = f"{SHAPE} --sequence-parallel --tensor-model-parallel-size"
+SHARED_EXPERT = "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
 HOPPER = Facts(
     device="cuda", device_capability=(9, 0), device_name="NVIDIA H200", world_size=8, ranks_per_node=8
 )
@@ -28,8 +29,7 @@ HOPPER = Facts(
         (f"{TENSOR} 4 --fp8-format hybrid --fp8-recipe tensorwise", HOPPER, "FP8"),
         (f"{TENSOR} 4 --no-sequence-parallel", HOPPER, "--no-sequence-parallel"),
         (SHAPE, HOPPER, "--tensor-model-parallel-size 1"),
-        (f"{TENSOR} 2 --num-experts 4 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
-         " --disable-bias-linear", HOPPER, "two streams"),
+        (f"{TENSOR} 2 {SHARED_EXPERT}", HOPPER, "two streams"),
         (f"{TENSOR} 2 --transformer-impl transformer_engine", replace(HOPPER, libraries={"transformer_engine": "2.20.2"}),
          "Transformer Engine"),
     ],

@@ -12,6 +12,7 @@ import pytest
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
 from megatrain.parallel.rank_capacity import RankCapacity
+from megatrain.parallel.tensor_overlap.peer_memory import NUM_SLOTS, PeerMemory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -45,7 +46,9 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
     engine = engine_of(plan, rank)
     if with_graphs:
         bare = build_executor(plan, engine.model, NoHooks(), engine.grid, engine.device)
-        engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 1, Repeats())
+        engine.training_passes = GraphedPasses(
+            engine.executor, bare, engine.data_parallel, 1, Repeats(), engine.model.tp.peers
+        )
     repeats, losses = [], []
     for step in range(NUM_STEPS):
         before = engine.num_repeats
@@ -61,13 +64,27 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
 
 
 class Repeats:
-    """A stand-in for CUDA graphs."""
+    """A stand-in for CUDA graphs. Each replay has whole rounds of sends, so that a graph can repeat their slots."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
         work()
 
     def record(self, work: Callable[[], None]) -> Any:
-        return SimpleNamespace(replay=work, reset=lambda: None)
+        def replay() -> None:
+            with mock.patch.object(PeerMemory, "send", autospec=True, side_effect=PeerMemory.send) as send:
+                work()
+            assert send.call_count % NUM_SLOTS == 0
+
+        return SimpleNamespace(replay=replay, reset=lambda: None)
+
+
+@pytest.mark.parametrize("words", ["tp2 sp tpoverlap llama", "tp2 sp tpoverlap mixtral dp2"])
+def test_replays_with_overlapped_products_change_no_bit(pool: WorkerPool, words: str) -> None:
+    layout = Layout.of(words)
+    replayed, executed = (
+        pool.run(layout.world_size, trained, layout, with_graphs) for with_graphs in (True, False)
+    )
+    assert replayed == executed
 
 
 def test_ranks_agree_on_the_repeat_if_one_lacks_memory(pool: WorkerPool) -> None:
