@@ -190,8 +190,6 @@ def _obstacles(draft: Draft) -> Iterator[str]:
 
 def _obstacles_of_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
-    if parallel.pipeline_model_parallel_size > 1:
-        yield "pipeline ranks communicate between passes"
     if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
         yield "ZeRO-2 and ZeRO-3 communicate within the passes"
 
