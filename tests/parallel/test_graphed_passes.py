@@ -60,6 +60,7 @@ class Recorded:
         "qwenmoe",
         "deepseek seqauxloss mtp1",
         "mixtral auxloss batch12",
+        "gpt2 attentiondropout",
         "llama fp8tensorwise",
         "llama fp8delayed",
         "llama fp8blockwise",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -137,7 +138,11 @@ class GraphedPasses:
         """Run a step's micro-batches, like `Executor.run`."""
         if self._steps_left:
             self._steps_left -= 1
-            self._recorder.warm_up(lambda: self._executor.run(actions, batches, infos))
+            device = batches[0].tokens.device
+            like_graphs = [
+                replace(info, first_sample=torch.tensor(info.first_sample, device=device)) for info in infos
+            ]
+            self._recorder.warm_up(lambda: self._executor.run(actions, batches, like_graphs))
             return
         self._data_parallel.wait_for_weights()
         self._graphs = self._graphs or self._make_graphs()
