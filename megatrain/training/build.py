@@ -41,6 +41,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.training.distillation import RunTeacher, TeacherFirst, build_distillation
 from megatrain.training.trial_parts import try_parts
 
 
@@ -49,6 +50,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     config = plan.config
     if device.type != "meta":
         try_parts(plan, device)
+    communication = _expert_communication(plan)
     return build_model(
         plan.derived.model_spec,
         grid,
@@ -67,8 +69,9 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
-        communication=_expert_communication(plan),
+        communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
+        distillation=build_distillation(plan, grid, device, communication),
     )
 
 
@@ -254,8 +257,11 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
-) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+) -> Executor | GraphedPasses | TeacherFirst:
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
+    teacher = None if model.distillation is None else model.distillation.teacher
+    if isinstance(teacher, RunTeacher) and (grid.pp.size > 1 or model.communication.turns is not None):
+        return TeacherFirst(executor, teacher)
     if not plan.derived.cuda_graphs or device.type == "meta":
         return executor
     bare = build_executor(plan, model, NoHooks(), grid, device)
