@@ -147,6 +147,10 @@ class RunTeacher:
         for found in (*kept, *([] if self.parts.last is None else [self.parts.last.found])):
             found.clear()
 
+    def draw(self, source: TensorSource) -> None:
+        """Fill the weights from a source in place of a checkpoint."""
+        fill_weights(self.buffers, source)
+
     def load(self, *, vocab_size: int, allows_format_torch: bool) -> Loaded:
         """Load the weights; all ranks call it. Raises MegatrainError on all ranks."""
         weights = _Weights(self.buffers)

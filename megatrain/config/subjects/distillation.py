@@ -153,6 +153,13 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
             f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}", f"use a smaller {flag}"
         )
         return
+    has_experts = any(layer.experts is not None for layer in teacher.layers)
+    if has_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            f"{FLAG} {facts.path} has experts, which --tensor-model-parallel-size"
+            f" {parallel.tensor_model_parallel_size} supports with --sequence-parallel alone",
+            "add --sequence-parallel",
+        )
     if _copies(teacher, parallel.tensor_model_parallel_size) != draft.derived.kv_copies:
         yield Problem(
             f"{FLAG} {facts.path}: its keys and values would have other copies over --tensor-model-parallel-size"
