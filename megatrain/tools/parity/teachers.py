@@ -25,7 +25,9 @@ def teacher_of(layout: Layout, *, vocab_size: int, seq_length: int) -> TeacherFa
     groups = layout.size("key-value replication")
     flags += f" --group-query-attention --num-query-groups {groups or 24}"
     flags += f" --vocab-size {vocab_size} --seq-length {seq_length}"
-    config = resolve(parse(flags.split()), Facts(vocab_size=vocab_size, eod_id=vocab_size - 1)).config.to_dict()
+    config = resolve(
+        parse(flags.split()), Facts(vocab_size=vocab_size, eod_id=vocab_size - 1)
+    ).config.to_dict()
     return TeacherFacts(
         path="a drawn teacher",
         iteration=0,
