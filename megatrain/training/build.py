@@ -41,7 +41,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
-from megatrain.training.distillation import RunTeacher, TeacherFirst, build_distillation
+from megatrain.training.distillation import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.trial_parts import try_parts
 
 
@@ -259,11 +259,8 @@ def build_training_passes(
     device: torch.device,
 ) -> Executor | GraphedPasses | TeacherFirst:
     """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
-    teacher = None if model.distillation is None else model.distillation.teacher
-    if isinstance(teacher, RunTeacher) and (grid.pp.size > 1 or model.communication.turns is not None):
-        return TeacherFirst(executor, teacher)
     if not plan.derived.cuda_graphs or device.type == "meta":
-        return executor
+        return after_teacher(executor, model)
     bare = build_executor(plan, model, NoHooks(), grid, device)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
     return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))

@@ -24,7 +24,7 @@ from megatrain.config import Plan
 from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.model.distillation import Distillation, KeptLayer, TeacherHead, TeacherOutputs
-from megatrain.model.gpt import build_model
+from megatrain.model.gpt import Model, build_model
 from megatrain.model.head import Head
 from megatrain.model.layer_context import ExpertCommunication
 from megatrain.optim.sharded import WEIGHT, TensorSource, fill_weights
@@ -120,6 +120,7 @@ class RunTeacher:
         """Return the outputs of the micro-batch of this pass; computes them if they are not known."""
         number = info.microbatch
         if self._computed.get(number) is not batch:
+            assert self.grid.pp.size == 1, "TeacherFirst has run the passes"
             self.forget()
             self.run([batch], [info])
         layers = {one: layer.found[number] for one, layer in self.parts.kept.items()}
@@ -187,17 +188,24 @@ class TeacherFirst:
     """Runs the teacher's passes of a step before the student's.
 
     Args:
-        passes: runs the student's.
+        executor: runs the student's.
     """
 
-    def __init__(self, passes: Any, teacher: RunTeacher) -> None:
-        self.passes, self.teacher = passes, teacher
+    def __init__(self, executor: Executor, teacher: RunTeacher) -> None:
+        self.executor, self.teacher = executor, teacher
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run the schedule; see `Executor`."""
         self.teacher.run(batches, infos)
-        self.passes.run(actions, batches, infos)
+        self.executor.run(actions, batches, infos)
         self.teacher.forget()
+
+
+def after_teacher(executor: Executor, model: Model) -> Executor | TeacherFirst:
+    """Return what runs the passes of training: the executor, after a teacher's passes where its head cannot ask for them."""
+    teacher = None if model.distillation is None else model.distillation.teacher
+    is_ahead = executor.grid.pp.size > 1 or model.communication.turns is not None
+    return TeacherFirst(executor, teacher) if isinstance(teacher, RunTeacher) and is_ahead else executor
 
 
 def build_distillation(

@@ -309,6 +309,9 @@ def _structure(engine: Engine) -> list[object]:
     registry, spec = engine.model.registry, engine.model.spec
     layers = {spec.layer_name(number): layer for number, layer in enumerate(spec.layers)}
     shapes = [(entry.segment, entry.layout.shape) for entry in registry.entries.values()]
+    teacher = None if engine.model.distillation is None else engine.model.distillation.teacher
+    if isinstance(teacher, RunTeacher):
+        shapes += [(-1, entry.layout.shape) for entry in teacher.model.registry.entries.values()]
     return [*shapes, *(layers[f"{one.stack}.layers.{one.number}"] for one in layers_of(registry))]
 
 
