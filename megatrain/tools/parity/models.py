@@ -88,6 +88,8 @@ OF_FAMILIES = {"bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5"}
 """Models of other families than GPT, with the family."""
 WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
 """Models with learned positions, which multi-token prediction does not support, and those of other families."""
+WITHOUT_TEACHERS = tuple(OF_FAMILIES)
+"""Models that distillation does not train."""
 WITHOUT_EXPERTS = ("puzzle", "own")
 """Models that define each layer themselves and cannot be combined with experts."""
 
