@@ -79,6 +79,7 @@ class MegatronExport:
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
+        self._is_stacked = self._experts.moe_layer_freq == "1" and model.experimental_attention_variant is None
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
@@ -88,7 +89,7 @@ class MegatronExport:
                 shapes,
                 FusedRows.of(model),
                 is_latent=model.multi_latent_attention,
-                is_uniform=self._experts.moe_layer_freq == "1",
+                is_uniform=self._is_stacked,
                 padded_vocab_size=self.padded_vocab_size,
             )
         except KeyError as error:
@@ -168,7 +169,8 @@ class MegatronExport:
     ) -> Tensor:
         """Return the values of a chunk; rows of padding are zero."""
         out = torch.zeros(box_shape(box), dtype=dtype)
-        rows, first = out.view(out.shape[num_stacked:]), box[num_stacked][0]
+        first, last = box[num_stacked]
+        rows = out.view(last - first, *self._manifest.tensors[parts[0].name].shape[1:])
         for part in parts:
             shape = self._manifest.tensors[part.name].shape
             is_whole = len(parts) == 1 and shape == rows.shape
@@ -183,7 +185,7 @@ class MegatronExport:
 
     def _of_biases(self) -> Iterator[_Chunk]:
         """Yield the biases of experts, which are state of the run here and tensors there."""
-        is_stacked = self._experts.moe_layer_freq == "1"
+        is_stacked = self._is_stacked
         biases: dict[str, list[list[float]]] = {}
         for name, values in self._manifest.state["expert_biases"].items():
             ours = next(one for one in BIASES.values() if name.endswith(one[0]))

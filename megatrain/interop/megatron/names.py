@@ -6,6 +6,7 @@ decoder.layers.1.mlp.experts.experts.linear_fc1.weight [experts, rows, h]    the
 linear_qkv, 2 query groups     rows  q0 q1 k0 v0 | q2 q3 k1 v1   ->  q: q0 q1 q2 q3,  k: k0 k1,  v: v0 v1
 with an output gate            rows  q0 q1 g0 g1 k0 v0 | ...
 linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
+in_proj of a delta net         rows  q k v z beta alpha, which checkpoints store one by one: in_proj.weight.query ...
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from megatrain.config.schema.model import ModelConfig
+
+_DELTA_ROWS: Final = (
+    ("query", "q"), ("key", "k"), ("value", "v"), ("z", "gate"), ("beta", "beta"), ("alpha", "alpha"),
+)  # fmt: skip
+"""Rows of a delta net's first projection: Megatron-LM's name and ours."""
+
+
+def _fused(module: str, ours: str, rows: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Return the entries of a module whose rows checkpoints store one by one: of the whole, then of each."""
+    whole = {module: tuple(ours.format(name) for _, name in rows)}
+    return whole | {f"{module}.{theirs}": (ours.format(name),) for theirs, name in rows}
+
 
 _LAYER: Final = {
     "input_layernorm": ("attention.norm",),
@@ -31,6 +44,13 @@ _LAYER: Final = {
     "self_attention.linear_kv_up_proj": ("attention.kv_up",),
     "self_attention.kv_layernorm": ("attention.kv_norm",),
     "self_attention.linear_proj": ("attention.proj",),
+    "self_attention.in_proj_layernorm": ("linear_attention.norm",),
+    **_fused("self_attention.in_proj", "linear_attention.{}", _DELTA_ROWS),
+    **_fused("self_attention.conv1d", "linear_attention.{}.convolution", _DELTA_ROWS[:3]),
+    "self_attention.dt_bias": ("linear_attention.dt_bias",),
+    "self_attention.A_log": ("linear_attention.a_log",),
+    "self_attention.out_norm": ("linear_attention.out_norm",),
+    "self_attention.out_proj": ("linear_attention.proj",),
     "pre_mlp_layernorm": ("mlp.norm",),
     "mlp.linear_fc1": ("mlp.gate", "mlp.up"),
     "mlp.linear_fc2": ("mlp.down",),
@@ -85,6 +105,8 @@ _RENAMED: Final = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "self_attention.in_proj.layer_norm_": "self_attention.in_proj_layernorm.",
+    "self_attention.conv1d.weight": "self_attention.conv1d",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
@@ -97,6 +119,8 @@ GATED: Final = ("swiglu", "geglu", "quick_geglu")
 """Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
+_STORED_ROWS: Final = re.compile(r"in_proj\.weight\.(\w+)$")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(\w+)\.(weight|bias)(\d+)$")
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -123,6 +147,8 @@ class FusedRows:
     """MLPs are gated: `linear_fc1` holds gate and up."""
     has_output_gate: bool = False
     """Attention is gated: `linear_qkv` holds queries, gates, keys and values."""
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of each canonical tensor in a delta net's `in_proj` and `conv1d`, by the module below the layer."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> FusedRows:
@@ -132,6 +158,7 @@ class FusedRows:
             model.num_query_groups or model.num_attention_heads,
             is_gated=any(getattr(model, name) for name in GATED),
             has_output_gate=model.attention_output_gate,
+            sizes=_sizes_of_delta_nets(model) if model.experimental_attention_variant is not None else {},
         )
 
 
@@ -159,7 +186,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
         KeyError: the name is not known.
         ValueError: more layers, experts or query groups than any model has.
     """
-    module, kind = _unstacked(name).rsplit(".", 1)
+    module, kind = module_and_kind(_unstacked(name))
     numbers = NUMBER.findall(module)
     pattern = NUMBER.sub("{}", module)
     if "layers." in pattern and "layers.{}." not in pattern:
@@ -170,14 +197,21 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
     if math.prod(shape[:num_stacked]) > _MAX_STACKED or fused.num_query_groups > _MAX_QUERY_GROUPS:
         raise ValueError(f"{shape[:num_stacked]} layers and experts, {fused.num_query_groups} query groups")
-    fused_rows = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)]
-    found = (_keys_and_values if pattern.endswith("linear_kv") else fused_rows)(size, fused)
+    found = _rows_of(pattern, size, fused)
+    if "conv1d" in pattern:
+        rest = rest[-1:]  # theirs is [channels, 1, tokens]
     for place in itertools.product(*map(range, shape[:num_stacked])):
         for one, rows in zip(names, found, strict=True):
             if rows:
                 num_rows = sum(part.stop - part.start for part in rows)
                 ours = one.format(*numbers, *place)
-                yield Part(f"{ours}.{kind}", (num_rows, *rest), name, place, rows)
+                yield Part(".".join(filter(None, (ours, kind))), (num_rows, *rest), name, place, rows)
+
+
+def module_and_kind(name: str) -> tuple[str, str]:
+    """Split the name of a parameter: `attention.q.weight` in `attention.q` and `weight`; others are whole, with an empty kind."""
+    module, _, kind = name.rpartition(".")
+    return (module, kind) if kind.startswith(("weight", "bias")) else (name, "")
 
 
 def family_of(names: Iterable[str]) -> str:
@@ -189,10 +223,36 @@ def family_of(names: Iterable[str]) -> str:
 def _unstacked(name: str) -> str:
     for stored, module in _RENAMED.items():
         name = name.replace(stored, module)
+    name = _EXPERT.sub(r"mlp.experts.\3.\1.\2", _STORED_ROWS.sub(r"in_proj.\1.weight", name))
     return _EXPERTS.sub("mlp.experts.", name.replace(*GATE_NAMES))
 
 
 _Rows = tuple[slice, ...]
+
+
+def _sizes_of_delta_nets(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    heads = model.linear_num_value_heads
+    convolved = (keys, keys, values)
+    return {
+        "self_attention.in_proj": (*convolved, values, heads, heads),
+        "self_attention.conv1d": convolved,
+    }
+
+
+def _rows_of(pattern: str, num_rows: int, fused: FusedRows) -> tuple[_Rows, ...]:
+    """Return the rows of each canonical tensor in a module."""
+    names = TABLE[pattern]
+    sizes = fused.sizes.get(pattern.rpartition("{}.")[2])
+    if sizes is not None:
+        ends = list(itertools.accumulate(sizes))
+        if ends[-1] != num_rows:
+            raise ValueError(f"{num_rows} rows where {ends[-1]} were expected")
+        return tuple((slice(end - size, end),) for end, size in zip(ends, sizes, strict=True))
+    if pattern.endswith("linear_kv"):
+        return _keys_and_values(num_rows, fused)
+    return {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)](num_rows, fused)
 
 
 def _whole(num_rows: int, _: FusedRows) -> tuple[_Rows]:
