@@ -19,6 +19,7 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.schema.model import ModelConfig
@@ -86,6 +87,17 @@ def head_of(model: ModelConfig) -> HeadSpec:
         )
     is_t5 = model.model_family == "t5"
     return HeadSpec(has_bias=is_t5 and not model.untie_embeddings_and_output_weights, has_accuracy=is_t5)
+
+
+def mamba_of(model: ModelConfig) -> MambaSpec:
+    """Return the Mamba-2 mixer of a hybrid."""
+    heads = model.mamba_num_heads
+    return MambaSpec(
+        num_heads=2 * model.hidden_size // model.mamba_head_dim if heads is None else heads,
+        head_dim=model.mamba_head_dim,
+        num_groups=model.mamba_num_groups,
+        state_dim=model.mamba_state_dim,
+    )
 
 
 def num_token_types(model: ModelConfig) -> int | None:

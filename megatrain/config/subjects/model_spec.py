@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.families import head_of, num_token_types, stacks_of
+from megatrain.config.derive.families import head_of, mamba_of, num_token_types, stacks_of
 from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
@@ -26,7 +26,6 @@ from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
-from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
@@ -135,7 +134,7 @@ def _layers_of_letters(
 ) -> tuple[LayerSpec, ...]:
     """Return layers of one part each, by the letters of a pattern of a hybrid."""
     parts: dict[str, Callable[[], Part]] = {
-        "M": lambda: _mamba(model),
+        "M": lambda: mamba_of(model),
         "G": lambda: _linear_attention(model),
         "*": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
         "+": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
@@ -146,16 +145,6 @@ def _layers_of_letters(
         raise UnresolvedError  # `patterns_have_their_parts` reports it
     built = {letter: parts[letter]() for letter in dict.fromkeys(letters)}
     return tuple(LayerSpec(parts=(built[letter],), norm_position=model.norm_position) for letter in letters)
-
-
-def _mamba(model: ModelConfig) -> MambaSpec:
-    heads = model.mamba_num_heads
-    return MambaSpec(
-        num_heads=2 * model.hidden_size // model.mamba_head_dim if heads is None else heads,
-        head_dim=model.mamba_head_dim,
-        num_groups=model.mamba_num_groups,
-        state_dim=model.mamba_state_dim,
-    )
 
 
 def _layers(
