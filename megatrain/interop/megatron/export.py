@@ -42,8 +42,8 @@ _LACKING: Final = (
     " embedding_multiplier window_rotary_base"
 ).split()
 """Settings of the model that Megatron-LM has no argument for; without them another function would be computed there."""
-_NORMS_OF_HYBRIDS: Final = ("final_norm", "pre_mlp_layernorm", "enorm", "hnorm", "final_layernorm")
-"""Modules with an empty extra state there."""
+_NORMS: Final = ("layernorm", "final_norm", "enorm", "hnorm")
+"""Ends of Transformer Engine's norms."""
 _SHARDED_BACKEND: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -81,11 +81,9 @@ class MegatronExport:
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
-        self._is_stacked = (
-            self._experts.moe_layer_freq == "1"
-            and model.experimental_attention_variant is None
-            and self._family != "hybrid"
-        )
+        self._is_fused = model.experimental_attention_variant is not None or self._family == "hybrid"
+        """Its modules there are Transformer Engine's."""
+        self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
@@ -219,9 +217,9 @@ class MegatronExport:
         modules = {name.rpartition(".")[0] for tensor in self.tensors for name in self._names(tensor.name)}
         for module in modules:
             key, (stack, _, last) = f"{module}._extra_state/shard_0_1", module.rpartition(".")
-            if (last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None) or (
-                last in _NORMS_OF_HYBRIDS and self._family == "hybrid"
-            ):
+            if self._is_fused and last.endswith(_NORMS):
+                found[key] = None
+            elif last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None:
                 found[key] = torch.empty(0, dtype=torch.uint8)
             elif last == "output_layer" and self._family != "gpt":
                 found[key] = None
