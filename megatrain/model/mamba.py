@@ -84,6 +84,10 @@ class MambaScan(ShardedModule):
         cu_seqlens = None if info.documents is None else info.documents.cu_seqlens
         ids = None if cu_seqlens is None else document_ids(cu_seqlens, mixed.shape[1], mixed.shape[0])
         y, _ = self.scan(self.convolved(mixed, ids), dt, cu_seqlens=cu_seqlens)
+        return self.normed(y, z)
+
+    def normed(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return the gated norm of the groups."""
         return gated_norm(y, z, weight_of(self, "gate_norm"), self.num_groups, _EPSILON)
 
     def convolved(self, mixed: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -134,7 +134,7 @@ def _their_tensor(
     first = next(iter(places.values()))
     num_rows = sum(shape[0] for shape in first.values())
     rest = next(iter(first.values()))[1:]
-    shape = (*sizes, num_rows, *((1,) if "conv1d" in name else ()), *rest)
+    shape = (*sizes, num_rows, *((1,) if ".conv1d.weight" in name else ()), *rest)
     parts = tuple(parts_of(name, shape, fused))
     expected = {one: size for found in places.values() for one, size in found.items()}
     if {part.name: part.shape for part in parts} != expected:
