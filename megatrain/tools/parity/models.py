@@ -99,7 +99,7 @@ WITHOUT_EXPERTS = ("puzzle", "own")
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = ("qwen3-next", "hybrid", *OF_FAMILIES)
+WITHOUT_CONTEXT_RANKS = ("qwen3-next", *OF_FAMILIES)
 """Models whose state, or whose padding, needs a whole sample: no context ranks, no documents."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
