@@ -236,7 +236,7 @@ class CachedDeltaRule(nn.Module):
         super().__init__()
         self.core, self.convolved, self.memory = core, convolved, memory
 
-    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (as DeltaRule)
         """Map the projections of new tokens, [t, 1, channels], -> [t, 1, n, dv]; `begin_pass` comes first."""
         out = None
         for tokens, states in self._groups:

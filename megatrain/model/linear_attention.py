@@ -8,6 +8,8 @@ hidden ─ + ─ norm + projection ─┬─ q, k, v ─ convolution ─ activat
     v, gate         [s, b, nv, dv]
     decay           g = -exp(a_log) softplus(alpha + dt_bias), per head of values
     over tp         heads are split, as those of attention
+    over cp         heads are exchanged for whole samples (parallel/context/head_exchange.py)
+    documents       the convolution and the state begin anew
 
 Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the model is Qwen3-Next's, as Megatron-LM has it.
 """
@@ -38,6 +40,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.layout import Init, ShardedModule
 
 _MIN_SQUARE = 1e-6
@@ -67,7 +70,7 @@ class LinearAttention(nn.Module):
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, projected = self.projections(residual, delta, info)
         qkv, gate, beta, alpha = projected.split(self.sizes, dim=-1)
-        out = self.norm(self.core(qkv, beta, alpha), info)
+        out = self.norm(self.core(qkv, beta, alpha, info), info)
         gate = self.activation.value(gate.to(accumulation_dtype(gate.dtype)))
         out = (out.flatten(2) * gate).to(qkv.dtype)
         return residual, self.output(self.proj(out, info), info)
@@ -94,34 +97,48 @@ class DeltaRule(ShardedModule):
         self, sizes: LinearAttentionSpec, activation: ActivationFunction, context: LayerContext
     ) -> None:
         super().__init__()
-        self.sizes, self.activation = sizes, activation
+        self.activation = activation
         prefix, tp, dtype = context.name(sizes), context.tp, context.ranks.dtype
         heads = Columns(f"{prefix}.dt_bias", sizes.num_value_heads)
         logs = Columns(f"{prefix}.a_log", sizes.num_value_heads)
         convolved = context.columns(context.linears(sizes)["q"], "convolution")[:3]  # queries, keys, values
-        self.widths = [columns.num_outputs // tp.size for columns in convolved]
         self.add_weight("convolution", convolution_layout(convolved, sizes.kernel_size, tp), dtype)
         self.add_weight("dt_bias", columns_bias_layout([heads], tp, Init(mean=1.0)), dtype)
         self.add_weight("a_log", columns_bias_layout([logs], tp, Init(log_of=(1.0, 16.0))), dtype)
+        self.exchange = HeadExchange(context.ranks.split.cp.group)
+        keys = Heads(sizes.num_key_heads // tp.size, sizes.key_head_dim)
+        values = Heads(sizes.num_value_heads // tp.size, sizes.value_head_dim)
+        self.convolved, self.per_head = (keys, keys, values), Heads(values.count, 1)
 
-    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        """Map q, k, v [s, b, c/tp], beta and alpha [s, b, nv/tp] -> [s, b, nv/tp, dv]."""
-        return gated_delta_rule(*self.arguments(qkv, beta, alpha))
+    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor, info: PassInfo) -> Tensor:
+        """Map q, k, v [s/cp, b, c/tp], beta and alpha [s/cp, b, nv/tp] -> [s/cp, b, nv/tp, dv]."""
+        ids = None if info.documents is None else info.documents.document_ids.t()
+        if self.exchange.group.size > 1:
+            parts = (*self.convolved, self.per_head, self.per_head)
+            whole = self.exchange.to_heads(torch.cat((qkv, beta, alpha), dim=-1), parts)
+            heads = self.exchange.local(self.per_head).count
+            qkv, beta, alpha = whole.split([whole.shape[-1] - 2 * heads, heads, heads], dim=-1)
+        out = gated_delta_rule(*self.arguments(qkv, beta, alpha, ids), document_ids=ids)
+        return self.exchange.to_rows(out)
 
-    def arguments(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> DeltaArguments:
-        """Return the arguments of the rule. `qkv` may have rows before those of `beta`, which are only convolved."""
-        sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
+    def arguments(
+        self, qkv: Tensor, beta: Tensor, alpha: Tensor, document_ids: Tensor | None = None
+    ) -> DeltaArguments:
+        """Return the arguments of the rule, of whole samples. `qkv` may have rows before those of `beta`, which are only convolved."""
+        dtype, share = accumulation_dtype(qkv.dtype), self.exchange.share
         convolution, dt_bias, a_log = (
-            functions.weight_of(self, name) for name in ("convolution", "dt_bias", "a_log")
+            functions.weight_of(self, name).to(dtype) for name in ("convolution", "dt_bias", "a_log")
         )
-        convolved = causal_convolution(qkv.to(dtype), convolution.to(dtype))[len(qkv) - len(beta) :]
-        mixed = self.activation.value(convolved)
-        q, k, v = mixed.to(qkv.dtype).split(self.widths, dim=-1)
-        q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_dim)), dtype) for x in (q, k))
-        shares = sizes.num_value_heads // sizes.num_key_heads
-        q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_dim**-0.5, k))
-        g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
-        v = v.unflatten(-1, (-1, sizes.value_head_dim))
+        convolution = share(convolution.t(), self.convolved).t()
+        dt_bias, a_log = (share(x, [self.per_head]) for x in (dt_bias, a_log))
+        convolved = causal_convolution(qkv.to(dtype), convolution, document_ids)[len(qkv) - len(beta) :]
+        mixed = self.activation.value(convolved).to(qkv.dtype)
+        local = [self.exchange.local(heads) for heads in self.convolved]
+        parts = mixed.split([heads.count * heads.channels for heads in local], dim=-1)
+        q, k, v = (x.unflatten(-1, heads) for x, heads in zip(parts, local, strict=True))
+        q, k = (_unit_heads(x, dtype) for x in (q, k))
+        q, k = (_repeat_heads(x, v.shape[2] // x.shape[2]) for x in (q * q.shape[-1] ** -0.5, k))
+        g = -a_log.exp() * F.softplus(alpha.to(dtype) + dt_bias)
         return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
 
 

@@ -86,7 +86,11 @@ def test_a_document_computes_what_it_does_alone(*, per_channel: bool) -> None:
 
 def test_the_first_document_continues_the_state() -> None:
     q, k, v = (drawn(13, 2, 3, d, seed=seed) for seed, d in enumerate((4, 4, 6)))
-    k, g, beta = F.normalize(k, dim=-1), -F.softplus(drawn(13, 2, 3, seed=3)), drawn(13, 2, 3, seed=4).sigmoid()
+    k, g, beta = (
+        F.normalize(k, dim=-1),
+        -F.softplus(drawn(13, 2, 3, seed=3)),
+        drawn(13, 2, 3, seed=4).sigmoid(),
+    )
     arguments = (q, k, v, g, beta)
     expected = gated_delta_rule(*arguments, document_ids=DOCUMENTS, chunk=4)
     state, outputs = None, []

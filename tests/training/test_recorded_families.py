@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for family in FAMILIES
         if (folder / family / "flags.json").is_file()
         for case in json.loads((folder / family / "flags.json").read_text())
-        if case not in ("gdn","gdn2")
+        if case not in ("gdn", "gdn2")
     ]
     metafunc.parametrize("case", cases)
 
@@ -71,7 +71,14 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
     recorded = json.loads((folder / "flags.json").read_text())[name]
     parameters = load_file(folder / f"{name}.weights.safetensors")
     vocab_size = str(len(parameters["embedding.word_embeddings.weight"]))
-    flags = [*without(recorded, OF_DATA), "--model-family", FAMILIES[family], "--device", "cpu", "--mock-data"]
+    flags = [
+        *without(recorded, OF_DATA),
+        "--model-family",
+        FAMILIES[family],
+        "--device",
+        "cpu",
+        "--mock-data",
+    ]
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", vocab_size, *more_flags]
     if "transformer_engine" in flags:
         flags += ["--transformer-impl", "local"]

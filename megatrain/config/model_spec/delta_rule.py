@@ -23,7 +23,6 @@ class LinearAttentionSpec(Part):
 
     name: ClassVar[str] = "linear_attention"
     role: ClassVar[Role] = "mixer"
-    needs_whole_samples: ClassVar[bool] = True
 
     num_key_heads: int
     num_value_heads: int
@@ -42,6 +41,10 @@ class LinearAttentionSpec(Part):
     def value_dim(self) -> int:
         """Channels of all heads of values."""
         return self.num_value_heads * self.value_head_dim
+
+    @property
+    def exchanged_heads(self) -> tuple[int, int]:
+        return self.num_key_heads, self.num_value_heads
 
     def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
         """Return the multiplications per token of the convolution, and of four products with the state of each head."""

@@ -34,7 +34,10 @@ _NORMS: Final = {
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
     ".in_proj_layernorm.": ".in_proj.layer_norm_",
 }
-_STORED_ROWS: Final = {r"\.in_proj\.(\w+)\.weight$": r".in_proj.weight.\1", r"\.conv1d(\.\w+)?$": r".conv1d.weight\1"}
+_STORED_ROWS: Final = {
+    r"\.in_proj\.(\w+)\.weight$": r".in_proj.weight.\1",
+    r"\.conv1d(\.\w+)?$": r".conv1d.weight\1",
+}
 """Tensors of a delta net, as modules and as they are stored."""
 _STACKED: Final = tuple(f"{stack}.layers." for stack in STACKS)
 _WITH_EXTRA_STATE: Final = ("linear_", "eh_proj", "in_proj", "out_proj", "out_norm")

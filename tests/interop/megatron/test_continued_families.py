@@ -57,7 +57,16 @@ def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more:
     folder, model_family = FOLDERS[family]
     flags = json.loads((families / folder / "flags.json").read_text())[family]
     words = [word.replace("{sentences}", str(families / "sentences")) for word in flags]
-    words += ["--model-family", model_family, "--transformer-impl", "local", "--device", "cpu", "--data-cache-path", str(tmp_path / "cache")]
+    words += [
+        "--model-family",
+        model_family,
+        "--transformer-impl",
+        "local",
+        "--device",
+        "cpu",
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
     words += ["--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
     with joined_ranks(parse(words), Phases(Console())) as ranks:
         trainer = Trainer(ranks)
