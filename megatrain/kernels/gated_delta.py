@@ -84,7 +84,7 @@ def delta_rule(
     k: Tensor,
     written: Tensor,
     g: Tensor,
-    erased: Tensor,
+    erased: Tensor | None,
     state: Tensor | None = None,
     *,
     document_ids: Tensor | None = None,
@@ -95,26 +95,31 @@ def delta_rule(
     Args:
         g: logarithm of the decay, [s, b, n], or of each channel of keys, [s, b, n, dk].
         written: values to be read under the keys, [s, b, n, dv].
-        erased: keys under which the state loses what it has, [s, b, n, dk].
+        erased: keys under which the state loses what it has, [s, b, n, dk]; None: it only decays.
     Returns:
         Outputs and state in the accumulation dtype.
     """
     s, dtype = q.shape[0], accumulation_dtype(written.dtype)
     g = g.unsqueeze(-1) if g.dim() == k.dim() - 1 else g
     chunk = min(chunk or (CHUNK if g.shape[-1] == 1 else _CHANNEL_CHUNK), s)
-    q, k, written, erased = (_chunks(x.to(dtype), chunk) for x in (q, k, written, erased))
+    q, k, values = (_chunks(x.to(dtype), chunk) for x in (q, k, written))
     decay = _Decay(_chunks(g.double(), chunk), document_ids, dtype)
-    system, within = decay.between(erased, k), decay.between(q, k)
-    right = torch.cat((written, decay.enter * erased), dim=-1)
-    values, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [written.shape[-1], k.shape[-1]], dim=-1
-    )
+    within, read = decay.between(q, k), None
+    if erased is not None:
+        erased = _chunks(erased.to(dtype), chunk)
+        right = torch.cat((values, decay.enter * erased), dim=-1)
+        solved = torch.linalg.solve_triangular(
+            decay.between(erased, k), right, upper=False, unitriangular=True
+        )
+        values, read = solved.split([written.shape[-1], k.shape[-1]], dim=-1)
     q, k, kept = q * decay.enter, k * decay.leave, decay.kept.transpose(-1, -2)
     if state is None:
         state = q.new_zeros(*q.shape[:2], k.shape[-1], written.shape[-1])
     outputs = []
     for number in range(q.shape[2]):
-        new = values[:, :, number] - read[:, :, number] @ state
+        new = values[:, :, number]
+        if read is not None:
+            new = new - read[:, :, number] @ state
         outputs.append(q[:, :, number] @ state + within[:, :, number] @ new)
         state = kept[:, :, number] * state + k[:, :, number].transpose(-1, -2) @ new
     return torch.cat(outputs, dim=2)[:, :, :s].permute(2, 0, 1, 3), state

@@ -30,7 +30,7 @@ class Losses:
 
 def loss_names(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
-    depths = range(1, spec.num_mtp_layers + 1)
+    depths = range(1, spec.num_depths + 1)
     more = (*(["sop_loss"] if spec.head.is_binary else []), *(["z_loss"] if spec.z_loss_coeff else []))
     of_model = ("lm_loss", *more, "tokens")
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain.config import parse
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
@@ -26,7 +27,7 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.step_report import StepReport
 from megatrain.training.trainer import Trainer
 
-FAMILIES: Final = {"bert": "bert", "t5": "t5", "gdn": "gpt"}
+FAMILIES: Final = {"bert": "bert", "t5": "t5", "gdn": "gpt", "hybrid": "hybrid"}
 """Folders of recordings, and the family of their models."""
 LOSS, NORM, GRADIENT = 5e-7, 2e-6, 1e-5
 """Largest relative differences of a loss and a gradient norm, and of a gradient, relative to its largest element."""
@@ -113,7 +114,7 @@ def batches_of(case: Case, iteration: int) -> list[Batch]:
     arrays = load_file(folder / f"{name}.batches.safetensors")
     numbers = range(iteration * MICROBATCHES, (iteration + 1) * MICROBATCHES)
     samples = [{key: x[number] for key, x in arrays.items()} for number in numbers]
-    if FAMILIES[family] != "gpt":
+    if FAMILIES[family] in MASKED_FAMILIES:
         return [family_batch(family, sample) for sample in samples]
     return [
         Batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Final
 
-from megatrain.config.derive.custom_layers import differences, is_plain_gpt_layer, layer_function, values_of
+from megatrain.config.derive.custom_layers import differences, layer_function, plain_family, values_of
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
@@ -167,12 +167,12 @@ def _source(draft: Draft) -> str:
 def spec_names_a_function(draft: Draft) -> Problems:
     model = draft.config.model
     words = model.spec
-    if not words or is_plain_gpt_layer(words):
+    if not words or plain_family(words) is not None:
         return
     if layer_function(words) is None and words[0].startswith("megatron."):
         yield Problem(
-            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the GPT layers are",
-            "remove --spec; the run then trains a GPT, which is another model",
+            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the plain layers of GPT and hybrids are",
+            "remove --spec; flags then describe the layers, of another model",
         )
     elif layer_function(words) is None:
         yield Problem(
@@ -181,16 +181,29 @@ def spec_names_a_function(draft: Draft) -> Problems:
         )
 
 
+@rule
+def spec_is_of_the_family(draft: Draft) -> Problems:
+    words, family = draft.config.model.spec, draft.config.model.model_family
+    if words and plain_family(words) not in (None, family):
+        yield Problem(
+            f"--spec {' '.join(words)} names layers of --model-family {plain_family(words)}, and the family is {family}",
+            f"use --model-family {plain_family(words)}, or remove --spec",
+        )
+
+
 @overrides("model.spec")
-def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
-    """Override a --spec that names one of Megatron-LM's plain GPT layers: flags describe these here."""
-    words = draft.config.model.spec
-    if not is_plain_gpt_layer(words):
+def plain_layers(draft: Draft) -> DerivedValue | None:
+    """Override a --spec that names Megatron-LM's plain layers of the family: flags describe these here."""
+    words, model = draft.config.model.spec, draft.config.model
+    if not words or plain_family(words) != model.model_family:
         return None
+    described = (
+        "--hybrid-layer-pattern describes the layers"
+        if model.model_family == "hybrid"
+        else ("flags such as --normalization and --swiglu describe the GPT layer")
+    )
     return DerivedValue(
-        (),
-        f"--spec {' '.join(words)}: flags such as --normalization and --swiglu describe the GPT layer, and"
-        " --transformer-impl names its implementation",
+        (), f"--spec {' '.join(words)}: {described}, and --transformer-impl names the implementation"
     )
 
 

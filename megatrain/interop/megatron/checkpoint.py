@@ -215,6 +215,7 @@ class MegatronCheckpoint(TensorReader):
             for ending, (ours, sign) in BIASES.items():
                 if name.endswith(ending):
                     prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
+                    prefix = prefix.replace(".mtp_model_layer.", ".")
                     values = sign * self._folder.read(name, whole_box(tensor.shape))
                     stacked = values.dim() > 1
                     places = [f"{prefix}.{layer}" for layer in range(len(values))] if stacked else [prefix]

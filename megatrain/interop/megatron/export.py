@@ -42,6 +42,8 @@ _LACKING: Final = (
     " embedding_multiplier window_rotary_base"
 ).split()
 """Settings of the model that Megatron-LM has no argument for; without them another function would be computed there."""
+_NORMS: Final = ("layernorm", "final_norm", "enorm", "hnorm")
+"""Ends of Transformer Engine's norms."""
 _SHARDED_BACKEND: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -79,7 +81,8 @@ class MegatronExport:
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
-        self._is_fused = model.experimental_attention_variant is not None  # Transformer Engine's modules
+        self._is_fused = model.experimental_attention_variant is not None or self._family == "hybrid"
+        """Its modules there are Transformer Engine's."""
         self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
@@ -90,6 +93,7 @@ class MegatronExport:
                 shapes,
                 FusedRows.of(model),
                 is_latent=model.multi_latent_attention,
+                is_hybrid=self._family == "hybrid",
                 is_uniform=self._is_stacked,
                 padded_vocab_size=self.padded_vocab_size,
             )
@@ -193,7 +197,9 @@ class MegatronExport:
             theirs = next(one for one, found in BIASES.items() if found == ours)
             layer = name.removesuffix(ours[0])
             if layer.startswith("mtp."):
-                layer += ".transformer_layer"
+                depth, inner, rest = layer.partition(".layers.")[2].partition(".")
+                of_hybrid = f"mtp.layers.{depth}.mtp_model_layer.{rest}"
+                layer = of_hybrid if inner else f"{layer}.transformer_layer"
             elif is_stacked:
                 layer = layer.rpartition(".")[0]
             biases.setdefault(layer + theirs, []).append([ours[1] * value for value in values])
@@ -211,7 +217,7 @@ class MegatronExport:
         modules = {name.rpartition(".")[0] for tensor in self.tensors for name in self._names(tensor.name)}
         for module in modules:
             key, (stack, _, last) = f"{module}._extra_state/shard_0_1", module.rpartition(".")
-            if self._is_fused and last.endswith("layernorm"):
+            if self._is_fused and last.endswith(_NORMS):
                 found[key] = None
             elif last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None:
                 found[key] = torch.empty(0, dtype=torch.uint8)

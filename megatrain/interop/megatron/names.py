@@ -7,6 +7,10 @@ linear_qkv, 2 query groups     rows  q0 q1 k0 v0 | q2 q3 k1 v1   ->  q: q0 q1 q2
 with an output gate            rows  q0 q1 g0 g1 k0 v0 | ...
 linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
 in_proj of a delta net         rows  q k v z beta alpha, which checkpoints store one by one: in_proj.weight.query ...
+in_proj of Mamba-2             rows  z x b c dt, likewise
+
+decoder.layers.3.mixer.norm.weight                   layers of a hybrid are numbered
+mtp.layers.0.mtp_model_layer.layers.1.mlp.router     a depth of a hybrid has several
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from megatrain.config.derive.families import mamba_of
 from megatrain.config.schema.model import ModelConfig
 
 _DELTA_ROWS: Final = (
     ("query", "q"), ("key", "k"), ("value", "v"), ("z", "gate"), ("beta", "beta"), ("alpha", "alpha"),
 )  # fmt: skip
 """Rows of a delta net's first projection: Megatron-LM's name and ours."""
+_MAMBA_ROWS: Final = (("z", "z"), ("x", "x"), ("B", "b"), ("C", "c"), ("dt", "dt"))
+"""The same of Mamba-2."""
 
 
 def _fused(module: str, ours: str, rows: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -51,6 +58,15 @@ _LAYER: Final = {
     "self_attention.A_log": ("linear_attention.a_log",),
     "self_attention.out_norm": ("linear_attention.out_norm",),
     "self_attention.out_proj": ("linear_attention.proj",),
+    "mixer.in_proj_layernorm": ("mamba.norm",),
+    **_fused("mixer.in_proj", "mamba.{}", _MAMBA_ROWS),
+    **_fused("mixer.conv1d", "mamba.{}.convolution", _MAMBA_ROWS[1:4]),
+    **_fused("mixer.conv1d_bias", "mamba.{}.convolution_bias", _MAMBA_ROWS[1:4]),
+    "mixer.dt_bias": ("mamba.dt_bias",),
+    "mixer.A_log": ("mamba.a_log",),
+    "mixer.D": ("mamba.d",),
+    "mixer.norm": ("mamba.gate_norm",),
+    "mixer.out_proj": ("mamba.proj",),
     "pre_mlp_layernorm": ("mlp.norm",),
     "mlp.linear_fc1": ("mlp.gate", "mlp.up"),
     "mlp.linear_fc2": ("mlp.down",),
@@ -88,8 +104,10 @@ TABLE: Final = {
         for stack in STACKS
         for theirs, ours in _LAYER.items()
     },
+    "decoder.final_norm": ("decoder.final_norm",),
     **{
-        f"mtp.layers.{{}}.transformer_layer.{theirs}": tuple(f"mtp.layers.{{}}.{name}" for name in ours)
+        f"mtp.layers.{{}}.{theirs_of}{theirs}": tuple(f"mtp.layers.{{}}.{ours_of}{name}" for name in ours)
+        for theirs_of, ours_of in (("transformer_layer.", ""), ("transformer_layer.layers.{}.", "layers.{}."))
         for theirs, ours in _LAYER.items()
     },
     "mtp.layers.{}.enorm": ("mtp.layers.{}.embedding_norm",),
@@ -105,8 +123,10 @@ _RENAMED: Final = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
-    "self_attention.in_proj.layer_norm_": "self_attention.in_proj_layernorm.",
-    "self_attention.conv1d.weight": "self_attention.conv1d",
+    ".in_proj.layer_norm_": ".in_proj_layernorm.",
+    ".conv1d.weight": ".conv1d",
+    ".conv1d_weight": ".conv1d",
+    ".conv1d.bias": ".conv1d_bias",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
@@ -148,7 +168,7 @@ class FusedRows:
     has_output_gate: bool = False
     """Attention is gated: `linear_qkv` holds queries, gates, keys and values."""
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Rows of each canonical tensor in a delta net's `in_proj` and `conv1d`, by the module below the layer."""
+    """Rows of each canonical tensor in the `in_proj` and `conv1d` of delta nets and Mamba-2, by the module below the layer."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> FusedRows:
@@ -158,7 +178,7 @@ class FusedRows:
             model.num_query_groups or model.num_attention_heads,
             is_gated=any(getattr(model, name) for name in GATED),
             has_output_gate=model.attention_output_gate,
-            sizes=_sizes_of_delta_nets(model) if model.experimental_attention_variant is not None else {},
+            sizes=_sizes_of_mixers(model),
         )
 
 
@@ -216,6 +236,9 @@ def module_and_kind(name: str) -> tuple[str, str]:
 
 def family_of(names: Iterable[str]) -> str:
     """Return the `model_family` of a model from the names of its parameters, which begin with its stacks."""
+    names = set(names)
+    if "decoder.final_norm.weight" in names:
+        return "hybrid"
     has = {name.partition(".")[0] for name in names}
     return "gpt" if "encoder" not in has else "t5" if "decoder" in has else "bert"
 
@@ -228,6 +251,26 @@ def _unstacked(name: str) -> str:
 
 
 _Rows = tuple[slice, ...]
+
+
+def _sizes_of_mixers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    is_hybrid = model.model_family == "hybrid"
+    delta_nets = is_hybrid or model.experimental_attention_variant is not None
+    return {
+        **(_sizes_of_delta_nets(model) if delta_nets else {}),
+        **(_sizes_of_mamba(model) if is_hybrid else {}),
+    }
+
+
+def _sizes_of_mamba(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    mamba = mamba_of(model)
+    inner, group = mamba.inner_dim, mamba.group_dim
+    convolved = (inner, group, group)
+    return {
+        "mixer.in_proj": (inner, *convolved, mamba.num_heads),
+        "mixer.conv1d": convolved,
+        "mixer.conv1d_bias": convolved,
+    }
 
 
 def _sizes_of_delta_nets(model: ModelConfig) -> dict[str, tuple[int, ...]]:

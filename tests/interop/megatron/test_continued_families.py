@@ -20,9 +20,15 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 LOSS, NORM = 1e-6, 2e-6
-ROWS: Final = {"bert": 256, "t5": 352, "qwen3next": 256}
+ROWS: Final = {"bert": 256, "t5": 352, "qwen3next": 256, "mamba": 256, "nemotron": 256}
 """Rows of the vocabulary's tensors, padding included."""
-FOLDERS: Final = {"bert": ("bert", "bert"), "t5": ("t5", "t5"), "qwen3next": ("gdn", "gpt")}
+FOLDERS: Final = {
+    "bert": ("bert", "bert"),
+    "t5": ("t5", "t5"),
+    "qwen3next": ("gdn", "gpt"),
+    "mamba": ("hybrid", "hybrid"),
+    "nemotron": ("hybrid", "hybrid"),
+}
 """Folder of the recordings, and family of the model."""
 
 
@@ -86,6 +92,9 @@ def assert_recorded(found: list[dict[str, Any]], families: Path, family: str) ->
         assert ours["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=NORM, abs=0)
         if family == "bert":
             assert ours["sop_loss"] == pytest.approx(recorded["sop loss"], rel=LOSS, abs=0)
+        for depth in range(1, 3 if family == "nemotron" else 1):
+            name = f"mtp_{depth} loss"
+            assert ours["mtp_losses"][name] == pytest.approx(recorded[name], rel=LOSS, abs=0)
 
 
 @pytest.mark.usefixtures("softmax_over_padding")
@@ -102,7 +111,7 @@ def test_a_converted_run_continues_with_the_recorded_digits(
     ours = tmp_path / "ours"
     words = ["--vocab-size", str(ROWS[family])]
     assert main(["convert", "megatron-to-megatrain", str(theirs), str(ours), *words]) == 0
-    words = words if FOLDERS[family][1] == "gpt" else []
+    words = words if FOLDERS[family][1] in ("gpt", "hybrid") else []
     assert_recorded(continue_run(families, family, ours, tmp_path, *words), families, family)
 
 
@@ -130,5 +139,7 @@ def test_rows_of_padding_are_left_out_for_the_tokens_of_the_tokenizer(
 def test_another_family_is_refused(family: str, families: Path, theirs: Path, tmp_path: Path) -> None:
     if FOLDERS[family][1] == "gpt":
         pytest.skip("other families refuse its flags")
-    with pytest.raises(ConfigError, match=f"--model-family .* the checkpoint has {family}, this run gpt"):
+    with pytest.raises(
+        ConfigError, match=f"--model-family .* the checkpoint has {FOLDERS[family][1]}, this run gpt"
+    ):
         continue_run(families, family, theirs, tmp_path, "--model-family", "gpt")

@@ -42,7 +42,10 @@ def test_an_exported_checkpoint_equals_the_original(case: str, golden_text: Path
     assert_same_after_both_conversions(source, tmp_path, "--vocab-size", "3072")
 
 
-@pytest.mark.parametrize(("folder", "case"), [("bert", "bert"), ("t5", "t5"), ("gdn", "qwen3next")])
+@pytest.mark.parametrize(
+    ("folder", "case"),
+    [("bert", "bert"), ("t5", "t5"), ("gdn", "qwen3next"), ("hybrid", "mamba"), ("hybrid", "nemotron")],
+)
 def test_exported_families_equal_the_original(folder: str, case: str, families: Path, tmp_path: Path) -> None:
     with tarfile.open(families / folder / f"{case}.ckpt.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
