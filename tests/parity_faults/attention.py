@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule
+from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule
 from megatrain.model import functions, linear_attention
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
@@ -56,8 +56,10 @@ def _gates_of_next_head() -> AbstractContextManager[Any]:
 def _decays_of_next_head() -> AbstractContextManager[Any]:
     """Shift the decays of one rank's heads of linear attention by a head."""
 
-    def shifted(self: DeltaRule, qkv: Tensor, beta: Tensor, alpha: Tensor, info: PassInfo) -> Tensor:
-        return forward(self, qkv, beta, alpha if dist.get_rank() == 0 else alpha.roll(1, 2), info)
+    def shifted(self: DeltaRule, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
+        beta, alpha = strengths.chunk(2, dim=-1)
+        alpha = alpha if dist.get_rank() == 0 else alpha.roll(1, 2)
+        return forward(self, qkv, torch.cat((beta, alpha), dim=-1), info)
 
     forward = DeltaRule.forward
     return mock.patch.object(DeltaRule, "forward", shifted)
@@ -85,11 +87,11 @@ def _convolutions_over_documents() -> AbstractContextManager[Any]:
 def _states_over_documents() -> AbstractContextManager[Any]:
     """Let the state of delta nets go on in the next document."""
 
-    def over_all(*arguments: Tensor, document_ids: Tensor | None) -> Tensor:
+    def over_all(*arguments: Any, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         assert document_ids is not None
-        return gated_delta_rule(*arguments)
+        return continue_gated_delta_rule(*arguments)
 
-    return mock.patch.object(linear_attention, "gated_delta_rule", over_all)
+    return mock.patch.object(linear_attention, "continue_gated_delta_rule", over_all)
 
 
 def _keys_of_first_context_rank() -> AbstractContextManager[Any]:
