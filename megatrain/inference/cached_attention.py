@@ -32,7 +32,6 @@ from megatrain.inference.cache import Extent, Space, SpaceStep
 from megatrain.kernels.attention.backends import TritonAttention, attention_kernel
 from megatrain.kernels.attention.decode import decode_attention, write_rows
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
-from megatrain.kernels.gated_delta import continue_gated_delta_rule
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.implementations.local import LocalColumnLinear
 from megatrain.model.latent_attention import UpProjection
@@ -281,10 +280,11 @@ class CachedDeltaRule(CachedStates):
     """Convolution and gated delta rule of a layer; states [sequences, n, dk, dv]."""
 
     def continued(self, projections: Sequence[Tensor], states: Tensor) -> Tensor:
-        qkv, beta, alpha = projections
+        qkv, strengths = projections
         assert isinstance(self.core, DeltaRule)
-        arguments = self.core.arguments(self.inputs(qkv, states), beta, alpha)
-        out, self.memory[states] = continue_gated_delta_rule(*arguments, self.memory[states])
+        out, self.memory[states] = self.core.continued(
+            self.inputs(qkv, states), strengths, self.memory[states]
+        )
         return out
 
 

@@ -27,7 +27,7 @@ from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
-from megatrain.model.layouts import Columns, columns_bias_layout, convolution_layout
+from megatrain.model.layouts import STEP_SIZES, Columns, columns_bias_layout, convolution_layout
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context.head_exchange import HeadExchange, Heads
@@ -35,8 +35,6 @@ from megatrain.parallel.layout import Init, ShardedModule
 
 _EPSILON = 1e-5
 """Of the norm of groups, whatever that of other norms is, as in Megatron-LM."""
-_STEP_SIZES = (1e-3, 1e-1)
-"""Bounds of the initial step sizes."""
 
 
 class Mamba(nn.Module):
@@ -75,7 +73,7 @@ class MambaScan(ShardedModule):
             "convolution_bias", columns_bias_layout(biases, tp, Init(uniform=(-bound, bound))), dtype
         )
         for parameter, size, init in (
-            ("dt_bias", spec.num_heads, Init(softplus_of=_STEP_SIZES)),
+            ("dt_bias", spec.num_heads, Init(softplus_of=STEP_SIZES)),
             ("a_log", spec.num_heads, Init(log_of=(1.0, 16.0))),
             ("d", spec.num_heads, Init(mean=1.0)),
             ("gate_norm.weight", spec.inner_dim, Init(mean=1.0)),

@@ -14,6 +14,7 @@ from megatrain.kernels.gated_delta import (
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 8 + [2] * 2, [5] * 8 + [6] + [7] * 4]).t()
 """Documents of two samples of 13 tokens: within a chunk of 4, at its border, of a single token."""
+TWO_SAMPLES = [(sample, document) for sample in (0, 1) for document in DOCUMENTS[:, sample].unique()]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -75,7 +76,7 @@ def test_a_document_computes_what_it_does_alone(*, per_channel: bool) -> None:
     g = -F.softplus(drawn(13, 2, 3, *([4] if per_channel else []), seed=4))
     leaves = [x.requires_grad_() for x in (q, k, w, g, e / 3)]
     out, state = delta_rule(*leaves, document_ids=DOCUMENTS, chunk=4)
-    for sample, document in ((sample, d) for sample in (0, 1) for d in DOCUMENTS[:, sample].unique()):
+    for sample, document in TWO_SAMPLES:
         tokens = DOCUMENTS[:, sample] == document
         alone, last = delta_rule(*(x[tokens, sample : sample + 1] for x in leaves), chunk=4)
         torch.testing.assert_close(out[tokens, sample : sample + 1], alone, rtol=1e-10, atol=1e-12)
@@ -116,7 +117,7 @@ def test_the_convolution_reads_earlier_tokens_only() -> None:
 def test_the_convolution_stays_in_a_document() -> None:
     x, weight = drawn(13, 2, 5, seed=0), drawn(5, 4, seed=1)
     out = causal_convolution(x, weight, DOCUMENTS)
-    for sample, document in ((sample, d) for sample in (0, 1) for d in DOCUMENTS[:, sample].unique()):
+    for sample, document in TWO_SAMPLES:
         tokens = DOCUMENTS[:, sample] == document
         alone = causal_convolution(x[tokens, sample : sample + 1], weight)
         torch.testing.assert_close(out[tokens, sample : sample + 1], alone)

@@ -44,7 +44,7 @@ ALIASES: Final[Mapping[str, Alias]] = {
 UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--non-persistent-ckpt-type": ("in_memory",),
     "--dataloader-type": ("external",),
-    "--experimental-attention-variant": ("dsa", "gdn2"),
+    "--experimental-attention-variant": ("dsa",),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--fp4-recipe": ("custom",),

@@ -20,7 +20,7 @@ from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
 _LINEAR = either(
-    one_of("model.experimental_attention_variant", "gated_delta_net", "gdn"),
+    one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
     contains("model.hybrid_layer_pattern", "G"),
     words="without --experimental-attention-variant gated_delta_net",
 )
@@ -151,10 +151,10 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.0, on_resume=FUNCTION, needs=on("model.swiglu", "model.geglu", "model.quick_geglu")
     )
     """GLU offset: act(gate) * (up + offset)."""
-    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = setting(
+    experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2"] | None = setting(
         None, conflicts=_excludes_latents("linear attention replaces attention by heads")
     )
-    """Linear attention in the layers that --linear-attention-freq selects: gated DeltaNet, under both names."""
+    """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G."""
     linear_attention_freq: str | None = setting(None, joins_words=True, needs=_LINEAR)
     """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
     linear_conv_kernel_dim: int = setting(4, at_least=1, needs=_LINEAR)

@@ -9,7 +9,6 @@ from megatrain.config.derive.custom_layers import differences, layer_function, p
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
-from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
@@ -124,19 +123,13 @@ def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
 @rule
 def parts_read_whole_samples(draft: Draft) -> Problems:
     """Some mixers pass no state between context ranks, nor stop at the end of a document."""
-    model, data, cp = draft.config.model, draft.config.data, draft.config.parallel.context_parallel_size
+    data, cp = draft.config.data, draft.config.parallel.context_parallel_size
     parts = (part for layer in draft.derived.model_spec.layers for part in layer.parts)
     kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
     names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
     given = [flag_of(name) for name in names if getattr(data, name)]
     for kind in kinds:
-        words = (
-            f"--experimental-attention-variant {model.experimental_attention_variant}"
-            if kind is LinearAttentionSpec
-            else kind.__name__
-            if kind.module is None
-            else f"--spec: {kind.__name__}"
-        )
+        words = kind.__name__ if kind.module is None else f"--spec: {kind.__name__}"
         if cp > 1:
             yield Problem(
                 f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",

@@ -248,6 +248,7 @@ def _linear_attention(model: ModelConfig) -> LinearAttentionSpec:
         key_head_dim=model.linear_key_head_dim,
         value_head_dim=model.linear_value_head_dim,
         kernel_size=model.linear_conv_kernel_dim,
+        has_channel_gates=model.experimental_attention_variant == "gdn2",
         activation="gelu" if kind == "gelu_tanh" else kind,
     )
 

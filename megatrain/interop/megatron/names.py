@@ -29,6 +29,8 @@ _DELTA_ROWS: Final = (
     ("query", "q"), ("key", "k"), ("value", "v"), ("z", "gate"), ("beta", "beta"), ("alpha", "alpha"),
 )  # fmt: skip
 """Rows of a delta net's first projection: Megatron-LM's name and ours."""
+_CHANNEL_ROWS: Final = (*_DELTA_ROWS[:4], ("f", "decay"), ("b", "erase"), ("w", "write"))
+"""The same of the second variant."""
 _MAMBA_ROWS: Final = (("z", "z"), ("x", "x"), ("B", "b"), ("C", "c"), ("dt", "dt"))
 """The same of Mamba-2."""
 
@@ -52,7 +54,9 @@ _LAYER: Final = {
     "self_attention.kv_layernorm": ("attention.kv_norm",),
     "self_attention.linear_proj": ("attention.proj",),
     "self_attention.in_proj_layernorm": ("linear_attention.norm",),
+    "self_attention.in_proj_channels": tuple(f"linear_attention.{name}" for _, name in _CHANNEL_ROWS),
     **_fused("self_attention.in_proj", "linear_attention.{}", _DELTA_ROWS),
+    **{f"self_attention.in_proj.{rows}": (f"linear_attention.{name}",) for rows, name in _CHANNEL_ROWS[4:]},
     **_fused("self_attention.conv1d", "linear_attention.{}.convolution", _DELTA_ROWS[:3]),
     "self_attention.dt_bias": ("linear_attention.dt_bias",),
     "self_attention.A_log": ("linear_attention.a_log",),
@@ -139,6 +143,8 @@ GATED: Final = ("swiglu", "geglu", "quick_geglu")
 """Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
+_CHANNELS: Final = "_channels"
+"""Ending of `in_proj` here if its other rows are per channel."""
 _STORED_ROWS: Final = re.compile(r"in_proj\.weight\.(\w+)$")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\w+)\.(weight|bias)(\d+)$")
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
@@ -212,6 +218,8 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
     if "layers." in pattern and "layers.{}." not in pattern:
         pattern = pattern.replace("layers.", "layers.{}.")
     pattern = pattern.replace("mlp.experts.linear", "mlp.experts.{}.linear")
+    if pattern.rpartition("{}.")[2] + _CHANNELS in fused.sizes:
+        pattern += _CHANNELS
     names = TABLE[pattern]
     num_stacked = pattern.count("{}") - len(numbers)
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
@@ -278,10 +286,10 @@ def _sizes_of_delta_nets(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     values = model.linear_num_value_heads * model.linear_value_head_dim
     heads = model.linear_num_value_heads
     convolved = (keys, keys, values)
-    return {
-        "self_attention.in_proj": (*convolved, values, heads, heads),
-        "self_attention.conv1d": convolved,
-    }
+    sizes: dict[str, tuple[int, ...]] = {"self_attention.conv1d": convolved}
+    if model.experimental_attention_variant == "gdn2":
+        return sizes | {f"self_attention.in_proj{_CHANNELS}": (*convolved, values, *convolved)}
+    return sizes | {"self_attention.in_proj": (*convolved, values, heads, heads)}
 
 
 def _rows_of(pattern: str, num_rows: int, fused: FusedRows) -> tuple[_Rows, ...]:

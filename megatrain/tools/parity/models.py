@@ -65,7 +65,7 @@ MODELS = {
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
         "--rotary-percent 0.5 --attention-output-gate --init-method-std 0.1 "
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3 "
-        "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 24 --linear-value-head-dim 4"
+        "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 48 --linear-value-head-dim 4"
     ),
     # Layers of one part: Mamba-2, attention, an MLP or experts.
     "hybrid": (
@@ -99,8 +99,8 @@ WITHOUT_EXPERTS = ("puzzle", "own")
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = ("qwen3-next", *OF_FAMILIES)
-"""Models whose state, or whose padding, needs a whole sample: no context ranks, no documents."""
+WITHOUT_CONTEXT_RANKS = tuple(OF_FAMILIES)
+"""Models whose padding needs a whole sample: no context ranks, no documents."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")

@@ -20,12 +20,13 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 LOSS, NORM = 1e-6, 2e-6
-ROWS: Final = {"bert": 256, "t5": 352, "qwen3next": 256, "mamba": 256, "nemotron": 256}
+ROWS: Final = {"bert": 256, "t5": 352, "qwen3next": 256, "gdn": 256, "mamba": 256, "nemotron": 256}
 """Rows of the vocabulary's tensors, padding included."""
 FOLDERS: Final = {
     "bert": ("bert", "bert"),
     "t5": ("t5", "t5"),
     "qwen3next": ("gdn", "gpt"),
+    "gdn": ("gdn", "hybrid"),
     "mamba": ("hybrid", "hybrid"),
     "nemotron": ("hybrid", "hybrid"),
 }
