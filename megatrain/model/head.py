@@ -71,7 +71,7 @@ class Head(ShardedModule):
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
-        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
+        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_depths if spec.mtp is not None else 0.0
         self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)

@@ -259,7 +259,7 @@ def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple
     """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
     if mtp_stage is not None and stage == mtp_stage + 1:
-        return rows, rows * (1 + spec.num_mtp_layers)
+        return rows, rows * (1 + spec.num_depths)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length
     if start is not None and stage > start:
         assert length is not None, "a decoder after an encoder has a length of its own"

@@ -35,6 +35,7 @@ from megatrain.tools.parity.models import (
     WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
+    flags_of_hybrid,
 )
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
@@ -237,7 +238,12 @@ class Layout:
     def flags(self) -> list[str]:
         """Return the flags of `pretrain.py`; the model's come first, so that an option can override them."""
         texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
-        model = texts.pop(_NAMES.index("model"))
+        (experts, depths) = self.words_of("experts", "multi-token prediction")
+        model = flags_of_hybrid(
+            texts.pop(_NAMES.index("model")),
+            has_experts=experts != "dense",
+            num_depths={"onetoken": 0, "mtp1": 1}.get(depths, 2),
+        )
         return " ".join([model, *texts]).split()
 
 
@@ -340,7 +346,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
     word, may_have = known["multi-token prediction"], known["model"] not in WITHOUT_MTP
-    if word in ("mtp1", "mtp2") and not may_have:
+    if word not in (None, "onetoken") and not may_have:
         return False
     return known["pipeline split"] != "mtpalone" or (word in (None, "mtp2") and may_have)
 

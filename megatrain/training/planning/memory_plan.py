@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.model.gpt import Model
@@ -362,7 +363,7 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s, model = data.seq_length, plan.config.model
-    if model.model_family != "gpt":
+    if model.model_family in MASKED_FAMILIES:
         shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
         arrays = {
             name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()
