@@ -20,7 +20,9 @@ from megatrain.inference.cached_attention import (
     CachedAttention,
     CachedDeltaRule,
     CachedLatentAttention,
+    CachedMamba,
     CachedPass,
+    CachedStates,
     DecodePass,
     DecodeRows,
 )
@@ -32,7 +34,8 @@ from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
 from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
-from megatrain.model.linear_attention import DeltaRule, LinearAttention
+from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.mamba import Mamba
 from megatrain.model.mtp import MtpLayer
 from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
 
@@ -66,9 +69,9 @@ class CachedModel:
         starts = (n for n, segment in enumerate(model.segments) if isinstance(segment, DecoderStart))
         self._decoder_start = next(starts, None)
         """Number of the segment after the encoder; None: the model has none."""
-        self._delta_rules: list[CachedDeltaRule] = []
+        self._states: list[CachedStates] = []
         self.can_decode = True
-        """`decode` computes all layers: none has latents, linear attention or an encoder before it."""
+        """`decode` computes all layers: none has latents, states or an encoder before it."""
         mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
         specs = [part for layer in model.spec.layers for part in layer.parts if part.role == "mixer"]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
@@ -76,10 +79,10 @@ class CachedModel:
 
     def _replace(self, mixer: nn.Module, spec: object, number: int) -> None:
         rows = self.cache.rows[number]
-        if isinstance(mixer, LinearAttention):
-            assert isinstance(mixer.core, DeltaRule)
-            core = CachedDeltaRule(mixer.core, *self.cache.states[number])
-            self._delta_rules.append(core)
+        if isinstance(mixer, LinearAttention | Mamba):
+            kind = CachedMamba if isinstance(mixer, Mamba) else CachedDeltaRule
+            core = kind(mixer.core, *self.cache.states[number])
+            self._states.append(core)
             self.can_decode = False
             mixer.core = core  # type: ignore[assignment]  # takes the same arguments
             return
@@ -112,8 +115,8 @@ class CachedModel:
             states=tuple(part.reservation.state for part in parts),
             memory_lengths=[len(part.memory) for part in parts if part.memory],
         )
-        for rule in self._delta_rules:
-            rule.begin_pass(info)
+        for one in self._states:
+            one.begin_pass(info)
         memory = None
         if self._decoder_start is not None:
             spans = (range(length) for length in info.memory_lengths)
@@ -206,5 +209,5 @@ def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
 
 
 def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
-    kinds = (Attention, CrossAttention, LatentAttention, LinearAttention)
+    kinds = (Attention, CrossAttention, LatentAttention, LinearAttention, Mamba)
     return (branch for branch in layer.branches if isinstance(branch, kinds))

@@ -38,11 +38,11 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
         fixed: words that it has in any case.
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311 (no secrets)
+    fixed_words = {OPTION_OF[word]: word for word in fixed}
     words = {"model": _choice(rng, "model")}
-    is_whole = words["model"] in WITHOUT_CONTEXT_RANKS
+    is_whole = fixed_words.get("model", words["model"]) in WITHOUT_CONTEXT_RANKS
     layouts = [one for one in _LAYOUTS if not (is_whole and "cp" in one)]
     words |= {OPTION_OF[word]: word for word in rng.choice(layouts).split()}
-    fixed_words = {OPTION_OF[word]: word for word in fixed}
     if fixed_words.keys() & set(SIZES):
         words = {option: word for option, word in words.items() if option not in (*SIZES, "restart")}
     words |= fixed_words
