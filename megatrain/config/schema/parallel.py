@@ -85,7 +85,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             one_of(
                 "derived.transformer_impl",
                 "local",
-                words="with {} transformer_engine, whose layers wait for their communication",
+                words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
             ),
             off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
         ),

@@ -171,7 +171,7 @@ def _obstacles(draft: Draft) -> Iterator[str]:
     if config.training.device != "cuda":
         yield "a CPU has none"
     if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "modules of Transformer Engine are not captured"
+        yield "modules of Transformer Engine are not captured; --transformer-impl local is"
     if has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
