@@ -51,6 +51,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.training.distillation import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -61,6 +62,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     config = plan.config
     if device.type != "meta":
         try_parts(plan, device)
+    communication = _expert_communication(plan)
     return build_model(
         plan.derived.model_spec,
         grid,
@@ -79,8 +81,9 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
-        communication=_expert_communication(plan),
+        communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
+        distillation=build_distillation(plan, grid, device, communication),
     )
 
 
@@ -256,7 +259,7 @@ def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple
     """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
     if mtp_stage is not None and stage == mtp_stage + 1:
-        return rows, rows * (1 + spec.num_mtp_layers)
+        return rows, rows * (1 + spec.num_depths)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length
     if start is not None and stage > start:
         assert length is not None, "a decoder after an encoder has a length of its own"
@@ -271,10 +274,10 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
-) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+) -> Executor | GraphedPasses | TeacherFirst:
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
     if not plan.derived.cuda_graphs or device.type == "meta":
-        return executor
+        return after_teacher(executor, model)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
     recorder = Capture(device)
     make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
