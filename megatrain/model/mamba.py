@@ -8,25 +8,29 @@ hidden ─ + ─ norm + projection ─┬─ x, B, C ─ convolution ─ SiLU �
     B, C            [s, b, g m]; n / g consecutive heads read one group
     dt              [s, b, n]; A = -exp(a_log), D per head
     over tp         heads are split, with their groups
+    over cp         heads are exchanged for whole samples (parallel/context/head_exchange.py)
+    documents       the convolution and the state begin anew
 
 Source: Dao and Gu, arXiv:2405.21060; the norm of groups and the initial values are Megatron-LM's.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import causal_convolution
-from megatrain.kernels.mamba2 import document_ids, gated_norm, mamba2_scan
+from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import STEP_SIZES, Columns, columns_bias_layout, convolution_layout
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.layout import Init, ShardedModule
 
 _EPSILON = 1e-5
@@ -58,8 +62,7 @@ class MambaScan(ShardedModule):
 
     def __init__(self, spec: MambaSpec, context: LayerContext) -> None:
         super().__init__()
-        self.spec, tp = spec, context.tp
-        self.widths = [size // tp.size for size in (spec.inner_dim, spec.group_dim, spec.group_dim)]
+        tp = context.tp
         self.num_groups = spec.num_groups // tp.size
         name, dtype, linear = context.name(spec), context.ranks.dtype, context.linears(spec)["z"]
         bound = spec.kernel_size**-0.5
@@ -78,37 +81,42 @@ class MambaScan(ShardedModule):
             layout = columns_bias_layout([Columns(f"{name}.{parameter}", size)], tp, init)
             self.add_weight(parameter.partition(".")[0], layout, dtype)
 
+        self.exchange = HeadExchange(context.ranks.split.cp.group)
+        heads, groups = spec.num_heads // tp.size, Heads(spec.num_groups // tp.size, spec.state_dim)
+        self.mixed, self.per_head = (Heads(heads, spec.head_dim), groups, groups), Heads(heads, 1)
+
     def forward(self, z: Tensor, mixed: Tensor, dt: Tensor, info: PassInfo) -> Tensor:
-        cu_seqlens = None if info.documents is None else info.documents.cu_seqlens
-        ids = None if cu_seqlens is None else document_ids(cu_seqlens, mixed.shape[1], mixed.shape[0])
-        y, _ = self.scan(self.convolved(mixed, ids), dt, cu_seqlens=cu_seqlens)
-        return self.normed(y, z)
+        exchange, documents = self.exchange, info.documents
+        if exchange.group.size > 1:
+            whole = exchange.to_heads(torch.cat((mixed, dt), dim=-1), (*self.mixed, self.per_head))
+            heads = exchange.local(self.per_head).count
+            mixed, dt = whole.split([whole.shape[-1] - heads, heads], dim=-1)
+        convolved = self.convolved(mixed, None if documents is None else documents.document_ids.t())
+        y, _ = self.scan(convolved, dt, cu_seqlens=None if documents is None else documents.cu_seqlens)
+        return self.normed(exchange.to_rows(y), z)
 
-    def normed(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return the gated norm of the groups."""
-        return gated_norm(y, z, weight_of(self, "gate_norm"), self.num_groups, _EPSILON)
-
-    def convolved(self, mixed: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return the convolved and activated x, B and C; `ids`: the document of each token, [s, b]."""
-        dtype = accumulation_dtype(mixed.dtype)
+    def convolved(self, mixed: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Return the convolved and activated x, B and C of whole samples; `document_ids`: [s, b]."""
+        dtype, share = accumulation_dtype(mixed.dtype), self.exchange.share
         weight, bias = (weight_of(self, name).to(dtype) for name in ("convolution", "convolution_bias"))
-        return F.silu(causal_convolution(mixed.to(dtype), weight, ids) + bias).to(mixed.dtype)
+        weight, bias = share(weight.t(), self.mixed).t(), share(bias, self.mixed)
+        return F.silu(causal_convolution(mixed.to(dtype), weight, document_ids) + bias).to(mixed.dtype)
 
     def scan(
         self, convolved: Tensor, dt: Tensor, *, cu_seqlens: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scan the heads: returns y [s, b, n p], and the state after the last token, [b, n, p, m]."""
-        spec, dtype = self.spec, accumulation_dtype(convolved.dtype)
-        x, b, c = convolved.transpose(0, 1).split(self.widths, dim=-1)
-        dt = F.softplus((dt.to(dtype) + weight_of(self, "dt_bias").to(dtype)).transpose(0, 1))
-        y, state = mamba2_scan(
-            x.unflatten(-1, (-1, spec.head_dim)),
-            dt,
-            -weight_of(self, "a_log").to(dtype).exp(),
-            b.unflatten(-1, (-1, spec.state_dim)),
-            c.unflatten(-1, (-1, spec.state_dim)),
-            weight_of(self, "d").to(dtype),
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
+        """Scan the heads of whole samples: returns y [s, b, n, p], and the state after the last token, [b, n, p, m]."""
+        dtype, parts = accumulation_dtype(convolved.dtype), [self.exchange.local(one) for one in self.mixed]
+        dt_bias, a_log, d = (
+            self.exchange.share(weight_of(self, name).to(dtype), [self.per_head])
+            for name in ("dt_bias", "a_log", "d")
         )
-        return y.transpose(0, 1).flatten(2), state
+        channels = convolved.transpose(0, 1).split([part.count * part.channels for part in parts], dim=-1)
+        x, b, c = (values.unflatten(-1, part) for values, part in zip(channels, parts, strict=True))
+        steps = F.softplus((dt.to(dtype) + dt_bias).transpose(0, 1))
+        y, state = mamba2_scan(x, steps, -a_log.exp(), b, c, d, cu_seqlens=cu_seqlens, initial_state=state)
+        return y.transpose(0, 1), state
+
+    def normed(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return the gated norm of the groups, y [s, b, n, p] -> [s, b, n p]."""
+        return gated_norm(y.flatten(2), z, weight_of(self, "gate_norm"), self.num_groups, _EPSILON)

@@ -23,7 +23,6 @@ class MambaSpec(Part):
 
     name: ClassVar[str] = "mamba"
     role: ClassVar[Role] = "mixer"
-    needs_whole_samples: ClassVar[bool] = True
 
     num_heads: int
     head_dim: int
@@ -41,6 +40,10 @@ class MambaSpec(Part):
     def group_dim(self) -> int:
         """Channels of B, and of C, of all groups."""
         return self.num_groups * self.state_dim
+
+    @property
+    def exchanged_heads(self) -> tuple[int, int]:
+        return self.num_groups, self.num_heads
 
     def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
         """Return the multiplications per token of the scan: seven operations per channel of the states, as Megatron-LM counts."""

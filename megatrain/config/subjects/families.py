@@ -57,9 +57,9 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
     if not is_hybrid:
         return
     if text is None:
+        shares = f"--hybrid-attention-ratio {model.hybrid_attention_ratio} and --hybrid-mlp-ratio {model.hybrid_mlp_ratio}"
         yield Problem(
-            "--model-family hybrid requires --hybrid-layer-pattern, or --num-layers with --hybrid-attention-ratio and"
-            " --hybrid-mlp-ratio of at most 1 in sum",
+            f"--model-family hybrid has no --hybrid-layer-pattern, and {shares} of --num-layers give none",
             "give --hybrid-layer-pattern, such as 'M-M*-M-'",
         )
         return

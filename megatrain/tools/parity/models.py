@@ -95,13 +95,15 @@ OF_FAMILIES = {"bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5"}
 """Models of other families than GPT, with the family."""
 WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
 """Models with learned positions, which multi-token prediction does not support, and those of other families."""
+WITHOUT_TEACHERS = tuple(OF_FAMILIES)
+"""Models that distillation does not train."""
 WITHOUT_EXPERTS = ("puzzle", "own")
 """Models that define each layer themselves and cannot be combined with experts."""
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = ("hybrid", *OF_FAMILIES)
-"""Models whose state, or whose padding, needs a whole sample: no context ranks, no documents."""
+WITHOUT_CONTEXT_RANKS = tuple(OF_FAMILIES)
+"""Models whose padding needs a whole sample: no context ranks, no documents."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")

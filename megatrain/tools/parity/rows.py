@@ -32,6 +32,7 @@ from megatrain.tools.parity.models import (
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_MTP,
+    WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
     flags_of_hybrid,
@@ -121,7 +122,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
@@ -319,13 +320,21 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 
 @_rule_of(
-    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model"
+    "key-value replication",
+    "context parallelism",
+    "documents",
+    "loss",
+    "tensor communication",
+    "distillation",
+    "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+        return False
+    if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
     is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
