@@ -102,8 +102,10 @@ WITHOUT_EXPERTS = ("puzzle", "own")
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = tuple(OF_FAMILIES)
-"""Models whose padding needs a whole sample: no context ranks, no documents."""
+WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
+"""Models of two stacks, whose samples are split over no context ranks."""
+WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)
+"""Models whose padding stops at no document's end."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
