@@ -13,6 +13,7 @@ from parity_faults.families import FAMILY_FAULTS
 from parity_faults.fp8 import FP8_FAULTS
 from parity_faults.latent import LATENT_FAULTS
 from parity_faults.layout import LAYOUT_FAULTS
+from parity_faults.mamba import MAMBA_FAULTS
 from parity_faults.mtp import MTP_FAULTS
 from parity_faults.pipeline import PIPELINE_FAULTS
 
@@ -35,6 +36,7 @@ FAULTS = {
         PIPELINE_FAULTS,
         MTP_FAULTS,
         FAMILY_FAULTS,
+        MAMBA_FAULTS,
     )
     for name, fault in faults.items()
 }
