@@ -15,9 +15,11 @@ from megatrain.model import gpt
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.masked_lm import BinaryHead
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.context import whole_keys
+from megatrain.parallel.collectives import all_gather
+from megatrain.parallel.context import latent_context
 from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import conjugate
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine
 from megatrain.training.engine import Engine
@@ -72,16 +74,16 @@ def _pooler_of_every_rank() -> AbstractContextManager[Any]:
 
 
 def _keys_in_the_order_of_the_ranks() -> AbstractContextManager[Any]:
-    return mock.patch.object(whole_keys, "to_sequence_order", lambda x, _: x)
+    return mock.patch.object(latent_context, "to_sequence_order", lambda x, _: x)
 
 
 def _gradients_of_keys_not_summed() -> AbstractContextManager[Any]:
     """Keep the gradients of this context rank's queries alone."""
 
-    def local(dx: Tensor, group: RankGroup) -> Tensor:
-        return whole_keys.to_rank_order(dx, group.size).chunk(group.size)[group.rank].contiguous()
+    def local(x: Tensor, group: RankGroup) -> Tensor:
+        return conjugate(x, group, all_gather, lambda dx, _: dx.chunk(group.size)[group.rank].contiguous())
 
-    return mock.patch.object(whole_keys, "_summed", local)
+    return mock.patch.object(latent_context, "all_gather_rows", local)
 
 
 def _words_of_the_decoder_not_summed() -> AbstractContextManager[Any]:

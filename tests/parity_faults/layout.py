@@ -21,7 +21,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import data_parallel, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
-from megatrain.parallel.context import context_attention
+from megatrain.parallel.context import context_attention, gathered_attention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
@@ -243,7 +243,7 @@ def _key_gradients_not_reduced() -> AbstractContextManager[Any]:
         out.copy_(x.chunk(group.size)[group.rank])
         return Transfer()
 
-    return mock.patch.object(context_attention, "begin_reduce_scatter_into", alone)
+    return mock.patch.object(gathered_attention, "begin_reduce_scatter_into", alone)
 
 
 def _positions_from_local_row() -> AbstractContextManager[Any]:

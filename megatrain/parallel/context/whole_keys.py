@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.collectives import all_gather, reduce_scatter
-from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
-from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor_parallel import conjugate
+from megatrain.parallel.context.latent_context import gather_samples
+from megatrain.parallel.context_parallel import ContextParallel
 
 
 class WholeKeys(nn.Module):
@@ -22,14 +20,5 @@ class WholeKeys(nn.Module):
         self.core, self.cp = core, cp
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        k, v = (conjugate(x, self.cp.group, _gathered, _summed) for x in (k, v))
-        out: Tensor = self.core(q, k, v, info)
+        out: Tensor = self.core(q, *(gather_samples(x, self.cp) for x in (k, v)), info)
         return out
-
-
-def _gathered(x: Tensor, group: RankGroup) -> Tensor:
-    return to_sequence_order(all_gather(x, group), group.size)
-
-
-def _summed(dx: Tensor, group: RankGroup) -> Tensor:
-    return reduce_scatter(to_rank_order(dx, group.size), group)
