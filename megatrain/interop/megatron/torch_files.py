@@ -334,14 +334,7 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
     groups, states = inner.get("param_groups"), inner.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return
-    # A parameter with two names in the model is one of the optimizer.
-    second_names = {
-        one.name.replace(first, second)
-        for first, second in STORED_TWICE.items()
-        for one in parameters
-        if one.name.startswith(first)
-    }
-    trained = [one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in second_names]
+    trained = list(_trained(parameters))
     of_groups = [_members(group, groups, trained) for group in groups]
     if [len(group["params"]) for group in groups] != list(map(len, of_groups)):
         return
@@ -357,6 +350,18 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
                 if size_of(record) != parameter.size:
                     raise ValueError(f"{kind} of {parameter.name} has size {list(size_of(record))}")
                 yield replace(parameter, name=f"optimizer.state.{kind}.{parameter.name}", record=record)
+
+
+def _trained(parameters: Sequence[_Local]) -> Iterator[_Local]:
+    """Yield the parameters that the optimizer has; of one with two names in the model the first."""
+    found = {one.name for one in parameters}
+    twice = {
+        name.replace(first, second)
+        for first, second in STORED_TWICE.items()
+        for name in found
+        if name.startswith(first)
+    }
+    yield from (one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in twice)
 
 
 def _members(
