@@ -19,7 +19,7 @@ _Scanned = tuple[Tensor, Tensor]
 
 
 def _state_over_documents() -> AbstractContextManager[Any]:
-    """Let states go on in the next document."""
+    """Let states continue in the next document."""
 
     def over_all(*arguments: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> _Scanned:
         return mamba2_scan(*arguments, initial_state=initial_state)
@@ -28,7 +28,7 @@ def _state_over_documents() -> AbstractContextManager[Any]:
 
 
 def _groups_of_another_order() -> AbstractContextManager[Any]:
-    """Give the heads of the second tensor rank the groups of their neighbours."""
+    """Give the heads of the second tensor rank the next groups."""
 
     def turned(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, **options: Tensor | None
@@ -48,7 +48,7 @@ def _decay_in_bf16() -> AbstractContextManager[Any]:
 
 
 def _convolution_of_chunks() -> AbstractContextManager[Any]:
-    """Forget the last tokens before each half of a sample, as a rank without its neighbour's would."""
+    """Forget the last tokens before each half of a sample, as a context rank that computes its own rows would."""
 
     def apart(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:
         assert document_ids is None
