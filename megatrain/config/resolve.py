@@ -46,6 +46,8 @@ def resolve(request: Request, facts: Facts) -> Plan:
     """Return the plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
     request = with_settings(request, facts.described_settings, Origin("folder", facts.described_by))
     request = with_stored_settings(request, facts.checkpoint)
+    file = request.known("distillation.export_kd_cfg")
+    request = with_settings(request, facts.distillation_settings, Origin("folder", file or ""))
     problems = [*request.problems, *facts.data_problems]
     if not request.is_complete:
         raise ConfigError.of(problems)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,13 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model.distillation import Distillation, DistilledHead
 from megatrain.model.embedding import Embedding
 from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
@@ -86,6 +88,8 @@ class Model:
     fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
     communication: ExpertCommunication
+    distillation: Distillation | None
+    """The teacher of the run; None: it has none."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -114,6 +118,8 @@ def build_model(
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
     user_loss: UserLoss | None = None,
+    distillation: Distillation | None = None,
+    teacher_parts: TeacherParts | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -133,6 +139,8 @@ def build_model(
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         user_loss: loss of the user in place of the cross-entropy (--loss).
+        distillation: the teacher whose outputs the model is trained to match.
+        teacher_parts: head and layers of a teacher in place of the model's.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -154,13 +162,33 @@ def build_model(
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss
+        spec,
+        placement,
+        stages,
+        mtp_stage,
+        builder_of,
+        ranks,
+        ropes,
+        recompute,
+        user_loss,
+        distillation,
+        teacher_parts,
     )
     segments, chunks = builder.chunks(grid.pp.rank)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
-    return Model(spec, *parts, biases, fp8, communication)
+    return Model(spec, *parts, biases, fp8, communication, distillation)
+
+
+class TeacherParts(Protocol):
+    """Makes the modules in which a teacher's differ."""
+
+    def head(self, *arguments: Any) -> Head:
+        """Return the last segment; the arguments are those of `Head`."""
+
+    def layer(self, number: int, layer: nn.Module) -> nn.Module:
+        """Return a layer in place of the layer of this number."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +207,8 @@ class _StageBuilder:
     ropes: _RotaryEmbeddings
     recompute: Recompute
     user_loss: UserLoss | None
+    distillation: Distillation | None
+    teacher_parts: TeacherParts | None
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -246,11 +276,19 @@ class _StageBuilder:
             hidden_dtype=self.hidden_dtype,
         )
 
-    def _layer(self, number: int) -> TransformerLayer:
+    def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)
         relative = self.relative_positions.get(self.spec.stack_of(number).name)
-        return _layer(
+        layer = _layer(
             LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
+        )
+        if self.teacher_parts is not None:
+            return self.teacher_parts.layer(number, layer)
+        if self.distillation is None:
+            return layer
+        spec, ranks = self.spec, self.ranks
+        return self.distillation.matched(
+            layer, number, spec.hidden_size, spec.init_std, ranks.split.tp, ranks.dtype
         )
 
     @functools.cached_property
@@ -325,7 +363,8 @@ class _StageBuilder:
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
             transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
-            binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
+            binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
+            means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:
@@ -337,7 +376,12 @@ class _StageBuilder:
         is_tied_here = spec.is_tied and embedding is not None
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
-        return Head(norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+        arguments = (norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+        if self.teacher_parts is not None:
+            return self.teacher_parts.head(*arguments)
+        if self.distillation is not None:
+            return DistilledHead(*arguments, distillation=self.distillation)
+        return Head(*arguments)
 
     @property
     def _plain_builder(self) -> ModuleBuilder:

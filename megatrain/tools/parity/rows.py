@@ -31,7 +31,9 @@ from megatrain.tools.parity.models import (
     MODELS,
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
+    WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
+    WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
     flags_of_hybrid,
@@ -49,8 +51,12 @@ ALWAYS = (
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
+    "tp2 sp cp2 pp2 bert attentiondropout",
+    "pp2 dp2 zero1 tokens tails t5 instances2",
+    "dp2 pp2 zero2 dualpipev tied bert",
+    "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
 )
-"""Rows that combine all axes."""
+"""Rows that combine all axes, and those of other families than GPT."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
@@ -121,7 +127,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
@@ -319,7 +325,13 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 
 @_rule_of(
-    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model"
+    "key-value replication",
+    "context parallelism",
+    "documents",
+    "loss",
+    "tensor communication",
+    "distillation",
+    "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
@@ -327,9 +339,13 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
         return False
+    if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
+        return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
+    is_split = known["context parallelism"] not in (None, "cp1")
+    has_documents = known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    is_possible &= not (has_documents and known["model"] in WITHOUT_DOCUMENTS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
