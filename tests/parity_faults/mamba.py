@@ -30,9 +30,7 @@ def _state_over_documents() -> AbstractContextManager[Any]:
 def _groups_of_another_order() -> AbstractContextManager[Any]:
     """Give the heads of the second tensor rank the next groups."""
 
-    def turned(
-        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, **options: Tensor | None
-    ) -> _Scanned:
+    def turned(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, **options: Any) -> _Scanned:
         if dist.get_rank() == 1:
             b, c = b.roll(1, dims=2), c.roll(1, dims=2)
         return mamba2_scan(x, dt, a, b, c, d, **options)
@@ -41,7 +39,7 @@ def _groups_of_another_order() -> AbstractContextManager[Any]:
 
 
 def _decay_in_bf16() -> AbstractContextManager[Any]:
-    def rounded(x: Tensor, dt: Tensor, a: Tensor, *others: Tensor, **options: Tensor | None) -> _Scanned:
+    def rounded(x: Tensor, dt: Tensor, a: Tensor, *others: Any, **options: Any) -> _Scanned:
         return mamba2_scan(x, dt, a.bfloat16().to(a.dtype), *others, **options)
 
     return mock.patch.object(mamba, "mamba2_scan", rounded)

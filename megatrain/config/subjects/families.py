@@ -79,18 +79,18 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
             f"use --hybrid-layer-pattern M{text}, or write a letter for each layer",
         )
         return
-    yield from _letters_without_their_part(draft, pattern)
+    yield from _letters_without_their_part(draft, pattern, text)
     if pattern.counts["M"]:
         yield from _groups_of_mamba(draft)
     yield from _settings_besides_the_pattern(draft, pattern)
 
 
-def _letters_without_their_part(draft: Draft, pattern: HybridPattern) -> Problems:
+def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str) -> Problems:
     model, experts, has = draft.config.model, draft.config.experts, pattern.counts
     if has["D"]:
         yield Problem(
             "--hybrid-layer-pattern has sparse attention (D), which is not supported",
-            f"use --hybrid-layer-pattern {model.hybrid_layer_pattern.replace('D', '*')}",
+            f"use --hybrid-layer-pattern {text.replace('D', '*')}",
         )
     if has["E"] and experts.num_experts is None:
         yield Problem(
