@@ -128,12 +128,21 @@ class HfCheckpoint(TensorReader):
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids)),
+            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids))
+            | self._decoder_start(),
             config=config,
             files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
+
+    def _decoder_start(self) -> dict[str, int]:
+        """Return the token with which the decoder of a model with an encoder begins."""
+        if self.plan.config.model.model_family != "t5":
+            return {}
+        check, names = integer(0, self.vocab_size - 1), ("decoder_start_token_id", "pad_token_id")
+        found = self._folder.config.checked(*names, check=check, default=0, is_optional=True)
+        return {"decoder_start_id": found or 0}
 
     def close(self) -> None:
         """Do nothing: files are open only while they are read."""

@@ -155,8 +155,9 @@ class HfExport(TensorReader):
         ends = self._end_ids()
         end = ends[0] if len(ends) == 1 else ends or None
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-        keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
-        generation = self._generation_config() | {"eos_token_id": end}
+        starts = self._start_of_decoder()
+        keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids, **starts}
+        generation = self._generation_config() | {"eos_token_id": end, **starts}
         return {CONFIG_NAME: json_bytes(keys), _GENERATION: json_bytes(generation), **files}
 
     def _stored_tokenizer(self) -> StoredTokenizer | None:
@@ -189,6 +190,13 @@ class HfExport(TensorReader):
         eod = self.tokenizer_config.null_tokenizer_eod_id
         found = [*([] if eod is None else [eod]), *self.manifest.state.get("end_token_ids", ())]
         return list(dict.fromkeys(found))
+
+    def _start_of_decoder(self) -> dict[str, int | None]:
+        """Return the key of the token with which the decoder of a model with an encoder begins."""
+        if self._config.model.model_family != "t5":
+            return {}
+        stored = self.manifest.state.get("decoder_start_id")
+        return {"decoder_start_token_id": stored if self.tokenizer is None else self.tokenizer.start_id}
 
     def _generation_config(self) -> dict[str, Any]:
         """Return the settings of the folder that the tokenizer comes from."""
