@@ -73,7 +73,7 @@ MODELS = {
         f"--model-family hybrid --hybrid-layer-pattern {_PATTERN} --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} "
         f"{_NO_DROPOUT} --position-embedding-type none --init-method-std 0.1 --mamba-num-heads 48 --mamba-head-dim 2 "
         "--mamba-num-groups 24 --mamba-state-dim 3 --experimental-attention-variant gdn2 --linear-num-key-heads 24 "
-        "--linear-key-head-dim 2 --linear-num-value-heads 48 --linear-value-head-dim 3"
+        "--linear-key-head-dim 8 --linear-num-value-heads 48 --linear-value-head-dim 4"
     ),
     "neox": (
         f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "
