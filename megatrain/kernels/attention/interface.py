@@ -48,6 +48,8 @@ class MaskSpec:
     """Keys before the query's own position, with `is_causal`; None: all."""
     cu_seqlens: CuSeqlens | None = None
     """Only keys of the query's document."""
+    is_token: Tensor | None = None
+    """True for keys that are no padding, bool [b, sk], with one for each sample; None: all. Only megatrain's kernel reads it."""
     explicit: Tensor | None = None
     """True for keys to attend to, bool [b or 1, 1, sq, sk]; replaces all other rules."""
     dropout: Dropout | None = None

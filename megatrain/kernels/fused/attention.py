@@ -1,8 +1,9 @@
-"""Attention of a block of queries to a block of keys, with dropout and softcaps, without scores in memory.
+"""Attention of a block of queries to a block of keys, with dropout, softcaps and a bias of distances, without scores in memory.
 
     forward          a tile of queries, all their keys                            -> out, lse
     dq_of_queries    a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
     dkdv_of_keys     a tile of keys, all their queries in all heads of the group  -> dk, dv
+    bias_gradient    a diagonal of tiles in all samples, with a bias only         -> its gradient: `fused/attention_bias.py`
 
 Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
 has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.fused import attention_kernels as kernels
+from megatrain.kernels.fused.attention_bias import bias_gradient
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
 
@@ -40,6 +43,8 @@ class Tiles(NamedTuple):
     forward: Tile
     dq: Tile
     dkdv: Tile
+    bias: Tile = Tile(64, 64, 4, 2)
+    """As many queries as keys."""
 
 
 TILES = {
@@ -49,13 +54,29 @@ TILES = {
 }
 """Tiles by the least power of two that is at least the head width."""
 
+_MARGIN = 128
+"""A multiple of the queries and of the keys of all tiles."""
 _LOG2_E = 1.4426950408889634
 
 
+class Gradients(NamedTuple):
+    """Gradients of a block's inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, scale: float, softcap: float | None, tiles: Tiles | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec,
+    *, scale: float, softcap: float | None, bias: Tensor | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Implement `AttentionKernel.forward`; masks have no `explicit`."""
+    """Implement `AttentionKernel.forward`; masks have no `explicit`.
+
+    Args:
+        bias: added to the scaled scores, [n, sq + sk - 1], of the distances key - query from 1 - sq on; None: none.
+    """
     (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -63,36 +84,43 @@ def forward(
     first = _first_keys(q, k, mask)
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
-        *_with_strides(q, k, v, out), lse, lse if first is None else first, *_numbers(q, k, mask, scale, softcap),
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, tile),
+        *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
+        *_numbers(q, k, mask, scale, softcap), HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, scale: float, softcap: float | None, bias: Tensor | None = None, tiles: Tiles | None = None,
+) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`."""
     (sq, b, n, _), (sk, _, g, _) = q.shape, k.shape
-    _, of_queries, of_keys = tiles or tiles_of(q)
+    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dout_dot_out = torch.empty_like(lse)
-    first, numbers = _first_keys(q, k, mask), _numbers(q, k, mask, scale, softcap)
+    first, numbers, masks = _first_keys(q, k, mask), _numbers(q, k, mask, scale, softcap), _masks(q, k, mask, bias)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, scale, *numbers,
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, of_queries),
+        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, *masks, scale, *numbers,
+        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
-        *_with_strides(q, k, v, dout, dk, dv), lse, dout_dot_out, lse if end is None else end, scale, *numbers,
-        HAS_END=end is not None, **_constants(q, k, mask, softcap, of_keys),
+        *_with_strides(q, k, v, dout, dk, dv), lse, dout_dot_out, lse if end is None else end, *masks, scale, *numbers,
+        HAS_END=end is not None, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
-    return dq, dk, dv
+    dbias = None
+    if bias is not None:
+        assert first is None and softcap is None, "a bias with windows, documents or a softcap"
+        dbias = bias_gradient(
+            (*_with_strides(q, k, v, dout), lse, dout_dot_out, *masks, *numbers), (b, n, sq, sk),
+            **_constants(q, k, mask, None, bias, of_diagonals),
+        ).to(bias.dtype)  # fmt: skip
+    return Gradients(dq, dk, dv, dbias)
 
 
 def tiles_of(q: Tensor) -> Tiles:
@@ -108,6 +136,19 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
     yield from tensors
     for x in tensors:
         yield x.stride()[:3]
+
+
+def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: Tensor | None) -> tuple[Any, ...]:
+    """Return the mask of padding, the bias, and the distances of a head and the place of distance 0 in it.
+
+    The bias gets distances that only rows outside have, so that tiles load it without a mask.
+    """
+    tokens = q if mask.is_token is None else mask.is_token.contiguous().view(torch.uint8)
+    if bias is None:
+        return tokens, q, (0, 0)
+    before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
+    wide = pad(bias.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
+    return tokens, wide, (before + after, before)
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
@@ -162,7 +203,7 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
     return first.start, len(first), second.start - first.stop if len(ranges) > 1 else 0
 
 
-def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile: Tile) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: Tensor | None, tile: Tile) -> dict[str, Any]:
     channels, rule = q.shape[-1], mask.dropout
     return {
         "CHANNELS": channels,
@@ -172,6 +213,8 @@ def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile
         "IS_CAUSAL": mask.is_causal,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_DROPOUT": rule is not None,
+        "HAS_PADDING": mask.is_token is not None,
+        "HAS_BIAS": bias is not None,
         "IS_ALIGNED": rule is not None and rule.has_whole_blocks,
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
