@@ -14,15 +14,18 @@ Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.fused import attention_kernels as kernels
 from megatrain.kernels.fused.attention_bias import bias_gradient
+from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
 
@@ -56,6 +59,8 @@ TILES = {
 
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
+_MAX_KEPT_BYTES = 2**29
+"""Bytes of the dropout mask of one launch, unless a group of heads needs more."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -85,7 +90,8 @@ def forward(
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
         *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
-        *_numbers(q, k, mask, scale, softcap), HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, tile),
+        *_numbers(q, k, scale, softcap), *_dropout(mask.dropout), HAS_FIRST=first is not None,
+        IS_ALIGNED=_is_aligned(mask.dropout), **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
@@ -94,33 +100,62 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
     *, scale: float, softcap: float | None, bias: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `AttentionKernel.backward`."""
-    (sq, b, n, _), (sk, _, g, _) = q.shape, k.shape
+    """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
+    (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
+    width = cdiv(sk, _MARGIN) * _MARGIN // 8
+    if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
+        return _backward_by_group(
+            dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
+        )
     _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dout_dot_out = torch.empty_like(lse)
-    first, numbers, masks = _first_keys(q, k, mask), _numbers(q, k, mask, scale, softcap), _masks(q, k, mask, bias)
+    first, numbers, masks = _first_keys(q, k, mask), _numbers(q, k, scale, softcap), _masks(q, k, mask, bias)
+    keep_factor, dropout, is_aligned = 1.0 if rule is None else rule.factor, _dropout(rule), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, *masks, scale, *numbers,
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
+        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, *masks, scale, *numbers, *dropout,
+        HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
+    kept = (
+        lse
+        if rule is None
+        else stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned, device=q.device)
+    )
+    of_rows = lse, dout_dot_out, kept, width
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
-        *_with_strides(q, k, v, dout, dk, dv), lse, dout_dot_out, lse if end is None else end, *masks, scale, *numbers,
+        *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers, keep_factor,
         HAS_END=end is not None, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
     dbias = None
     if bias is not None:
-        assert first is None and softcap is None, "a bias with windows, documents or a softcap"
+        assert first is None, "a bias with windows or documents"
+        assert softcap is None, "a bias with a softcap"
         dbias = bias_gradient(
-            (*_with_strides(q, k, v, dout), lse, dout_dot_out, *masks, *numbers), (b, n, sq, sk),
-            **_constants(q, k, mask, None, bias, of_diagonals),
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers, keep_factor), (b, n, sq, sk),
+            **_constants(q, k, mask, softcap, bias, of_diagonals),
         ).to(bias.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
+
+
+def _backward_by_group(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: Tensor | None, **options: Any
+) -> Gradients:  # fmt: skip
+    """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
+    groups = k.shape[2]
+    of_heads = [x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)]
+    biases = [None] * groups if bias is None else bias.chunk(groups)
+    found = []
+    for number, (inputs, part) in enumerate(zip(zip(*of_heads, strict=True), biases, strict=True)):
+        assert mask.dropout is not None
+        rule = replace(mask.dropout, first_head=mask.dropout.first_head + number * inputs[0].shape[2])
+        found.append(backward(*inputs, replace(mask, dropout=rule), bias=part, **options))
+    dq, dk, dv, dbias = zip(*found, strict=True)
+    return Gradients(*(torch.cat(x, dim=2) for x in (dq, dk, dv)), None if bias is None else torch.cat(dbias))
 
 
 def tiles_of(q: Tensor) -> Tiles:
@@ -174,26 +209,25 @@ def _query_ends(first: Tensor, sk: int) -> Tensor:
     return torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True)
 
 
-def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> tuple[float, ...]:
-    """Return the sizes, the factors of scores and the numbers of dropout."""
+def _numbers(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[float, ...]:
+    """Return the sizes and the factors of scores."""
     assert scale > 0, f"scale {scale}"
-    sizes = (q.shape[0], k.shape[0], q.shape[2] // k.shape[2])
     into_tanh = 0.0 if softcap is None else 2 * _LOG2_E * scale / softcap
-    factors = (into_tanh, (scale if softcap is None else softcap) * _LOG2_E)
-    rule = mask.dropout
+    factor = (scale if softcap is None else softcap) * _LOG2_E
+    return q.shape[0], k.shape[0], q.shape[2] // k.shape[2], into_tanh, factor
+
+
+def _dropout(rule: Dropout | None) -> tuple[float, ...]:
+    """Return the numbers of dropout."""
     if rule is None:
-        return (*sizes, *factors, *[0] * 5, 1.0, *[0] * 7)
+        return (*[0] * 5, 1.0, *[0] * 7)
     first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
     streams = (*first_head, rule.num_heads, *halves("<Q", rule.key))
-    return (
-        *sizes,
-        *factors,
-        *streams,
-        rule.factor,
-        rule.threshold,
-        *_spans(rule.queries),
-        *_spans(rule.keys),
-    )
+    return (*streams, rule.factor, rule.threshold, *_spans(rule.queries), *_spans(rule.keys))
+
+
+def _is_aligned(rule: Dropout | None) -> bool:
+    return rule is not None and rule.has_whole_blocks
 
 
 def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
@@ -203,8 +237,10 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
     return first.start, len(first), second.start - first.stop if len(ranges) > 1 else 0
 
 
-def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: Tensor | None, tile: Tile) -> dict[str, Any]:
-    channels, rule = q.shape[-1], mask.dropout
+def _constants(
+    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: Tensor | None, tile: Tile
+) -> dict[str, Any]:
+    channels = q.shape[-1]
     return {
         "CHANNELS": channels,
         "PADDED": max(power_of_two(channels), 16),
@@ -212,10 +248,9 @@ def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias
         "KEYS": tile.keys,
         "IS_CAUSAL": mask.is_causal,
         "HAS_SOFTCAP": softcap is not None,
-        "HAS_DROPOUT": rule is not None,
+        "HAS_DROPOUT": mask.dropout is not None,
         "HAS_PADDING": mask.is_token is not None,
         "HAS_BIAS": bias is not None,
-        "IS_ALIGNED": rule is not None and rule.has_whole_blocks,
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

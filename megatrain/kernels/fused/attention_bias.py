@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.attention_dropout import keeps, position
-from megatrain.kernels.fused.attention_kernels import at, base_2, biased, is_token, kernel, load_tile, stream_of
+from megatrain.kernels.fused.attention_dropout import load_kept
+from megatrain.kernels.fused.attention_kernels import (
+    at,
+    base_2,
+    biased,
+    is_token,
+    kernel,
+    load_tile,
+)
 from megatrain.kernels.fused.launching import cdiv, launch, tl
 
 
@@ -23,12 +30,13 @@ def bias_gradient(arguments: tuple[Any, ...], sizes: tuple[int, int, int, int], 
     """Return the gradient, fp32 [n, sq + sk - 1], of the distances from 1 - sq on.
 
     Args:
-        arguments: of the kernel, up to the numbers of dropout.
+        arguments: of the kernel, up to the factor of dropout.
         sizes: b, n, sq, sk; with a causal mask sq = sk.
         constants: of the kernel; IS_CAUSAL, QUERIES and the others of `attention_kernels`.
     """
     (b, n, sq, sk), side, is_causal = sizes, constants["QUERIES"], constants["IS_CAUSAL"]
-    assert constants["KEYS"] == side and not (is_causal and sq != sk)
+    assert constants["KEYS"] == side
+    assert sq == sk or not is_causal
     rows, columns = cdiv(sq, side), cdiv(sk, side)
     zero = rows * side  # place of distance 0
     sums = torch.zeros(n, side, zero + columns * side, dtype=torch.float32, device=arguments[0].device)
@@ -38,23 +46,19 @@ def bias_gradient(arguments: tuple[Any, ...], sizes: tuple[int, int, int, int], 
 
 
 @kernel
-def _bias_gradient(
-    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, IS_TOKEN, BIAS, bias_at,
-    sq, sk, heads_per_group, into_tanh, to_base_2,
-    head_low, head_high, num_heads, key_low, key_high, keep_factor, threshold,
-    query_start, query_middle, query_jump, key_start, key_middle, key_jump, SUMS, samples, sums_at,
+def _bias_gradient(  # noqa: ARG001
+    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, BIAS, bias_at,
+    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, sums_at,
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     head, shift = tl.program_id(1), (tl.program_id(0) + 1) * KEYS - tl.cdiv(sq, QUERIES) * QUERIES
     end = tl.minimum(sq, sk - shift)
     side = tl.arange(0, QUERIES)
     distance = shift + side[None, :] - side[:, None]
-    key, spans = (key_low, key_high), (key_start, key_middle, key_jump)
     total = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
     for sample in tl.range(samples):
-        stream = stream_of(sample, head, head_low, head_high, num_heads)
         group = head // heads_per_group
         Q_HEAD, DOUT_HEAD = at(Q, q_at, sample, head), at(DOUT, dout_at, sample, head)
         K_HEAD, V_HEAD = at(K, k_at, sample, group), at(V, v_at, sample, group)
@@ -80,8 +84,7 @@ def _bias_gradient(
                 allowed = allowed & (distance <= 0)
             dprobs = tl.dot(dout, v, input_precision="ieee")
             if HAS_DROPOUT:
-                query = position(row, (query_start, query_middle, query_jump))
-                kept = keeps(query, start + shift, spans, stream, key, threshold, KEYS, IS_ALIGNED)
+                kept = load_kept(KEPT + of_head * kept_width, row, sq, start + shift, kept_width, KEYS)
                 dprobs = tl.where(kept, dprobs * keep_factor, 0)
             total += tl.where(allowed, probs * (dprobs - dout_dot_out[:, None]), 0)
     SUMS += head * QUERIES * sums_at[0] + sums_at[1]

@@ -17,12 +17,17 @@ from __future__ import annotations
 
 import functools
 
-from megatrain.kernels.fused.attention_dropout import keeps, keeps_by_key, position
+from megatrain.kernels.fused.attention_dropout import (
+    POSITIONS,
+    STREAM,
+    keeps,
+    load_kept_by_key,
+    position,
+    stream_of,
+)
 from megatrain.kernels.fused.launching import jit, tl
 
-_STREAM = ("head_low", "head_high", "num_heads", "key_low", "key_high", "threshold")
-_POSITIONS = ("query_start", "query_middle", "query_jump", "key_start", "key_middle", "key_jump")
-kernel = functools.partial(jit, any_value=(*_STREAM, *_POSITIONS))
+kernel = functools.partial(jit, any_value=(*STREAM, *POSITIONS))
 
 
 @jit
@@ -55,14 +60,6 @@ def _store(X, x, start, stride, rows, CHANNELS: tl.constexpr):
 def at(X, stride, sample, head):
     """Return the pointer to a head of a sample."""
     return X + tl.cast(sample, tl.int64) * stride[1] + tl.cast(head, tl.int64) * stride[2]
-
-
-@jit
-def stream_of(sample, head, head_low, head_high, num_heads):
-    """Return the halves of the index of a head in the run."""
-    index = (tl.cast(head_high, tl.int64) << 32) | (tl.cast(head_low, tl.int64) & 0xFFFFFFFF)
-    index += tl.cast(sample, tl.int64) * num_heads + head
-    return index.to(tl.uint32), (index >> 32).to(tl.uint32)
 
 
 @jit
@@ -127,7 +124,11 @@ def forward(
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)  # the longest rows first
+    tile, head, sample = (
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+    )  # the longest rows first
     Q, OUT = at(Q, q_at, sample, head), at(OUT, out_at, sample, head)
     K, V = at(K, k_at, sample, head // heads_per_group), at(V, v_at, sample, head // heads_per_group)
     row = tile * QUERIES + tl.arange(0, QUERIES)
@@ -237,12 +238,10 @@ def dq_of_queries(
 
 @kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, END, IS_TOKEN, BIAS, bias_at,
-    scale, sq, sk, heads_per_group, into_tanh, to_base_2,
-    head_low, head_high, num_heads, key_low, key_high, keep_factor, threshold,
-    query_start, query_middle, query_jump, key_start, key_middle, key_jump,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, BIAS, bias_at,
+    scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
@@ -257,10 +256,8 @@ def dkdv_of_keys(
     v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
-    key, spans = (key_low, key_high), (key_start, key_middle, key_jump)
     bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
-        stream = stream_of(sample, head, head_low, head_high, num_heads)
         Q_HEAD, DOUT_HEAD = at(Q, q_at, sample, head), at(DOUT, dout_at, sample, head)
         of_head = (sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
         for part in tl.static_range(0 if IS_CAUSAL else 1, 3 if HAS_END or not IS_EVEN else 2):
@@ -287,8 +284,7 @@ def dkdv_of_keys(
                     probs = tl.where(allowed, probs, 0)
                 dropped = probs
                 if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
-                    query = position(row, (query_start, query_middle, query_jump))
-                    kept = keeps_by_key(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
+                    kept = load_kept_by_key(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
                     probs = tl.where(kept, probs, -probs)
                     dropped = tl.maximum(probs, 0)
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")

@@ -56,7 +56,9 @@ class MaskedAttention(ShardedModule):
             mask = torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()
         bias = self.positions.bias(q.shape[0], k.shape[0]) if self.has_bias else None
         if dropout is not None or self.kernel == "math":
-            kept = None if dropout is None else dropout.mask(q.shape[1], q.shape[2], q.device) * dropout.factor
+            kept = (
+                None if dropout is None else dropout.mask(q.shape[1], q.shape[2], q.device) * dropout.factor
+            )
             out = eager_masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale, kept=kept)
         else:
             out = masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale)

@@ -98,4 +98,13 @@ def test_a_causal_decoder_with_a_bias(s: int, p: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_widths_groups_and_dtypes(d: int, dtype: torch.dtype) -> None:
     rule = RULE.of_block([range(70)], [range(70)])
-    check(70, 70, MaskSpec(is_token=padding(70), dropout=rule), has_bias=True, heads=4, groups=2, d=d, dtype=dtype)
+    check(
+        70,
+        70,
+        MaskSpec(is_token=padding(70), dropout=rule),
+        has_bias=True,
+        heads=4,
+        groups=2,
+        d=d,
+        dtype=dtype,
+    )
