@@ -90,7 +90,7 @@ def forward(
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
         *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
-        *_numbers(q, k, scale, softcap), *_dropout(mask.dropout), HAS_FIRST=first is not None,
+        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), HAS_FIRST=first is not None,
         IS_ALIGNED=_is_aligned(mask.dropout), **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
@@ -110,25 +110,30 @@ def backward(
     _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if sq == sk:  # views of one tensor: the gradient of a joint projection
+        dq, dk, dv = q.new_empty(sq, b, n + 2 * g, q.shape[3]).split((n, g, g), dim=2)
+    else:
+        dq, (dk, dv) = torch.empty_like(out), k.new_empty(sk, b, 2 * g, q.shape[3]).chunk(2, dim=2)
     dout_dot_out = torch.empty_like(lse)
-    first, numbers, masks = _first_keys(q, k, mask), _numbers(q, k, scale, softcap), _masks(q, k, mask, bias)
-    keep_factor, dropout, is_aligned = 1.0 if rule is None else rule.factor, _dropout(rule), _is_aligned(rule)
+    first, masks, numbers = (
+        _first_keys(q, k, mask),
+        _masks(q, k, mask, bias),
+        _numbers(q, k, mask, scale, softcap),
+    )
+    dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
         *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, *masks, scale, *numbers, *dropout,
         HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
-    kept = (
-        lse
-        if rule is None
-        else stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned, device=q.device)
-    )
+    kept = lse
+    if rule is not None:
+        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
     of_rows = lse, dout_dot_out, kept, width
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
-        *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers, keep_factor,
+        *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,
         HAS_END=end is not None, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
     dbias = None
@@ -136,7 +141,7 @@ def backward(
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
         dbias = bias_gradient(
-            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers, keep_factor), (b, n, sq, sk),
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), (b, n, sq, sk),
             **_constants(q, k, mask, softcap, bias, of_diagonals),
         ).to(bias.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
@@ -209,21 +214,24 @@ def _query_ends(first: Tensor, sk: int) -> Tensor:
     return torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True)
 
 
-def _numbers(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[float, ...]:
-    """Return the sizes and the factors of scores."""
+def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> tuple[float, ...]:
+    """Return the sizes, the factors of scores and that of probabilities that dropout keeps."""
     assert scale > 0, f"scale {scale}"
     into_tanh = 0.0 if softcap is None else 2 * _LOG2_E * scale / softcap
     factor = (scale if softcap is None else softcap) * _LOG2_E
-    return q.shape[0], k.shape[0], q.shape[2] // k.shape[2], into_tanh, factor
+    keep_factor = 1.0 if mask.dropout is None else mask.dropout.factor
+    return q.shape[0], k.shape[0], q.shape[2] // k.shape[2], into_tanh, factor, keep_factor
 
 
-def _dropout(rule: Dropout | None) -> tuple[float, ...]:
-    """Return the numbers of dropout."""
+def _dropout(rule: Dropout | None, unused: Tensor) -> tuple[Any, ...]:
+    """Return the index of the first sample, in memory that a CUDA graph can read, and the numbers of dropout."""
     if rule is None:
-        return (*[0] * 5, 1.0, *[0] * 7)
-    first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
-    streams = (*first_head, rule.num_heads, *halves("<Q", rule.key))
-    return (*streams, rule.factor, rule.threshold, *_spans(rule.queries), *_spans(rule.keys))
+        return (unused, *[0] * 11)
+    first_sample = rule.first_sample
+    if not isinstance(first_sample, Tensor):
+        first_sample = torch.full((), first_sample, dtype=torch.int64, device=unused.device)
+    streams = (rule.first_head, rule.num_heads, *halves("<Q", rule.key))
+    return (first_sample, *streams, rule.threshold, *_spans(rule.queries), *_spans(rule.keys))
 
 
 def _is_aligned(rule: Dropout | None) -> bool:

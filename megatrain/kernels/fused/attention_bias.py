@@ -46,12 +46,12 @@ def bias_gradient(arguments: tuple[Any, ...], sizes: tuple[int, int, int, int], 
 
 
 @kernel
-def _bias_gradient(  # noqa: ARG001
+def _bias_gradient(
     Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, BIAS, bias_at,
-    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, sums_at,
+    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, sums_at,  # noqa: ARG001
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     head, shift = tl.program_id(1), (tl.program_id(0) + 1) * KEYS - tl.cdiv(sq, QUERIES) * QUERIES
     end = tl.minimum(sq, sk - shift)

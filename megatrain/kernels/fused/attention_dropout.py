@@ -17,6 +17,7 @@ backward pass stores the mask for them, one bit a score: a byte has the keys k, 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _QUERIES, _BYTES = 32, 64
 """Sizes of a tile of the stored mask."""
-STREAM = ("head_low", "head_high", "num_heads", "key_low", "key_high", "threshold")
+STREAM = ("first_head", "num_heads", "key_low", "key_high", "threshold")
 POSITIONS = ("query_start", "query_middle", "query_jump", "key_start", "key_middle", "key_jump")
 """Arguments of kernels with dropout."""
 
@@ -33,36 +34,35 @@ POSITIONS = ("query_start", "query_middle", "query_jump", "key_start", "key_midd
 def stored_mask(
     sizes: tuple[int, int, int],
     width: int,
-    numbers: tuple[float, ...],
+    arguments: tuple[Any, ...],
     *,
     is_aligned: bool,
-    device: torch.device,
 ) -> Tensor:
     """Return the mask of all scores as bits, uint8 [b, n, sq, width].
 
     Args:
         sizes: b, n, sq.
         width: an eighth of the keys, rounded up to whole blocks of 64.
-        numbers: arguments of the kernels, from the head to the ranges of keys.
+        arguments: of the kernels, from the first sample to the ranges of keys.
         is_aligned: see `keeps`.
     """
     b, n, sq = sizes
-    kept = torch.empty(b, n, sq, width, dtype=torch.uint8, device=device)
+    kept = torch.empty(b, n, sq, width, dtype=torch.uint8, device=arguments[0].device)
     grid = (cdiv(sq, _QUERIES), n, b)
     launch(
-        _store_mask, grid, kept, sq, width, *numbers, IS_ALIGNED=is_aligned, QUERIES=_QUERIES, BYTES=_BYTES
+        _store_mask, grid, kept, sq, width, *arguments, IS_ALIGNED=is_aligned, QUERIES=_QUERIES, BYTES=_BYTES
     )
     return kept
 
 
 @functools.partial(jit, any_value=(*STREAM, *POSITIONS))
-def _store_mask(  # noqa: ARG001
-    KEPT, rows, width, head_low, head_high, num_heads, key_low, key_high, keep_factor, threshold,
+def _store_mask(
+    KEPT, rows, width, FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     IS_ALIGNED: tl.constexpr, QUERIES: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     row, head, sample = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1), tl.program_id(2)
-    stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
+    stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
     query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
     KEPT += (sample.to(tl.int64) * tl.num_programs(1) + head) * rows * width
     for start in tl.range(0, width, BYTES):
@@ -78,10 +78,9 @@ def _store_mask(  # noqa: ARG001
 
 
 @jit
-def stream_of(sample, head, head_low, head_high, num_heads):
+def stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads):
     """Return the halves of the index of a head in the run."""
-    index = (tl.cast(head_high, tl.int64) << 32) | (tl.cast(head_low, tl.int64) & 0xFFFFFFFF)
-    index += tl.cast(sample, tl.int64) * num_heads + head
+    index = (tl.load(FIRST_SAMPLE) + sample) * num_heads + first_head + head
     return index.to(tl.uint32), (index >> 32).to(tl.uint32)
 
 

@@ -9,7 +9,7 @@ without a mask, and over the tiles at the end. Pointers and strides belong to [s
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN                of each key of each sample, False for padding, if HAS_PADDING
     BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head, and before distance 0
-    head_low .. threshold   the dropout stream, see `fused/attention_dropout.py`
+    FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
 
@@ -117,8 +117,8 @@ def _tanh(x, into_tanh):
 @kernel
 def forward(
     Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, BIAS, bias_at,
-    sq, sk, heads_per_group, into_tanh, to_base_2,
-    head_low, head_high, num_heads, key_low, key_high, keep_factor, threshold,
+    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
+    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -136,8 +136,12 @@ def forward(
     if HAS_FIRST:
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
-    query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
+    if HAS_DROPOUT:
+        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
+        query, spans = (
+            position(row, (query_start, query_middle, query_jump)),
+            (key_start, key_middle, key_jump),
+        )
     q = load_tile(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -180,8 +184,8 @@ def forward(
 @kernel
 def dq_of_queries(
     Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FIRST, IS_TOKEN, BIAS, bias_at,
-    scale, sq, sk, heads_per_group, into_tanh, to_base_2,
-    head_low, head_high, num_heads, key_low, key_high, keep_factor, threshold,
+    scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
+    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -196,8 +200,12 @@ def dq_of_queries(
     if HAS_FIRST:
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
-    query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
+    if HAS_DROPOUT:
+        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
+        query, spans = (
+            position(row, (query_start, query_middle, query_jump)),
+            (key_start, key_middle, key_jump),
+        )
     q = load_tile(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     dout = load_tile(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = load_tile(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)

@@ -22,10 +22,11 @@ def test_a_dense_model_on_data_parallel_ranks_has_graphs(plan_of, flags):
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--context-parallel-size 2",
         "--mtp-num-layers 1",
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
         "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     ],
 )
-def test_communication_within_layers_is_captured(plan_of, flags):
+def test_communication_within_layers_and_dropout_are_captured(plan_of, flags):
     assert plan_of(f"{DENSE} {flags}", facts=Facts(device="cuda", world_size=4)).derived.cuda_graphs
 
 
@@ -45,7 +46,6 @@ def test_communication_within_layers_is_captured(plan_of, flags):
         ("--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01", Facts(device="cuda"), "global_aux_loss"),
         ("--num-experts 4 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", Facts(device="cuda"), "two streams"),
         ("--fp8-format hybrid --fp8-recipe tensorwise", Facts(device="cuda", device_capability=(9, 0)), "FP8"),
-        ("--hidden-dropout 0.1", Facts(device="cuda"), "dropout"),
         ("--reset-attention-mask --no-create-attention-mask-in-dataloader", Facts(device="cuda"), "documents"),
     ],
 )  # fmt: skip
