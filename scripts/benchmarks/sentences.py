@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from roofline import WORDS
+
 from megatrain.data.indexed.writer import IndexedWriter
 
-WORDS = 30522
-"""BERT's vocabulary."""
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

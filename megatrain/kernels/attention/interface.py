@@ -34,6 +34,15 @@ class CuSeqlens(NamedTuple):
     """Upper bound of a document's keys."""
 
 
+class DistanceBias(NamedTuple):
+    """Numbers that are added to scaled scores, a function of head and distance, key - query."""
+
+    values: Tensor
+    """[n, sq + sk - 1], of the distances from 1 - sq on."""
+    reach: int
+    """Distance from which on they are constant, in each direction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskSpec:
     """The keys that each query of a block attends to; by default all of them.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import attention as fused
@@ -68,30 +68,40 @@ def eager_masked_attention(
 
 
 def fused_masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, bias: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, scale: float
 ) -> Tensor:
     """Compute attention by megatrain's kernel.
 
     Args:
         mask: causality, padding and dropout.
-        bias: added to scaled scores, fp32 [n, sq + sk - 1], of the distances key - query from 1 - sq on; None: none.
+        bias: added to scaled scores, in fp32; None: none.
     """
-    out: Tensor = _FusedMaskedAttention.apply(q, k, v, bias, mask, scale)
+    values, reach = (None, 0) if bias is None else bias
+    out: Tensor = _FusedMaskedAttention.apply(q, k, v, values, reach, mask, scale)
     return out
 
 
 class _FusedMaskedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: MaskSpec, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        values: Tensor | None,
+        reach: int,
+        mask: MaskSpec,
+        scale: float,
     ) -> Tensor:
+        bias = None if values is None else DistanceBias(values, reach)
         out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias)
-        ctx.save_for_backward(q, k, v, out, lse, bias)
-        ctx.mask, ctx.scale = mask, scale
+        ctx.save_for_backward(q, k, v, out, lse, values)
+        ctx.reach, ctx.mask, ctx.scale = reach, mask, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, bias = ctx.saved_tensors
+        *saved, values = ctx.saved_tensors
+        bias = None if values is None else DistanceBias(values, ctx.reach)
         found = fused.backward(grads[0], *saved, ctx.mask, scale=ctx.scale, softcap=None, bias=bias)
-        return *found, None, None
+        return *found, None, None, None

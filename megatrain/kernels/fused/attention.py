@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.kernels.attention.dropout import Dropout
-from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.fused import attention_kernels as kernels
 from megatrain.kernels.fused.attention_bias import bias_gradient
 from megatrain.kernels.fused.attention_dropout import stored_mask
@@ -71,16 +71,17 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     bias: Tensor | None
+    """Of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: Tensor | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `AttentionKernel.forward`; masks have no `explicit`.
 
     Args:
-        bias: added to the scaled scores, [n, sq + sk - 1], of the distances key - query from 1 - sq on; None: none.
+        bias: added to the scaled scores; None: none.
     """
     (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
@@ -98,7 +99,7 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: Tensor | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
     (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
@@ -115,6 +116,7 @@ def backward(
     else:
         dq, (dk, dv) = torch.empty_like(out), k.new_empty(sk, b, 2 * g, q.shape[3]).chunk(2, dim=2)
     dout_dot_out = torch.empty_like(lse)
+    far = lse if bias is None else lse.new_empty(b, n, 2, sq)
     first, masks, numbers = (
         _first_keys(q, k, mask),
         _masks(q, k, mask, bias),
@@ -123,7 +125,7 @@ def backward(
     dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, *masks, scale, *numbers, *dropout,
+        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
         HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
@@ -141,19 +143,21 @@ def backward(
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
         dbias = bias_gradient(
-            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), (b, n, sq, sk),
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), far, of_queries[:2], bias.reach, sk,
             **_constants(q, k, mask, softcap, bias, of_diagonals),
-        ).to(bias.dtype)  # fmt: skip
+        ).to(bias.values.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
 
 
 def _backward_by_group(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: Tensor | None, **options: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, **options: Any
 ) -> Gradients:  # fmt: skip
     """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
     groups = k.shape[2]
     of_heads = [x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)]
-    biases = [None] * groups if bias is None else bias.chunk(groups)
+    biases = (
+        [None] * groups if bias is None else [DistanceBias(x, bias.reach) for x in bias.values.chunk(groups)]
+    )
     found = []
     for number, (inputs, part) in enumerate(zip(zip(*of_heads, strict=True), biases, strict=True)):
         assert mask.dropout is not None
@@ -178,17 +182,17 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
         yield x.stride()[:3]
 
 
-def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: Tensor | None) -> tuple[Any, ...]:
-    """Return the mask of padding, the bias, and the distances of a head and the place of distance 0 in it.
+def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> tuple[Any, ...]:
+    """Return the mask of padding, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
 
     The bias gets distances that only rows outside have, so that tiles load it without a mask.
     """
     tokens = q if mask.is_token is None else mask.is_token.contiguous().view(torch.uint8)
     if bias is None:
-        return tokens, q, (0, 0)
+        return tokens, q, (0, 0, 0)
     before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
-    wide = pad(bias.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
-    return tokens, wide, (before + after, before)
+    wide = pad(bias.values.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
+    return tokens, wide, (before + after, before, bias.reach)
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
@@ -246,7 +250,7 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
 
 
 def _constants(
-    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: Tensor | None, tile: Tile
+    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: DistanceBias | None, tile: Tile
 ) -> dict[str, Any]:
     channels = q.shape[-1]
     return {

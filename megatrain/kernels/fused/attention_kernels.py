@@ -1,14 +1,14 @@
 """The kernels of `fused/attention.py`.
 
 Programs of `forward` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys` (tile of keys,
-group, sample). Each runs its loop up to three times: over the tiles at the beginning, where masks apply to some scores, over those
-without a mask, and over the tiles at the end. Pointers and strides belong to [s, b, n, d]; the last stride is 1.
+group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
+those without a mask, with different biases or with one (`_parts`). Pointers and strides belong to [s, b, n, d]; the last stride is 1.
 
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN                of each key of each sample, False for padding, if HAS_PADDING
-    BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head, and before distance 0
+    BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -69,10 +69,39 @@ def is_token(IS_TOKEN, sample, key, sk):
 
 
 @jit
-def biased(scores, BIAS, bias_at, head, distance, to_base_2):
+def is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return whether a tile has one bias."""
+    return (start_key - start_row - QUERIES + 1 >= reach) | (start_row - start_key - KEYS + 1 >= reach)
+
+
+@jit
+def biased(scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, IS_FAR: tl.constexpr):
     """Return scores to base 2 with the bias of their distances."""
-    bias = tl.load(BIAS + head * bias_at[0] + bias_at[1] + distance).to(tl.float32)
-    return scores * to_base_2 + bias * 1.4426950408889634
+    BIAS += head * bias_at[0] + bias_at[1]
+    bias = tl.load(BIAS + start_key - start_row) if IS_FAR else tl.load(BIAS + distance)
+    return scores * to_base_2 + bias.to(tl.float32) * 1.4426950408889634
+
+
+@jit
+def _parts(
+    bounds, own, reach, OWN: tl.constexpr, OTHER: tl.constexpr, HAS_BIAS: tl.constexpr, IS_REVERSED: tl.constexpr
+):  # fmt: skip
+    """Return starts and ends of five loops: at the beginning, at the end, and without a mask near, before and after; or reversed.
+
+    Args:
+        bounds: the first, those between which no mask applies, and the last.
+        own: first row of the program's tile, of OWN rows; loops are over tiles of OTHER rows. Far tiles have one bias.
+    """
+    near, far = bounds[1], bounds[2]
+    if HAS_BIAS:
+        near = tl.maximum(own + 1 - reach, 0) // OTHER * OTHER
+        near = tl.minimum(tl.maximum(near, bounds[1]), bounds[2])
+        far = tl.cdiv(own + OWN - 1 + reach, OTHER) * OTHER
+        far = tl.minimum(tl.maximum(far, near), bounds[2])
+    if IS_REVERSED:
+        return (bounds[2], bounds[0], near, far, bounds[1]), (bounds[3], bounds[1], far, bounds[2], near)
+    else:  # noqa: RET505 (Triton needs it)
+        return (bounds[0], bounds[2], near, bounds[1], far), (bounds[1], bounds[3], far, near, bounds[2])
 
 
 @jit
@@ -147,25 +176,40 @@ def forward(
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
-    for part in tl.static_range(0 if HAS_FIRST else 1, 3 if IS_CAUSAL or not IS_EVEN else 2):
-        for start_key in tl.range(bounds[part], bounds[part + 1], KEYS):
+    starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
+    for part in tl.static_range(
+        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+    ):
+        for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = load_tile(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
+            k = load_tile(
+                K,
+                start_key,
+                KEYS,
+                k_at[0],
+                sk,
+                CHANNELS,
+                PADDED,
+                part > 1,
+                IS_TRANSPOSED=True,
+            )
             scores = tl.dot(q, k, input_precision="ieee")
             factor = to_base_2
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
             if HAS_BIAS:
                 distance, factor = key_row[None, :] - row[:, None], 1.0
-                scores = biased(scores, BIAS, bias_at, head, distance, to_base_2)
-            if part != 1:
+                scores = biased(
+                    scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, part > 2
+                )
+            if part < 2:
                 allowed = _allowed(row[:, None], key_row[None, :], first, sq, sk, IS_CAUSAL, HAS_FIRST)
                 scores = tl.where(allowed, scores, float("-inf"))
             if HAS_PADDING:
                 scores = tl.where(is_token(IS_TOKEN, sample, key_row, sk)[None, :], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
             shift = new_maximum
-            if part != 1 or HAS_PADDING:
+            if part < 2 or HAS_PADDING:
                 shift = tl.where(new_maximum == float("-inf"), 0, new_maximum)  # queries without a key so far
             probs = tl.exp2(scores * factor - shift[:, None])
             rescale = tl.exp2(maximum - shift)
@@ -173,7 +217,7 @@ def forward(
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
                 probs = tl.where(kept, probs, 0)
-            v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part == 1)
+            v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
     _store(OUT, out, tile * QUERIES, out_at[0], sq, CHANNELS)
@@ -183,7 +227,7 @@ def forward(
 
 @kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FIRST, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
@@ -214,21 +258,47 @@ def dq_of_queries(
     tl.store(DOUT_DOT_OUT + of_head, dout_dot_out, mask=row < sq)
     lse = base_2(LSE + of_head, row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
+    before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
     bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
-    for part in tl.static_range(0 if HAS_FIRST else 1, 3 if IS_CAUSAL or not IS_EVEN else 2):
-        for start_key in tl.range(bounds[part], bounds[part + 1], KEYS):
+    starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
+    for part in tl.static_range(
+        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+    ):
+        for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = load_tile(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
-            v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
+            k = load_tile(
+                K,
+                start_key,
+                KEYS,
+                k_at[0],
+                sk,
+                CHANNELS,
+                PADDED,
+                part > 1,
+                IS_TRANSPOSED=True,
+            )
+            v = load_tile(
+                V,
+                start_key,
+                KEYS,
+                v_at[0],
+                sk,
+                CHANNELS,
+                PADDED,
+                part > 1,
+                IS_TRANSPOSED=True,
+            )
             scores = tl.dot(q, k, input_precision="ieee")
             factor = to_base_2
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
             if HAS_BIAS:
                 distance, factor = key_row[None, :] - row[:, None], 1.0
-                scores = biased(scores, BIAS, bias_at, head, distance, to_base_2)
+                scores = biased(
+                    scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, part > 2
+                )
             probs = tl.exp2(scores * factor - lse[:, None])
-            if part != 1:
+            if part < 2:
                 allowed = _allowed(row[:, None], key_row[None, :], first, sq, sk, IS_CAUSAL, HAS_FIRST)
                 probs = tl.where(allowed, probs, 0)
             if HAS_PADDING:
@@ -240,8 +310,18 @@ def dq_of_queries(
             dscores = probs * (dprobs - dout_dot_out[:, None])
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
+            if HAS_BIAS:
+                far = tl.where(
+                    is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS), tl.sum(dscores, 1), 0
+                )
+                before += tl.where(start_key < tile * QUERIES, far, 0)
+                after += tl.where(start_key < tile * QUERIES, 0, far)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     _store(DQ, dq * scale, tile * QUERIES, dq_at[0], sq, CHANNELS)
+    if HAS_BIAS:  # sums of the tiles that `attention_bias.py` leaves out
+        FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
+        tl.store(FAR, before, mask=row < sq)
+        tl.store(FAR + sq, after, mask=row < sq)
 
 
 @kernel
@@ -265,16 +345,28 @@ def dkdv_of_keys(
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
+    starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         Q_HEAD, DOUT_HEAD = at(Q, q_at, sample, head), at(DOUT, dout_at, sample, head)
         of_head = (sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
-        for part in tl.static_range(0 if IS_CAUSAL else 1, 3 if HAS_END or not IS_EVEN else 2):
-            for start_row in tl.range(bounds[part], bounds[part + 1], QUERIES):
+        for part in tl.static_range(
+            0 if HAS_END or not IS_EVEN else 1 if IS_CAUSAL else 2,
+            3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
+        ):
+            for start_row in tl.range(starts[part], last_rows[part], QUERIES):
                 row = start_row + tl.arange(0, QUERIES)
                 q = load_tile(
-                    Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True
+                    Q_HEAD,
+                    start_row,
+                    QUERIES,
+                    q_at[0],
+                    sq,
+                    CHANNELS,
+                    PADDED,
+                    part > 1,
+                    IS_TRANSPOSED=True,
                 )
-                dout = load_tile(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part == 1)
+                dout = load_tile(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
                 lse = base_2(LSE + of_head + row, row < sq)
                 dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
@@ -283,9 +375,11 @@ def dkdv_of_keys(
                     scores = _tanh(scores, into_tanh)
                 if HAS_BIAS:
                     distance, factor = key_row[:, None] - row[None, :], 1.0
-                    scores = biased(scores, BIAS, bias_at, head, distance, to_base_2)
+                    scores = biased(
+                        scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, part > 2
+                    )
                 probs = tl.exp2(scores * factor - lse[None, :])
-                if part != 1:
+                if part < 2:
                     allowed = row[None, :] < ends
                     if IS_CAUSAL:
                         allowed = allowed & (key_row[:, None] <= row[None, :] + (sk - sq))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
+from megatrain.kernels.attention.interface import DistanceBias
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model import functions
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
@@ -50,15 +51,15 @@ class RelativePositions(ShardedModule):
         buckets = _buckets(self.spec, num_queries, num_keys, weight.device)
         return weight[buckets].permute(2, 0, 1).unsqueeze(0)
 
-    def bias_of_distances(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the same by distance, key - query, from 1 - sq on, [n/tp, sq + sk - 1] in the accumulation dtype.
+    def bias_of_distances(self, num_queries: int, num_keys: int) -> DistanceBias:
+        """Return the same by distance, in the accumulation dtype.
 
         It is a product, whose gradient is deterministic and takes one product too.
         """
         weight = functions.weight_of(self, "weight")
         kind = accumulation_dtype(weight.dtype)
         of_buckets = _selection(self.spec, num_queries, num_keys, weight.device, kind)
-        return weight.to(kind).t() @ of_buckets
+        return DistanceBias(weight.to(kind).t() @ of_buckets, self.spec.max_distance)
 
 
 @functools.lru_cache(maxsize=8)

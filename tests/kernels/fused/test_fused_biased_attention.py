@@ -10,7 +10,7 @@ from fused_helpers import DEVICE, DTYPES, drawn
 from torch import Tensor
 
 from megatrain.kernels.attention.dropout import Dropout
-from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.attention.masked import eager_masked_attention
 from megatrain.kernels.fused import attention
 from megatrain.kernels.fused.attention import Tile, Tiles
@@ -32,7 +32,7 @@ def padding(sk: int) -> Tensor:
     return tokens
 
 
-def found(x: list[Tensor], spec: MaskSpec, bias: Tensor | None) -> list[Tensor | None]:
+def found(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Tensor | None]:
     """Return the output and the gradients of q, k, v and bias."""
     q, k, v, dout = x
     options = {"scale": 0.3, "softcap": None, "bias": bias, "tiles": TILES}
@@ -40,11 +40,11 @@ def found(x: list[Tensor], spec: MaskSpec, bias: Tensor | None) -> list[Tensor |
     return [out, *attention.backward(dout, q, k, v, out, lse, spec, **options)]
 
 
-def expected(x: list[Tensor], spec: MaskSpec, bias: Tensor | None) -> list[Tensor | None]:
+def expected(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Tensor | None]:
     """Return the same in fp64 by eager attention, with a mask and a bias in memory, differentiated by torch."""
     q, k, v, dout = (one.double().requires_grad_() for one in x)
     (sq, b, n, _), sk = q.shape, k.shape[0]
-    table = None if bias is None else bias.double().requires_grad_()
+    table = None if bias is None else bias.values.double().requires_grad_()
     of_pairs = torch.arange(sk, device=DEVICE) - torch.arange(sq, device=DEVICE)[:, None] + sq - 1
     mask = torch.ones(1, 1, sq, sk, dtype=torch.bool, device=DEVICE)
     mask = mask.tril() if spec.is_causal else mask
@@ -58,11 +58,16 @@ def expected(x: list[Tensor], spec: MaskSpec, bias: Tensor | None) -> list[Tenso
 
 def check(
     sq: int, sk: int, spec: MaskSpec, *, has_bias: bool, heads: int = 2, groups: int = 2, d: int = 16,
-    dtype: torch.dtype = torch.float32,
+    reach: int = 30, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     shapes = (sq, B, heads, d), (sk, B, groups, d), (sk, B, groups, d), (sq, B, heads, d)
     x = [drawn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-    bias = drawn(heads, sq + sk - 1, dtype=dtype).float() if has_bias else None
+    distances = (
+        torch.arange(1 - sq, sk).clamp(-reach, reach).to(DEVICE) + reach
+    )  # the bias is constant from `reach` on
+    bias = None
+    if has_bias:
+        bias = DistanceBias(drawn(heads, 2 * reach + 1, dtype=dtype).float()[:, distances], reach)
     bound = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     for name, own, wanted in zip(
         ("out", "dq", "dk", "dv", "dbias"), found(x, spec, bias), expected(x, spec, bias), strict=True
@@ -70,6 +75,10 @@ def check(
         assert (own is None) == (wanted is None), name
         if own is None or wanted is None:
             continue
+        if name == "dbias":  # as the numbers of all far distances are one
+            own, wanted = (
+                x.new_zeros(heads, 2 * reach + 1).index_add_(1, distances, x) for x in (own, wanted)
+            )
         assert own.shape == wanted.shape
         error, size = (own.double() - wanted).abs().max(), wanted.abs().max()
         assert error <= bound * size.clamp(min=1), f"{name} is off by {error} of {size}"
