@@ -46,12 +46,12 @@ class Tiles(NamedTuple):
     forward: Tile
     dq: Tile
     dkdv: Tile
-    bias: Tile = Tile(64, 64, 4, 2)
+    bias: Tile = Tile(64, 64, 4, 3)
     """As many queries as keys."""
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
