@@ -25,7 +25,7 @@ class Dropout:
     num_heads: int
     """Heads of the whole layer."""
     first_sample: int | Tensor = 0
-    """Index in the run of the block's first sample; a CUDA graph reads it from the device."""
+    """Index in the run of the block's first sample, or int64 [], which CUDA graphs read at each replay."""
     first_head: int = 0
     """Index in the layer of the block's first head."""
     queries: tuple[range, ...] = ()
