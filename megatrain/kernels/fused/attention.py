@@ -91,7 +91,7 @@ def forward(
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
         *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
-        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout), HAS_FIRST=first is not None,
+        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), HAS_FIRST=first is not None,
         IS_ALIGNED=_is_aligned(mask.dropout), **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
@@ -122,7 +122,7 @@ def backward(
         _masks(q, k, mask, bias),
         _numbers(q, k, mask, scale, softcap),
     )
-    dropout, is_aligned = _dropout(rule), _is_aligned(rule)
+    dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
         *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
@@ -131,7 +131,7 @@ def backward(
     end = None if first is None else _query_ends(first, sk)
     kept = lse
     if rule is not None:
-        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned, device=q.device)
+        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
     of_rows = lse, dout_dot_out, kept, width
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
@@ -227,15 +227,14 @@ def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float 
     return q.shape[0], k.shape[0], q.shape[2] // k.shape[2], into_tanh, factor, keep_factor
 
 
-def _dropout(rule: Dropout | None) -> tuple[Any, ...]:
-    """Return the numbers of dropout, whose sample kernels may read from memory."""
+def _dropout(rule: Dropout | None, unused: Tensor) -> tuple[Any, ...]:
+    """Return the first sample, in memory that CUDA graphs read at each replay, and the numbers of dropout."""
     if rule is None:
-        return (0,) * 12
-    if isinstance(rule.first_sample, Tensor):
-        first_head: tuple[Any, ...] = (rule.first_sample, rule.first_head)
-    else:
-        first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
-    streams = (*first_head, rule.num_heads, *halves("<Q", rule.key))
+        return (unused, *[0] * 11)
+    first = rule.first_sample
+    if not isinstance(first, Tensor):  # the same kernels then run in a graph: they are compiled once
+        first = torch.full((), first, dtype=torch.int64, device=unused.device)
+    streams = (first, rule.first_head, rule.num_heads, *halves("<Q", rule.key))
     return (*streams, rule.threshold, *_spans(rule.queries), *_spans(rule.keys))
 
 

@@ -26,7 +26,7 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _QUERIES, _BYTES = 32, 64
 """Sizes of a tile of the stored mask."""
-STREAM = ("head_low", "head_high", "num_heads", "key_low", "key_high", "threshold")
+STREAM = ("first_head", "num_heads", "key_low", "key_high", "threshold")
 POSITIONS = ("query_start", "query_middle", "query_jump", "key_start", "key_middle", "key_jump")
 """Arguments of kernels with dropout."""
 
@@ -37,18 +37,17 @@ def stored_mask(
     arguments: tuple[Any, ...],
     *,
     is_aligned: bool,
-    device: torch.device,
 ) -> Tensor:
     """Return the mask of all scores as bits, uint8 [b, n, sq, width].
 
     Args:
         sizes: b, n, sq.
         width: an eighth of the keys, rounded up to whole blocks of 64.
-        arguments: of the kernels, from the head to the ranges of keys.
+        arguments: of the kernels, from the first sample to the ranges of keys.
         is_aligned: see `keeps`.
     """
     b, n, sq = sizes
-    kept = torch.empty(b, n, sq, width, dtype=torch.uint8, device=device)
+    kept = torch.empty(b, n, sq, width, dtype=torch.uint8, device=arguments[0].device)
     grid = (cdiv(sq, _QUERIES), n, b)
     launch(
         _store_mask, grid, kept, sq, width, *arguments, IS_ALIGNED=is_aligned, QUERIES=_QUERIES, BYTES=_BYTES
@@ -58,12 +57,12 @@ def stored_mask(
 
 @functools.partial(jit, any_value=(*STREAM, *POSITIONS))
 def _store_mask(
-    KEPT, rows, width, head_low, head_high, num_heads, key_low, key_high, threshold,
+    KEPT, rows, width, FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     IS_ALIGNED: tl.constexpr, QUERIES: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     row, head, sample = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1), tl.program_id(2)
-    stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
+    stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
     query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
     KEPT += (sample.to(tl.int64) * tl.num_programs(1) + head) * rows * width
     for start in tl.range(0, width, BYTES):
@@ -79,13 +78,9 @@ def _store_mask(
 
 
 @jit
-def stream_of(sample, head, head_low, head_high, num_heads):
-    """Return the halves of the index of a head in the run; given: the first one's, or a pointer to the first sample and a head."""
-    if head_low.dtype.is_ptr():
-        index = tl.load(head_low) * num_heads + head_high
-    else:
-        index = (tl.cast(head_high, tl.int64) << 32) | (tl.cast(head_low, tl.int64) & 0xFFFFFFFF)
-    index += tl.cast(sample, tl.int64) * num_heads + head
+def stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads):
+    """Return the halves of the index of a head in the run."""
+    index = (tl.load(FIRST_SAMPLE) + sample) * num_heads + first_head + head
     return index.to(tl.uint32), (index >> 32).to(tl.uint32)
 
 

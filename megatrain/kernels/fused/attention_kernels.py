@@ -9,7 +9,7 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN                of each key of each sample, False for padding, if HAS_PADDING
     BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
-    head_low .. threshold   the dropout stream, see `fused/attention_dropout.py`
+    FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
 
@@ -147,7 +147,7 @@ def _tanh(x, into_tanh):
 def forward(
     Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
-    head_low, head_high, num_heads, key_low, key_high, threshold,
+    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -166,7 +166,7 @@ def forward(
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     if HAS_DROPOUT:
-        stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
+        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
         query, spans = (
             position(row, (query_start, query_middle, query_jump)),
             (key_start, key_middle, key_jump),
@@ -229,7 +229,7 @@ def forward(
 def dq_of_queries(
     Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
-    head_low, head_high, num_heads, key_low, key_high, threshold,
+    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -245,7 +245,7 @@ def dq_of_queries(
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     if HAS_DROPOUT:
-        stream, key = stream_of(sample, head, head_low, head_high, num_heads), (key_low, key_high)
+        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
         query, spans = (
             position(row, (query_start, query_middle, query_jump)),
             (key_start, key_middle, key_jump),
