@@ -43,6 +43,8 @@ class Rates:
 
 RATES = {
     "S1": Rates(products=674, attention=208, attention_backward=290),
+    "E1": Rates(attention=365, attention_backward=270),  # cuDNN's without a mask, 64 channels, s 512
+    "E2": Rates(attention=414, attention_backward=359),  # the same, s 1024
     "A2": Rates(products=1166),  # 1,300 in FP8, and 690 in bf16 for the head's 13 % of the FLOPs
 }
 

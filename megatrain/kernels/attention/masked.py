@@ -101,7 +101,9 @@ class _FusedMaskedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, values = ctx.saved_tensors
+        q, k, v, out, lse, values = ctx.saved_tensors
         bias = None if values is None else DistanceBias(values, ctx.reach)
-        found = fused.backward(grads[0], *saved, ctx.mask, scale=ctx.scale, softcap=None, bias=bias)
+        found = fused.backward(
+            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias
+        )
         return *found, None, None, None

@@ -153,18 +153,18 @@ def _backward_by_group(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, **options: Any
 ) -> Gradients:  # fmt: skip
     """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
-    groups = k.shape[2]
-    of_heads = [x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)]
-    biases = (
-        [None] * groups if bias is None else [DistanceBias(x, bias.reach) for x in bias.values.chunk(groups)]
-    )
+    groups, rule = k.shape[2], mask.dropout
+    assert rule is not None
+    parts = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
     found = []
-    for number, (inputs, part) in enumerate(zip(zip(*of_heads, strict=True), biases, strict=True)):
-        assert mask.dropout is not None
-        rule = replace(mask.dropout, first_head=mask.dropout.first_head + number * inputs[0].shape[2])
-        found.append(backward(*inputs, replace(mask, dropout=rule), bias=part, **options))
-    dq, dk, dv, dbias = zip(*found, strict=True)
-    return Gradients(*(torch.cat(x, dim=2) for x in (dq, dk, dv)), None if bias is None else torch.cat(dbias))
+    for number, (dout, q, k, v, out, lse) in enumerate(parts):  # noqa: PLR1704
+        heads = q.shape[2]
+        of_group = replace(mask, dropout=replace(rule, first_head=rule.first_head + number * heads))
+        values = None if bias is None else bias.values[number * heads : (number + 1) * heads]
+        own = None if bias is None or values is None else DistanceBias(values, bias.reach)
+        found.append(backward(dout, q, k, v, out, lse, of_group, bias=own, **options))
+    dq, dk, dv = (torch.cat([one[place] for one in found], dim=2) for place in range(3))
+    return Gradients(dq, dk, dv, None if bias is None else torch.cat([one.bias for one in found]))
 
 
 def tiles_of(q: Tensor) -> Tiles:

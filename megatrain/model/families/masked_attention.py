@@ -49,8 +49,8 @@ class MaskedAttention(ShardedModule):
         is_token, dropout = self.is_token(info), self.dropout(q, k, info)
         if self.kernel == "triton":
             spec = MaskSpec(is_causal=self.is_causal, is_token=is_token, dropout=dropout)
-            bias = self.positions.bias_of_distances(q.shape[0], k.shape[0]) if self.has_bias else None
-            return fused_masked_attention(q, k, v, spec, bias=bias, scale=self.scale).flatten(2)
+            by_distance = self.positions.bias_of_distances(q.shape[0], k.shape[0]) if self.has_bias else None
+            return fused_masked_attention(q, k, v, spec, bias=by_distance, scale=self.scale).flatten(2)
         mask = None if is_token is None else is_token[:, None, None]
         if self.is_causal:
             mask = torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()
