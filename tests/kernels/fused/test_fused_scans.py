@@ -1,0 +1,88 @@
+"""Kernels of chunked scans and of their convolution against the recurrences in fp64: outputs, states and every gradient."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from fused_helpers import DEVICE, DTYPES, drawn
+from recurrences import mamba2_recurrence
+from torch import Tensor
+
+from megatrain.kernels.fused.scans import mamba2
+
+pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
+ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Norm of the error by the norm of the result; 16-bit GEMMs round their inputs, among them states and scores."""
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+def boundaries(starts: list[int] | None, tokens: int) -> Tensor | None:
+    return None if starts is None else torch.tensor([*starts, tokens], dtype=torch.int32, device=DEVICE)
+
+
+def compare(run: Run, oracle: Run, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> None:
+    """Compare outputs, and gradients for random gradients of the outputs, with the oracle's in fp64."""
+    found, expected = [], []
+    for function, results, is_oracle in ((run, found, False), (oracle, expected, True)):
+        leaves = {}
+        for name, tensor in inputs.items():
+            wide = tensor if tensor is None or not is_oracle else tensor.double()
+            leaves[name] = None if wide is None else wide.detach().requires_grad_()
+        outputs = function(**leaves)
+        gradients = [drawn(*out.shape, seed=20 + place).to(out.dtype) for place, out in enumerate(outputs)]
+        torch.autograd.backward(outputs, gradients)
+        results += [(f"output {place}", out.detach()) for place, out in enumerate(outputs)]
+        results += [(f"gradient of {name}", x.grad) for name, x in leaves.items() if x is not None]
+    for (name, one), (_, other) in zip(found, expected, strict=True):
+        assert one.shape == other.shape, name
+        error = ((one.double() - other).norm() / other.norm().clamp(min=1e-30)).item()
+        assert error <= ERRORS[dtype], f"{name}: {error}"
+
+
+def mamba2_inputs(
+    b: int, s: int, n: int, p: int, g: int, m: int, dtype: torch.dtype, *, has_state: bool
+) -> dict[str, Tensor | None]:
+    """Decays from a token's to a thousand tokens' length; x, B and C are parts of one projection."""
+    widths = (n * p, g * m, g * m)
+    x, B, C = drawn(b, s, sum(widths), dtype=dtype).split(widths, dim=-1)  # noqa: N806
+    dt = torch.nn.functional.softplus(drawn(b, s, n, seed=1) * 2 - 2)
+    return {
+        "x": x.unflatten(-1, (n, p)),
+        "dt": dt,
+        "A": -torch.linspace(-4, 2, n, device=DEVICE).exp(),
+        "B": B.unflatten(-1, (g, m)),
+        "C": C.unflatten(-1, (g, m)),
+        "D": drawn(n, seed=3),
+        "initial_state": drawn(b, n, p, m, seed=4) if has_state else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "starts", "has_state"),
+    [
+        ((2, 150, 4, 12, 2, 10), [0, 1, 64, 100, 100, 150, 151, 250], True),
+        ((1, 200, 2, 16, 1, 16), None, True),
+        ((2, 70, 2, 8, 1, 20), [0, 70, 130], False),
+        ((1, 3, 4, 4, 4, 6), None, False),
+        *([((2, 1000, 16, 64, 2, 128), [0, 70, 999, 1000, 1300], True)] if DEVICE == "cuda" else []),
+    ],
+)
+def test_mamba2_scan(
+    shape: tuple[int, int, int, int, int, int],
+    starts: list[int] | None,
+    has_state: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mamba2, "_PROGRAMS", 2 * shape[0] * shape[2])  # two segments
+    cu_seqlens = boundaries(starts, shape[0] * shape[1])
+
+    def oracle(x, dt, A, B, C, D, initial_state):  # noqa: ANN001, ANN202, N803
+        return mamba2_recurrence(x, dt, A, B, C, D, starts or [], initial_state)
+
+    compare(
+        lambda **inputs: mamba2.mamba2_scan(**inputs, cu_seqlens=cu_seqlens),
+        oracle, mamba2_inputs(*shape, dtype, has_state=has_state), dtype,
+    )  # fmt: skip
