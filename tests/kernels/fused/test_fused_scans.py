@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn
-from recurrences import mamba2_recurrence
+from recurrences import convolution_sums, mamba2_recurrence
 from torch import Tensor
 
-from megatrain.kernels.fused.scans import mamba2
+from megatrain.kernels.fused.scans import convolution, mamba2
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -86,3 +86,42 @@ def test_mamba2_scan(
         lambda **inputs: mamba2.mamba2_scan(**inputs, cu_seqlens=cu_seqlens),
         oracle, mamba2_inputs(*shape, dtype, has_state=has_state), dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "width", "starts", "has_bias", "has_silu", "has_initial"),
+    [
+        ((2, 83, 20), 4, [0, 1, 40, 41, 43, 83, 85, 149, 150], True, True, True),
+        ((1, 66, 33), 4, None, False, True, True),
+        ((2, 65, 8), 3, [0, 65, 129], True, False, True),
+        ((2, 64, 16), 2, None, False, True, False),
+        ((1, 2, 16), 4, None, True, True, True),
+    ],
+)
+def test_causal_convolution(
+    shape: tuple[int, int, int],
+    width: int,
+    starts: list[int] | None,
+    has_bias: bool,
+    has_silu: bool,
+    has_initial: bool,
+    dtype: torch.dtype,
+) -> None:
+    b, s, c = shape
+    cu_seqlens = boundaries(starts, b * s)
+    inputs = {
+        "x": drawn(s, b, 2 * c, dtype=dtype).transpose(0, 1)[:, :, c:],
+        "weight": drawn(c, width, dtype=dtype, seed=1),
+        "bias": drawn(c, dtype=dtype, seed=2) if has_bias else None,
+        "initial_tokens": drawn(b, width - 1, c, dtype=dtype, seed=3) if has_initial else None,
+    }
+
+    def run(**tensors: Tensor) -> list[Tensor]:
+        return [convolution.causal_conv(**tensors, has_silu=has_silu, cu_seqlens=cu_seqlens)]
+
+    def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, initial_tokens: Tensor | None) -> list[Tensor]:
+        z = convolution_sums(x, weight, bias, starts or [], initial_tokens)
+        return [z * z.sigmoid() if has_silu else z]
+
+    compare(run, oracle, inputs, dtype)
