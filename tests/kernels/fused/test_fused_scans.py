@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn
-from recurrences import convolution_sums, mamba2_recurrence
+from recurrences import convolution_sums, delta_recurrence, mamba2_recurrence
 from torch import Tensor
 
-from megatrain.kernels.fused.scans import convolution, mamba2
+from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -125,3 +125,47 @@ def test_causal_convolution(
         return [z * z.sigmoid() if has_silu else z]
 
     compare(run, oracle, inputs, dtype)
+
+
+def delta_inputs(
+    s: int, b: int, nk: int, n: int, dk: int, dv: int, dtype: torch.dtype, *, has_state: bool
+) -> dict[str, Tensor | None]:
+    """Keys of length 1, some of them equal, so that writes replace each other; decays from 1 to 1/50."""
+    normalize = torch.nn.functional.normalize
+    k = normalize(drawn(s, b, nk, dk, seed=1), dim=-1)
+    k[1::3] = k[::3][: len(k[1::3])]
+    return {
+        "q": (normalize(drawn(s, b, nk, dk), dim=-1) * dk**-0.5).to(dtype),
+        "k": k.to(dtype),
+        "v": drawn(s, b, 2 * n, dv, dtype=dtype, seed=2)[:, :, n:],
+        "g": -torch.linspace(-6, 1.4, n, device=DEVICE).exp() * drawn(s, b, n, seed=3).abs(),
+        "beta": drawn(s, b, n, seed=4).mul(2).sigmoid(),
+        "state": drawn(b, n, dk, dv, seed=5) if has_state else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "starts", "has_state"),
+    [
+        ((150, 2, 2, 4, 6, 10), [0, 1, 64, 100, 100, 150, 151, 250], True),
+        ((200, 1, 2, 2, 16, 40), None, True),
+        ((70, 2, 1, 3, 20, 16), [0, 70, 130], False),
+        ((3, 1, 2, 2, 8, 4), None, False),
+        *([((1000, 2, 2, 4, 128, 128), [0, 70, 999, 1000, 1300], True)] if DEVICE == "cuda" else []),
+    ],
+)
+def test_gated_delta_rule(
+    shape: tuple[int, int, int, int, int, int], starts: list[int] | None, has_state: bool, dtype: torch.dtype
+) -> None:
+    if max(shape[2:]) > 64 and dtype is torch.float32:
+        pytest.skip("tiles of 16-bit numbers only")
+    cu_seqlens = boundaries(starts, shape[0] * shape[1])
+
+    def oracle(q, k, v, g, beta, state):  # noqa: ANN001, ANN202
+        return delta_recurrence(q, k, v, g, beta, starts or [], state)
+
+    compare(
+        lambda **inputs: gated_delta.gated_delta_rule(**inputs, cu_seqlens=cu_seqlens),
+        oracle, delta_inputs(*shape, dtype, has_state=has_state), dtype,
+    )  # fmt: skip
