@@ -6,6 +6,8 @@ last stride is 1. Matrices of a chunk [CHUNK, CHUNK] and states of chunks are [b
 
 from __future__ import annotations
 
+import functools
+
 from megatrain.kernels.fused.launching import jit, tl
 from megatrain.kernels.fused.scans.chunks import (
     boundaries,
@@ -22,6 +24,8 @@ from megatrain.kernels.fused.scans.chunks import (
     store_values,
 )
 
+_kernel = functools.partial(jit, any_value=("s", "n", "chunks", "shares"))
+
 
 @jit
 def _at(X, strides, sample, head):
@@ -37,7 +41,7 @@ def _sums(G, start, stride, s, CHUNK: tl.constexpr):
 
 
 @jit
-def _inverse(a, CHUNK: tl.constexpr):
+def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + a)^-1 of a matrix that is 0 on and above the diagonal, in fp32.
 
     Blocks of 16 on the diagonal are inverted row by row, all at once; two neighbours are joined by
@@ -52,16 +56,16 @@ def _inverse(a, CHUNK: tl.constexpr):
         inverse -= tl.where((i % 16 == place) & (i // 16 == j // 16), row[None, :], 0.0)
     if CHUNK > 16:
         below = tl.where((i // 16 % 2 == 1) & (j // 16 + 1 == i // 16), a, 0.0)
-        below = tl.dot(tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3")
+        below = tl.dot(tl.dot(inverse, below, input_precision=PRECISION), inverse, input_precision=PRECISION)
         inverse -= below
     if CHUNK > 32:
         below = tl.where((i // 32 % 2 == 1) & (j // 32 + 1 == i // 32), a, 0.0)
-        below = tl.dot(tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3")
+        below = tl.dot(tl.dot(inverse, below, input_precision=PRECISION), inverse, input_precision=PRECISION)
         inverse -= below
     return inverse
 
 
-@jit
+@_kernel
 def solve(
     Q, K, G, BETA, FIRST, INVERSES, SCORES, q_at, k_at, g_at, beta_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr,
@@ -83,7 +87,7 @@ def solve(
         store_state(SCORES + place * (CHUNK * CHUNK), scores, CHUNK, CHUNK)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     system = tl.where(tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :], system, 0.0)
-    store_state(INVERSES + place * (CHUNK * CHUNK), _inverse(system, CHUNK), CHUNK, CHUNK)
+    store_state(INVERSES + place * (CHUNK * CHUNK), _inverse(system, CHUNK, PRECISION), CHUNK, CHUNK)
 
 
 @jit
@@ -94,7 +98,7 @@ def _columns(X, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALL_ROWS: tl.
     return X + (row * COLUMNS + place), (row < ROWS) & (place < COLUMNS)
 
 
-@jit
+@_kernel
 def states(
     K, V, G, BETA, FIRST, INVERSES, START, STATES, END, NEW, k_at, v_at, g_at, beta_at, new_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
@@ -151,7 +155,7 @@ def _store_block(X, x, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: t
     tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < width))
 
 
-@jit
+@_kernel
 def outputs(
     Q, K, G, FIRST, STATES, NEW, OUT, q_at, k_at, g_at, new_at, out_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
@@ -176,7 +180,7 @@ def outputs(
     store_rows(_at(OUT, out_at, sample, head), out, start, out_at[0], s, CHUNK, DV, ALL_V)
 
 
-@jit
+@_kernel
 def state_gradients(
     DOUT, Q, K, G, BETA, FIRST, INVERSES, SCORES, END, STATES, START, DRIGHT,
     dout_at, q_at, k_at, g_at, beta_at, dright_at, s, chunks, shares,
@@ -227,7 +231,7 @@ def state_gradients(
     tl.store(pointer, state, mask=inside)
 
 
-@jit
+@_kernel
 def gradients(
     DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DQ, DK_, DV_, DG, DBETA,
     dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dq_at, dk_at, dv_at, s, n, shares,
@@ -245,53 +249,56 @@ def gradients(
     first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     q = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
     k = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
-    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    dqk, dkk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     dq, dk = tl.zeros([CHUNK, ALL_K], tl.float32), tl.zeros([CHUNK, ALL_K], tl.float32)
     is_before = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
     for head in tl.range(key_head * shares, (key_head + 1) * shares):
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
-        dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
-        new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-        dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-        v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
-        before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-        after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+        of_head = (tl.cast(sample, tl.int64) * n + head) * s
         beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
         sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
         decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
         from_start = decays_from_start(sums, first, start, HAS_FIRST)
         to_end = decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
 
-        of_scores = tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay
-        dqk += of_scores
-        of_system = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
-        of_system = tl.where(is_before, -of_system, 0.0)
-        dkk += of_system * beta[:, None]
-        of_system *= kk
-        of_pairs = of_scores * qk + of_system * beta[:, None]
+        dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+        v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
+        wide = dright.to(tl.float32)
+        store_rows(_at(DV_, dv_at, sample, head), wide * beta[:, None], start, dv_at[0], s, CHUNK, DV, ALL_V)
+        dbeta = tl.sum(wide * v.to(tl.float32), 1)
 
-        wide_q, wide_k, wide_right = q.to(tl.float32), k.to(tl.float32), dright.to(tl.float32)
-        dq_of_state = tl.dot(dout, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
-        of_read = tl.dot(dright, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
-        dk_of_state = tl.dot(new, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
-        dq += dq_of_state
-        dk += dk_of_state - of_read * beta[:, None]
-        read = tl.sum(wide_k * of_read, 1)
+        new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+        dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+        of_pairs = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
+        of_pairs = tl.where(is_before, -of_pairs, 0.0)
+        of_keys = (of_pairs * beta[:, None]).to(k.dtype)
+        dk = tl.dot(of_keys, k, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(of_keys), k, dk, input_precision=PRECISION)
+        of_pairs *= tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        dbeta += tl.sum(of_pairs, 1)
+        of_pairs *= beta[:, None]
+        of_scores = tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay
+        dq = tl.dot(of_scores.to(k.dtype), k, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(of_scores.to(k.dtype)), q, dk, input_precision=PRECISION)
+        of_pairs += of_scores * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        rows, columns = tl.sum(of_pairs, 1), tl.sum(of_pairs, 0)
+
+        before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+        after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
         kept = decay_of_chunk(total, last, start, HAS_FIRST)
         kept *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
-        at_start, at_end = tl.sum(wide_q * dq_of_state, 1) - beta * read, tl.sum(wide_k * dk_of_state, 1)
-        dg = decay_gradient(at_start, tl.sum(of_pairs, 1), tl.sum(of_pairs, 0), at_end, kept)
-        dbeta = tl.sum(of_system, 1) + tl.sum(wide_right * v.to(tl.float32), 1) - read
-        of_head = (tl.cast(sample, tl.int64) * n + head) * s
+        q_again = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
+        k_again = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
+        of_state = tl.dot(dout, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
+        at_start = tl.sum(q_again.to(tl.float32) * of_state, 1)
+        dq += of_state
+        of_state = tl.dot(dright, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
+        read = tl.sum(k_again.to(tl.float32) * of_state, 1)
+        dk -= of_state * beta[:, None]
+        of_state = tl.dot(new, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
+        at_end = tl.sum(k_again.to(tl.float32) * of_state, 1)
+        dk += of_state
+        store_values(DBETA + of_head, dbeta - read, start, 1, s, CHUNK)
+        dg = decay_gradient(at_start - beta * read, rows, columns, at_end, kept)
         store_values(DG + of_head, dg, start, 1, s, CHUNK)
-        store_values(DBETA + of_head, dbeta, start, 1, s, CHUNK)
-        store_rows(_at(DV_, dv_at, sample, head), wide_right * beta[:, None], start, dv_at[0], s, CHUNK, DV, ALL_V)
-    dqk, dkk = dqk.to(k.dtype), dkk.to(k.dtype)
-    dq = tl.dot(dqk, k, dq, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(dqk), q, dk, input_precision=PRECISION)
-    dk = tl.dot(dkk, k, dk, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(dkk), k, dk, input_precision=PRECISION)
     store_rows(_at(DQ, dq_at, sample, key_head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
     store_rows(_at(DK_, dk_at, sample, key_head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)

@@ -6,6 +6,8 @@ The state of a head is [P, M], channels x state size. Pointers and strides belon
 
 from __future__ import annotations
 
+import functools
+
 from megatrain.kernels.fused.launching import jit, tl
 from megatrain.kernels.fused.scans.chunks import (
     boundaries,
@@ -22,6 +24,8 @@ from megatrain.kernels.fused.scans.chunks import (
     store_values,
 )
 
+_kernel = functools.partial(jit, any_value=("s", "n", "chunks", "per_segment", "segments", "heads_per_group"))
+
 
 @jit
 def _at(X, strides, sample, head):
@@ -29,7 +33,7 @@ def _at(X, strides, sample, head):
     return X + tl.cast(sample, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2]
 
 
-@jit
+@_kernel
 def states(
     X, B, DT, A, FIRST, STATES, DECAYS, CHUNK_STATES, x_at, b_at, dt_at, s, chunks, per_segment, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
@@ -77,7 +81,7 @@ def states(
         tl.store(DECAYS + place, kept)
 
 
-@jit
+@_kernel
 def pass_states(
     STATES, DECAYS, START, END, segments, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_START: tl.constexpr, IS_REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +107,7 @@ def pass_states(
     tl.store(END + whole, state, mask=inside)
 
 
-@jit
+@_kernel
 def outputs(
     X, B, C, DT, A, D, FIRST, STATES, Y, x_at, b_at, c_at, dt_at, y_at, s, chunks, per_segment, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
@@ -140,7 +144,7 @@ def outputs(
         state = tl.dot(tl.trans(weighted), b, state * keep, input_precision=PRECISION)
 
 
-@jit
+@_kernel
 def gradients(
     DY, X, B, C, DT, A, D, FIRST, BEFORE, AFTER, DX, DB, DC, DDT, DA, DD,
     dy_at, x_at, b_at, c_at, dt_at, dx_at, db_at, dc_at, s, n, heads_per_group,
@@ -157,44 +161,42 @@ def gradients(
     first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     b = load_rows(_at(B, b_at, sample, group), start, b_at[0], s, CHUNK, M, ALL_M)
     c = load_rows(_at(C, c_at, sample, group), start, c_at[0], s, CHUNK, M, ALL_M)
-    between = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     dbetween = tl.zeros([CHUNK, CHUNK], tl.float32)
     db, dc = tl.zeros([CHUNK, ALL_M], tl.float32), tl.zeros([CHUNK, ALL_M], tl.float32)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         a, skip = tl.load(A + head).to(tl.float32), tl.load(D + head).to(tl.float32)
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
+        dt = load_values(_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
+        log_decay = a * 1.4426950408889634
+        sums, total = tl.cumsum(dt * log_decay, 0), tl.sum(dt * log_decay, 0)
+        from_start = decays_from_start(sums, first, start, HAS_FIRST)
+        to_end = decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
         x = load_rows(_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
         dy = load_rows(_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
         before = load_state(BEFORE + place * (P * M), P, M, ALL_P, ALL_M)
         after = load_state(AFTER + place * (P * M), P, M, ALL_P, ALL_M)
-        dt = load_values(_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
-        log_decay = a * 1.4426950408889634
-        sums, total = tl.cumsum(dt * log_decay, 0), tl.sum(dt * log_decay, 0)
-        decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        from_start = decays_from_start(sums, first, start, HAS_FIRST)
-        to_end = decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
-        wide_x, wide_dy = x.to(tl.float32), dy.to(tl.float32)
-
-        du = tl.dot(b, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
-        du = tl.dot(tl.trans((between * decay).to(x.dtype)), dy, du, input_precision=PRECISION)
-        dx = du * dt[:, None] + skip * wide_dy
-        store_rows(_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
-
-        of_pairs = tl.dot(dy, tl.trans(x), input_precision=PRECISION) * decay * dt[None, :]
-        dbetween += of_pairs
-        of_pairs *= between
-        dc_of_state = tl.dot((wide_dy * from_start[:, None]).to(x.dtype), before, input_precision=PRECISION)
-        db_of_state = tl.dot((wide_x * (dt * to_end)[:, None]).to(x.dtype), after, input_precision=PRECISION)
-        dc += dc_of_state
-        db += db_of_state
         kept = decay_of_chunk(total, last, start, HAS_FIRST)
         kept *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
-        at_start, at_end = tl.sum(c.to(tl.float32) * dc_of_state, 1), tl.sum(b.to(tl.float32) * db_of_state, 1)
+        tl.store(DD + place, tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), 1), 0))
+
+        read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
+        at_start = tl.sum(read * dy.to(tl.float32), 1) * from_start
+        dc = tl.dot((dy.to(tl.float32) * from_start[:, None]).to(x.dtype), before, dc, input_precision=PRECISION)
+        du = tl.dot(b, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
+        at_end = tl.sum(du * x.to(tl.float32), 1) * dt
+        db = tl.dot((x.to(tl.float32) * (dt * to_end)[:, None]).to(x.dtype), after, db, input_precision=PRECISION)
+        decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
+        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay
+        du += tl.dot(tl.trans(scores.to(x.dtype)), dy, input_precision=PRECISION)
+        dx = du * dt[:, None] + skip * dy.to(tl.float32)
+        store_rows(_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
+        ddt = tl.sum(x.to(tl.float32) * du, 1)
+        of_pairs = tl.dot(dy, tl.trans(x), input_precision=PRECISION) * dt[None, :]
+        dbetween += of_pairs * decay
+        of_pairs *= scores
         da = decay_gradient(at_start, tl.sum(of_pairs, 1), tl.sum(of_pairs, 0), at_end, kept)
-        ddt = DDT + (tl.cast(sample, tl.int64) * n + head) * s
-        store_values(ddt, tl.sum(wide_x * du, 1) + a * da, start, 1, s, CHUNK)
+        store_values(DDT + (tl.cast(sample, tl.int64) * n + head) * s, ddt + a * da, start, 1, s, CHUNK)
         tl.store(DA + place, tl.sum(dt * da, 0))
-        tl.store(DD + place, tl.sum(tl.sum(wide_x * wide_dy, 1), 0))
     dbetween = dbetween.to(b.dtype)
     dc = tl.dot(dbetween, b, dc, input_precision=PRECISION)
     db = tl.dot(tl.trans(dbetween), c, db, input_precision=PRECISION)
