@@ -21,6 +21,13 @@ def boundaries(starts: list[int] | None, tokens: int) -> Tensor | None:
     return None if starts is None else torch.tensor([*starts, tokens], dtype=torch.int32, device=DEVICE)
 
 
+def document_ids(starts: list[int] | None, b: int, s: int) -> Tensor | None:
+    cu_seqlens = boundaries(starts, b * s)
+    if cu_seqlens is None:
+        return None
+    return torch.bucketize(torch.arange(b * s, device=DEVICE), cu_seqlens, right=True).view(b, s).t()
+
+
 def compare(run: Run, oracle: Run, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> None:
     """Compare outputs, and gradients for random gradients of the outputs, with the oracle's in fp64."""
     found, expected = [], []
@@ -108,7 +115,7 @@ def test_causal_convolution(
     dtype: torch.dtype,
 ) -> None:
     b, s, c = shape
-    cu_seqlens = boundaries(starts, b * s)
+    ids = document_ids(starts, b, s)
     inputs = {
         "x": drawn(s, b, 2 * c, dtype=dtype).transpose(0, 1)[:, :, c:],
         "weight": drawn(c, width, dtype=dtype, seed=1),
@@ -117,7 +124,7 @@ def test_causal_convolution(
     }
 
     def run(**tensors: Tensor) -> list[Tensor]:
-        return [convolution.causal_conv(**tensors, has_silu=has_silu, cu_seqlens=cu_seqlens)]
+        return [convolution.causal_conv(**tensors, has_silu=has_silu, document_ids=ids)]
 
     def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, initial_tokens: Tensor | None) -> list[Tensor]:
         z = convolution_sums(x, weight, bias, starts or [], initial_tokens)
@@ -158,12 +165,12 @@ def test_gated_delta_rule(
 ) -> None:
     if max(shape[2:]) > 64 and dtype is torch.float32:
         pytest.skip("tiles of 16-bit numbers only")
-    cu_seqlens = boundaries(starts, shape[0] * shape[1])
+    ids = document_ids(starts, shape[1], shape[0])
 
     def oracle(q, k, v, g, beta, state):  # noqa: ANN001, ANN202
         return delta_recurrence(q, k, v, g, beta, starts or [], state)
 
     compare(
-        lambda **inputs: gated_delta.gated_delta_rule(**inputs, cu_seqlens=cu_seqlens),
+        lambda **inputs: gated_delta.gated_delta_rule(**inputs, document_ids=ids),
         oracle, delta_inputs(*shape, dtype, has_state=has_state), dtype,
     )  # fmt: skip

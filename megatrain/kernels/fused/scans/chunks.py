@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatrain.kernels.fused.launching import is_fake, jit, tl
 
@@ -29,6 +30,15 @@ def first_rows(cu_seqlens: Tensor | None, b: int, s: int) -> Tensor | None:
     boundary = cu_seqlens[torch.bucketize(token, cu_seqlens, right=True) - 1].view(b, s)
     first = boundary - torch.arange(b, dtype=torch.int32, device=cu_seqlens.device).unsqueeze(1) * s
     return first.to(torch.int32).masked_fill_(first <= 0, -1)
+
+
+def first_rows_of_ids(document_ids: Tensor | None) -> Tensor | None:
+    """Return `first` of each token, int32 [b, s], from the document of each token, [s, b]."""
+    if document_ids is None or is_fake(document_ids):
+        return None
+    starts = torch.arange(len(document_ids), dtype=torch.int32, device=document_ids.device).unsqueeze(1)
+    is_start = F.pad(document_ids[1:] != document_ids[:-1], (0, 0, 1, 0))
+    return starts.where(is_start, -1).to(torch.int32).cummax(0).values.t().contiguous()
 
 
 def with_contiguous_channels(x: Tensor) -> Tensor:

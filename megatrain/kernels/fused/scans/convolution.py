@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
-from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, like, with_contiguous_channels
 
 MAX_WIDTH = 4
 _ROWS, _CHANNELS, _WARPS = 64, 512, 4
@@ -24,15 +24,15 @@ _ROWS, _CHANNELS, _WARPS = 64, 512, 4
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, has_silu: bool,
-    cu_seqlens: Tensor | None = None, initial_tokens: Tensor | None = None,
+    document_ids: Tensor | None = None, initial_tokens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Convolve x [b, s, c] with weight [c, width], width at most MAX_WIDTH.
 
-    `initial_tokens` [b, width - 1, c] are the tokens before each sample; None: 0. `cu_seqlens` are boundaries in the
-    concatenated samples, int32 [documents + 1]; the first document of a sample continues its initial tokens.
+    `initial_tokens` [b, width - 1, c] are the tokens before each sample; None: 0. `document_ids` [s, b] is the
+    document of each token; the first of a sample continues its initial tokens. None: one document.
     """
     assert 1 < weight.shape[1] <= MAX_WIDTH
-    return _Convolution.apply(x, weight, bias, first_rows(cu_seqlens, *x.shape[:2]), initial_tokens, has_silu)
+    return _Convolution.apply(x, weight, bias, first_rows_of_ids(document_ids), initial_tokens, has_silu)
 
 
 class _Convolution(Function):

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
-from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, like, with_contiguous_channels
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -74,11 +74,10 @@ class Chunks(NamedTuple):
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    *, cu_seqlens: Tensor | None = None, state: Tensor | None = None,
+    *, document_ids: Tensor | None = None, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by neighbours."""
-    s, b = v.shape[:2]
-    return _Rule.apply(q, k, v, g, beta, first_rows(cu_seqlens, b, s), state)
+    return _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
 
 
 class _Rule(Function):
