@@ -85,7 +85,7 @@ def test_mamba2_scan(
     monkeypatch.setattr(mamba2, "_PROGRAMS", 2 * shape[0] * shape[2])  # two segments
     cu_seqlens = boundaries(starts, shape[0] * shape[1])
 
-    def oracle(x, dt, A, B, C, D, initial_state):  # noqa: ANN001, ANN202, N803
+    def oracle(x, dt, A, B, C, D, initial_state):  # noqa: N803
         return mamba2_recurrence(x, dt, A, B, C, D, starts or [], initial_state)
 
     compare(
@@ -167,7 +167,7 @@ def test_gated_delta_rule(
         pytest.skip("tiles of 16-bit numbers only")
     ids = document_ids(starts, shape[1], shape[0])
 
-    def oracle(q, k, v, g, beta, state):  # noqa: ANN001, ANN202
+    def oracle(q, k, v, g, beta, state):
         return delta_recurrence(q, k, v, g, beta, starts or [], state)
 
     compare(

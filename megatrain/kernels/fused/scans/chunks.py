@@ -88,7 +88,9 @@ def store_values(X, x, start, stride, rows, CHUNK: tl.constexpr):
 
 
 @jit
-def load_state(X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr):
+def load_state(
+    X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr
+):
     """Load a state [ROWS, COLUMNS], contiguous; 0 outside, [ALL_ROWS, ALL_COLUMNS]."""
     row, column = tl.arange(0, ALL_ROWS)[:, None], tl.arange(0, ALL_COLUMNS)[None, :]
     if ROWS == ALL_ROWS and COLUMNS == ALL_COLUMNS:

@@ -32,7 +32,8 @@ def causal_conv(
     document of each token; the first of a sample continues its initial tokens. None: one document.
     """
     assert 1 < weight.shape[1] <= MAX_WIDTH
-    return _Convolution.apply(x, weight, bias, first_rows_of_ids(document_ids), initial_tokens, has_silu)
+    y: Tensor = _Convolution.apply(x, weight, bias, first_rows_of_ids(document_ids), initial_tokens, has_silu)
+    return y
 
 
 class _Convolution(Function):
@@ -55,7 +56,9 @@ class _Convolution(Function):
         x, weight, bias, first, initial = ctx.saved_tensors
         x, dy = with_contiguous_channels(x), with_contiguous_channels(dy)
         dx, grid = like(x), _grid(x)
-        dinitial = None if initial is None else torch.empty(initial.shape, dtype=initial.dtype, device=x.device)
+        dinitial = (
+            None if initial is None else torch.empty(initial.shape, dtype=initial.dtype, device=x.device)
+        )
         (b, _, c), width = x.shape, weight.shape[1]
         sums = torch.empty(width + 1, b * grid[1], c, dtype=torch.float32, device=x.device)
         launch(
@@ -104,9 +107,13 @@ def _constants(
 
 
 @jit
-def _row(X, INITIAL, row, channel, inside, stride, s, channels, WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr):
+def _row(
+    X, INITIAL, row, channel, inside, stride, s, channels, WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr
+):
     """Load a row of a sample in fp32; rows before it are initial tokens or 0, rows after it 0."""
-    x = tl.load(X + tl.cast(row, tl.int64) * stride + channel, mask=inside & (row >= 0) & (row < s), other=0).to(tl.float32)
+    x = tl.load(
+        X + tl.cast(row, tl.int64) * stride + channel, mask=inside & (row >= 0) & (row < s), other=0
+    ).to(tl.float32)
     if HAS_INITIAL:
         is_before = inside & (row < 0) & (row >= 1 - WIDTH)
         x += tl.load(INITIAL + (row + WIDTH - 1) * channels + channel, mask=is_before, other=0).to(tl.float32)
@@ -143,7 +150,11 @@ def _forward(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_SILU: tl.constexpr,
 ):  # fmt: skip
-    channel, start, sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * ROWS, tl.program_id(2)
+    channel, start, sample = (
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
+        tl.program_id(1) * ROWS,
+        tl.program_id(2),
+    )
     inside = channel < channels
     X += tl.cast(sample, tl.int64) * x_at[0]
     Y += tl.cast(sample, tl.int64) * y_at[0] + channel
@@ -158,11 +169,17 @@ def _forward(
     x1 = _row(X, INITIAL, start - 1, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
     x0 = _row(X, INITIAL, start, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
     for row in tl.range(start, tl.minimum(start + ROWS, s)):
-        following = tl.load(X + tl.cast(row + 1, tl.int64) * x_at[1] + channel, mask=inside & (row + 1 < s), other=0)
+        following = tl.load(
+            X + tl.cast(row + 1, tl.int64) * x_at[1] + channel, mask=inside & (row + 1 < s), other=0
+        )
         z = bias + w0 * x0
         if HAS_FIRST:
             reach = _reach(FIRST, row, s, HAS_FIRST)
-            z += tl.where(reach >= 1, w1 * x1, 0) + tl.where(reach >= 2, w2 * x2, 0) + tl.where(reach >= 3, w3 * x3, 0)
+            z += (
+                tl.where(reach >= 1, w1 * x1, 0)
+                + tl.where(reach >= 2, w2 * x2, 0)
+                + tl.where(reach >= 3, w3 * x3, 0)
+            )
         else:
             z += w1 * x1 + w2 * x2 + w3 * x3
         if HAS_SILU:
@@ -178,7 +195,11 @@ def _backward(
     HAS_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_SILU: tl.constexpr,
 ):  # fmt: skip
     """At each row its dz is added to the gradients of the rows it reads; the oldest of them, three rows before, is complete."""
-    channel, start, sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * ROWS, tl.program_id(2)
+    channel, start, sample = (
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
+        tl.program_id(1) * ROWS,
+        tl.program_id(2),
+    )
     inside = channel < channels
     X += tl.cast(sample, tl.int64) * x_at[0]
     DY += tl.cast(sample, tl.int64) * dy_at[0] + channel
@@ -216,7 +237,9 @@ def _backward(
             d1, d2, d3 = tl.where(reach >= 1, d1, 0), tl.where(reach >= 2, d2, 0), tl.where(reach >= 3, d3, 0)
         done = row - 3
         complete = (dx3 + d3).to(DX.dtype.element_ty)
-        tl.store(DX + tl.cast(done, tl.int64) * dx_at[1], complete, mask=inside & (done >= start) & (done < stop))
+        tl.store(
+            DX + tl.cast(done, tl.int64) * dx_at[1], complete, mask=inside & (done >= start) & (done < stop)
+        )
         if HAS_INITIAL:
             is_before = inside & (done < 0) & (done >= 1 - WIDTH)
             place = DINITIAL + (done + WIDTH - 1) * channels

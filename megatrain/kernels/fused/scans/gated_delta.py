@@ -77,7 +77,8 @@ def gated_delta_rule(
     *, document_ids: Tensor | None = None, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by neighbours."""
-    return _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
+    outputs: tuple[Tensor, Tensor] = _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
+    return outputs
 
 
 class _Rule(Function):
@@ -114,7 +115,9 @@ def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, chunks.last_state
 
 
-def rule_backward(dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None) -> tuple[Tensor, ...]:
+def rule_backward(
+    dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the first state."""
     q, k, v, g, beta, first = inputs
     dout = with_contiguous_channels(dout.to(v.dtype))

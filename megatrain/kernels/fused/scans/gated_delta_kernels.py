@@ -91,7 +91,9 @@ def solve(
 
 
 @jit
-def _columns(X, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(
+    X, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return the pointers to a block of columns of a state, [ALL_ROWS, BLOCK], and where it is inside."""
     row = tl.arange(0, ALL_ROWS)[:, None]
     place = column + tl.arange(0, BLOCK)[None, :]
@@ -111,9 +113,16 @@ def states(
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
     K, V = _at(K, k_at, sample, head // shares), _at(V, v_at, sample, head) + column
-    G, BETA, NEW = _at(G, g_at, sample, head), _at(BETA, beta_at, sample, head), _at(NEW, new_at, sample, head) + column
+    G, BETA, NEW = (
+        _at(G, g_at, sample, head),
+        _at(BETA, beta_at, sample, head),
+        _at(NEW, new_at, sample, head) + column,
+    )
     FIRST += tl.cast(sample, tl.int64) * s
-    state, of_sample = tl.zeros([ALL_K, BLOCK], tl.float32), (tl.cast(sample, tl.int64) * n + head) * (DK * DV)
+    state, of_sample = (
+        tl.zeros([ALL_K, BLOCK], tl.float32),
+        (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
+    )
     if HAS_START:
         pointer, inside = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
         state = tl.load(pointer, mask=inside, other=0).to(tl.float32)
@@ -198,7 +207,10 @@ def state_gradients(
     DOUT, DRIGHT = _at(DOUT, dout_at, sample, head) + column, _at(DRIGHT, dright_at, sample, head) + column
     G, BETA = _at(G, g_at, sample, head), _at(BETA, beta_at, sample, head)
     FIRST += tl.cast(sample, tl.int64) * s
-    state, of_sample = tl.zeros([ALL_K, BLOCK], tl.float32), (tl.cast(sample, tl.int64) * n + head) * (DK * DV)
+    state, of_sample = (
+        tl.zeros([ALL_K, BLOCK], tl.float32),
+        (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
+    )
     if HAS_END:
         pointer, inside = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
         state = tl.load(pointer, mask=inside, other=0).to(tl.float32)

@@ -54,11 +54,14 @@ class Inputs(NamedTuple):
 
 
 def mamba2_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,  # noqa: N803  (the paper's)
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
     *, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.mamba2.mamba2_scan`."""
-    return _Scan.apply(x, dt, A, B, C, D, first_rows(cu_seqlens, *x.shape[:2]), initial_state)
+    outputs: tuple[Tensor, Tensor] = _Scan.apply(
+        x, dt, A, B, C, D, first_rows(cu_seqlens, *x.shape[:2]), initial_state
+    )
+    return outputs
 
 
 class _Scan(Function):
@@ -78,7 +81,9 @@ class _Scan(Function):
         return (*gradients, None, dstate if ctx.needs_input_grad[7] else None)
 
 
-def _by_rows(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor | None) -> Inputs:
+def _by_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor | None
+) -> Inputs:
     x, b, c = (with_contiguous_channels(tensor).transpose(0, 1) for tensor in (x, b, c))
     return Inputs(x, dt.transpose(0, 1), a, b, c, d, first)
 
@@ -98,7 +103,9 @@ def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     return y, last_state
 
 
-def scan_backward(dy: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None) -> tuple[Tensor, ...]:
+def scan_backward(
+    dy: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None
+) -> tuple[Tensor, ...]:
     """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan."""
     x, dt, a, b, c, d, first = inputs
     dy = with_contiguous_channels(dy.to(x.dtype))
@@ -128,7 +135,9 @@ def _segment_states(
     segments = cdiv(chunks, per_segment)
     states = torch.empty(samples, segments, n, p, m, dtype=torch.float32, device=x.device)
     decays = torch.empty(samples, segments, n, dtype=torch.float32, device=x.device)
-    _launch_states(inputs, x, b, states, decays, states, per_segment, is_reverse=is_reverse, writes_chunks=False)
+    _launch_states(
+        inputs, x, b, states, decays, states, per_segment, is_reverse=is_reverse, writes_chunks=False
+    )
     end = torch.empty(samples, n, p, m, dtype=torch.float32, device=x.device)
     launch(
         kernels.pass_states, (cdiv(p * m, _BLOCK), n, samples), states, decays,
@@ -145,7 +154,9 @@ def _chunk_states(
     per_segment, states, end = _segment_states(inputs, x, b, state, is_reverse=is_reverse)
     (s, samples, n, p), m = x.shape, b.shape[-1]
     of_chunks = torch.empty(samples, cdiv(s, CHUNK), n, p, m, dtype=x.dtype, device=x.device)
-    _launch_states(inputs, x, b, states, states, of_chunks, per_segment, is_reverse=is_reverse, writes_chunks=True)
+    _launch_states(
+        inputs, x, b, states, states, of_chunks, per_segment, is_reverse=is_reverse, writes_chunks=True
+    )
     return of_chunks, end
 
 

@@ -47,7 +47,11 @@ def states(
     """
     head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, segments = tl.num_programs(0), tl.num_programs(1)
-    X, DT, B = _at(X, x_at, sample, head), _at(DT, dt_at, sample, head), _at(B, b_at, sample, head // heads_per_group)
+    X, DT, B = (
+        _at(X, x_at, sample, head),
+        _at(DT, dt_at, sample, head),
+        _at(B, b_at, sample, head // heads_per_group),
+    )
     FIRST += tl.cast(sample, tl.int64) * s
     place = (tl.cast(sample, tl.int64) * segments + segment) * n + head
     log_decay = tl.load(A + head).to(tl.float32) * 1.4426950408889634
@@ -181,10 +185,14 @@ def gradients(
 
         read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
         at_start = tl.sum(read * dy.to(tl.float32), 1) * from_start
-        dc = tl.dot((dy.to(tl.float32) * from_start[:, None]).to(x.dtype), before, dc, input_precision=PRECISION)
+        dc = tl.dot(
+            (dy.to(tl.float32) * from_start[:, None]).to(x.dtype), before, dc, input_precision=PRECISION
+        )
         du = tl.dot(b, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
         at_end = tl.sum(du * x.to(tl.float32), 1) * dt
-        db = tl.dot((x.to(tl.float32) * (dt * to_end)[:, None]).to(x.dtype), after, db, input_precision=PRECISION)
+        db = tl.dot(
+            (x.to(tl.float32) * (dt * to_end)[:, None]).to(x.dtype), after, db, input_precision=PRECISION
+        )
         decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
         scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay
         du += tl.dot(tl.trans(scores.to(x.dtype)), dy, input_precision=PRECISION)
