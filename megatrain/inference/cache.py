@@ -1,9 +1,9 @@
-"""Cache memory of text generation: rows of keys and values, and states of linear attention, of a rank's layers.
+"""Cache memory of text generation: rows of keys and values, and states of linear attention and Mamba-2, of a rank's layers.
 
     space      the layers with one window: they keep the same rows of every sequence
     sequence   a range of consecutive rows in each space, reserved before its first token; its rows are in order of position
     window     a sequence keeps the rows of its window and one pass; a full range moves the rows of the window to its start
-    state      linear attention keeps one state and the inputs of its convolution for each sequence of any length
+    state      such a layer keeps one state and the inputs of its convolution for each sequence of any length
 
 A plan has the sizes before memory is allocated. Multi-latent attention keeps the latent and the rotary channels of keys: one
 row for all heads.
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from megatrain.config.errors import ConfigError
-from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.part import CacheSizes
 from megatrain.kernels.dtypes import accumulation_dtype
@@ -96,8 +94,7 @@ def layer_caches(spec: ModelSpec, tp_size: int) -> tuple[CacheSizes, ...]:
     for layer in spec.layers:
         for part in layer.parts:
             sizes = part.cache_sizes(tp_size)
-            is_known = part.role != "mixer" or isinstance(part, AttentionSpec | LinearAttentionSpec)
-            if sizes is None or not is_known:
+            if sizes is None or (part.role == "mixer" and type(part).module is not None):
                 raise ConfigError(
                     f"layers with {type(part).__name__} generate no text: no cached module computes the part",
                     fix="evaluate the model with pretrain.py --skip-train, or use a model without this part",

@@ -20,7 +20,9 @@ from megatrain.inference.cached_attention import (
     CachedAttention,
     CachedDeltaRule,
     CachedLatentAttention,
+    CachedMamba,
     CachedPass,
+    CachedStates,
     DecodePass,
     DecodeRows,
 )
@@ -28,7 +30,8 @@ from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
 from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
-from megatrain.model.linear_attention import DeltaRule, LinearAttention
+from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.mamba import Mamba
 from megatrain.model.mtp import MtpLayer
 from megatrain.parallel.batch import Batch, PassInfo
 
@@ -57,9 +60,9 @@ class CachedModel:
             if isinstance(module, RotaryEmbedding)
         }
         self._ropes = list(ropes.items())
-        self._delta_rules: list[CachedDeltaRule] = []
+        self._states: list[CachedStates] = []
         self.can_decode = True
-        """`decode` computes all layers: none has latents or linear attention."""
+        """`decode` computes all layers: none has latents or states."""
         mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
         specs = [part for layer in model.spec.layers for part in layer.parts if part.role == "mixer"]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
@@ -67,10 +70,10 @@ class CachedModel:
 
     def _replace(self, mixer: nn.Module, spec: object, number: int) -> None:
         rows = self.cache.rows[number]
-        if isinstance(mixer, LinearAttention):
-            assert isinstance(mixer.core, DeltaRule)
-            core = CachedDeltaRule(mixer.core, *self.cache.states[number])
-            self._delta_rules.append(core)
+        if isinstance(mixer, LinearAttention | Mamba):
+            kind = CachedMamba if isinstance(mixer, Mamba) else CachedDeltaRule
+            core = kind(mixer.core, *self.cache.states[number])
+            self._states.append(core)
             self.can_decode = False
             mixer.core = core  # type: ignore[assignment]  # takes the same arguments
             return
@@ -97,8 +100,8 @@ class CachedModel:
             lengths=tuple(lengths),
             states=tuple(part.reservation.state for part in parts),
         )
-        for rule in self._delta_rules:
-            rule.begin_pass(info)
+        for one in self._states:
+            one.begin_pass(info)
         hidden = self._hidden(ids, positions, info)
         ends = list(itertools.accumulate(lengths))
         counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
@@ -155,5 +158,5 @@ def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
 
 
 def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
-    kinds = (Attention, LatentAttention, LinearAttention)
+    kinds = (Attention, LatentAttention, LinearAttention, Mamba)
     return (branch for branch in layer.branches if isinstance(branch, kinds))

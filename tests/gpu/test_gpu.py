@@ -115,13 +115,20 @@ def test_cuda_graphs_change_no_bit(flags: str) -> None:
         f"{SOME_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
         f"{SOME_EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
         "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "--context-parallel-size 2",
         f"{MANY_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     ],
-    ids=["ep", "ep tp", "tp", "cp", "large ep"],
+    ids=["ep", "ep tp", "tp", "tp overlap", "cp", "large ep"],
 )
 def test_cuda_graphs_with_communication_change_no_bit(flags: str) -> None:
     compare_with_graphs(f"--bf16 {flags}", num_gpus=2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_cuda_graphs_of_sends_between_four_gpus_change_no_bit() -> None:
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --eval-interval 7"
+    compare_with_graphs(f"--bf16 {flags}", num_gpus=4)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

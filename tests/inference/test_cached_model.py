@@ -54,7 +54,7 @@ def assert_same_as_whole(name: str, found: list[Tensor]) -> None:
         assert float((logits - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
 
 
-ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "qwen3-next", "experts")
+ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "qwen3-next", "hybrid", "experts")
 """Models of every test run: each kind of cache. Nightly runs have all."""
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatrain.tools.parity.measure import Job, Measured, RunOfRank, measure
 from megatrain.tools.parity.runs.program import Patch
 from parity_faults.attention import ATTENTION_FAULTS
+from parity_faults.distillation import DISTILLATION_FAULTS
 from parity_faults.expert import EXPERT_FAULTS
 from parity_faults.families import FAMILY_FAULTS
 from parity_faults.fp8 import FP8_FAULTS
@@ -34,6 +35,7 @@ FAULTS = {
         LATENT_FAULTS,
         PIPELINE_FAULTS,
         MTP_FAULTS,
+        DISTILLATION_FAULTS,
         FAMILY_FAULTS,
     )
     for name, fault in faults.items()

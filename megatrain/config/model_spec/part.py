@@ -54,6 +54,11 @@ class Part:
         """Channels of all heads in the two products of a pair of tokens: scores, and their use."""
         return 0
 
+    @property
+    def exchanged_heads(self) -> tuple[int, int] | None:
+        """Groups, and heads that share them, which context ranks exchange for whole samples; None: they do not."""
+        return None
+
     def cache_sizes(self, num_ranks: int) -> CacheSizes | None:  # noqa: ARG002 (sizes of a rank)
         """Return its memory in text generation on one of `num_ranks` tensor ranks; None: it cannot generate text."""
         return None if self.role == "mixer" else CacheSizes()

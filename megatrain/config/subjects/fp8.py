@@ -133,7 +133,7 @@ def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     first, last = 0, count
     if precision.first_last_layers_bf16:
         first, last = precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16
-    return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
+    return (*range(first, last), *range(count, len(draft.derived.model_spec.all_layers)))
 
 
 @rule

@@ -32,8 +32,10 @@ from megatrain.tools.parity.models import (
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_MTP,
+    WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
+    flags_of_hybrid,
 )
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
@@ -120,7 +122,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
@@ -236,7 +238,12 @@ class Layout:
     def flags(self) -> list[str]:
         """Return the flags of `pretrain.py`; the model's come first, so that an option can override them."""
         texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
-        model = texts.pop(_NAMES.index("model"))
+        (experts, depths) = self.words_of("experts", "multi-token prediction")
+        model = flags_of_hybrid(
+            texts.pop(_NAMES.index("model")),
+            has_experts=experts != "dense",
+            num_depths={"onetoken": 0, "mtp1": 1}.get(depths, 2),
+        )
         return " ".join([model, *texts]).split()
 
 
@@ -313,13 +320,21 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 
 @_rule_of(
-    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model"
+    "key-value replication",
+    "context parallelism",
+    "documents",
+    "loss",
+    "tensor communication",
+    "distillation",
+    "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+        return False
+    if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
     is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
@@ -331,7 +346,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
     word, may_have = known["multi-token prediction"], known["model"] not in WITHOUT_MTP
-    if word in ("mtp1", "mtp2") and not may_have:
+    if word not in (None, "onetoken") and not may_have:
         return False
     return known["pipeline split"] != "mtpalone" or (word in (None, "mtp2") and may_have)
 
