@@ -124,8 +124,8 @@ def states(
         (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
     )
     if HAS_START:
-        pointer, inside = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
-        state = tl.load(pointer, mask=inside, other=0).to(tl.float32)
+        given, is_given = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
+        state = tl.load(given, mask=is_given, other=0).to(tl.float32)
     for chunk in tl.range(0, chunks):
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
         k = load_rows(K, start, k_at[0], s, CHUNK, DK, ALL_K)
@@ -145,8 +145,8 @@ def states(
         new *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
         state *= decay_of_chunk(total, last, start, HAS_FIRST)
         state = tl.dot(tl.trans(k), new.to(k.dtype), state, input_precision=PRECISION)
-    pointer, inside = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
-    tl.store(pointer, state, mask=inside)
+    result, is_result = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
+    tl.store(result, state, mask=is_result)
 
 
 @jit
@@ -212,8 +212,8 @@ def state_gradients(
         (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
     )
     if HAS_END:
-        pointer, inside = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
-        state = tl.load(pointer, mask=inside, other=0).to(tl.float32)
+        given, is_given = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
+        state = tl.load(given, mask=is_given, other=0).to(tl.float32)
     for step in tl.range(0, chunks):
         chunk = chunks - 1 - step
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
@@ -239,8 +239,8 @@ def state_gradients(
         state = tl.dot(tl.trans(q), read, state, input_precision=PRECISION)
         replaced = (dright * (-beta * from_start)[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(k), replaced, state, input_precision=PRECISION)
-    pointer, inside = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
-    tl.store(pointer, state, mask=inside)
+    result, is_result = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
+    tl.store(result, state, mask=is_result)
 
 
 @_kernel
