@@ -81,6 +81,22 @@ def store_rows(X, x, start, stride, rows, CHUNK: tl.constexpr, CHANNELS: tl.cons
 
 
 @jit
+def load_block(X, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a block of channels of a chunk's rows, of which `width` are inside."""
+    row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
+    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
+    return tl.load(pointer, mask=(start + row < rows) & (channel < width), other=0)
+
+
+@jit
+def store_block(X, x, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a block of channels of a chunk's rows, of which `width` are inside."""
+    row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
+    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
+    tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < width))
+
+
+@jit
 def load_values(X, start, stride, rows, CHUNK: tl.constexpr):
     """Load a number per row of a chunk in fp32, [CHUNK]; 0 outside."""
     row = tl.arange(0, CHUNK)
@@ -165,12 +181,12 @@ def decay_of_chunk(total, last, start, HAS_FIRST: tl.constexpr):
 
 
 @jit
-def decay_gradient(at_start, row_sums, column_sums, at_end, of_state):
+def decay_gradient(dsums, at_end, of_state):
     """Return the gradient of each token's log decay (base e), [CHUNK].
 
-    A token's decay is a factor of all that passes it: from the state before the chunk to tokens at or after it
-    (`at_start`, by token), from tokens before it to tokens at or after it (sums over the rows and columns of the terms
-    between tokens), from tokens before it to the end (`at_end`), from the state to the end (`of_state`).
+    A token's decay is a factor of all that passes it: from the state before the chunk, or from a token before it, to a token at
+    or after it (`dsums`: of each token, what reaches it less what leaves it), from tokens before it to the end (`at_end`),
+    from the state to the end (`of_state`).
     """
     ending = tl.cumsum(at_end, 0) - at_end
-    return tl.cumsum(at_start + row_sums - column_sums, 0, reverse=True) + ending + of_state
+    return tl.cumsum(dsums, 0, reverse=True) + ending + of_state

@@ -16,9 +16,11 @@ from megatrain.kernels.fused.scans.chunks import (
     decays_between,
     decays_from_start,
     decays_to_end,
+    load_block,
     load_rows,
     load_state,
     load_values,
+    store_block,
     store_rows,
     store_state,
     store_values,
@@ -44,24 +46,20 @@ def _sums(G, start, stride, s, CHUNK: tl.constexpr):
 def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + a)^-1 of a matrix that is 0 on and above the diagonal, in fp32.
 
-    Blocks of 16 on the diagonal are inverted row by row, all at once; two neighbours are joined by
-    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
+    A block n of 4 on the diagonal has (I + n)^-1 = (I - n) (I + n^2), as n^4 = 0; two neighbours are joined by
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], all pairs at once.
     """
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    block = tl.where(i // 16 == j // 16, a, 0.0)
-    inverse = tl.where(i == j, 1.0, 0.0)
-    for place in tl.range(1, 16):
-        of_row = tl.sum(tl.where(i % 16 == place, block, 0.0), 0)
-        row = tl.sum(of_row[:, None] * inverse, 0)
-        inverse -= tl.where((i % 16 == place) & (i // 16 == j // 16), row[None, :], 0.0)
-    if CHUNK > 16:
-        below = tl.where((i // 16 % 2 == 1) & (j // 16 + 1 == i // 16), a, 0.0)
-        below = tl.dot(tl.dot(inverse, below, input_precision=PRECISION), inverse, input_precision=PRECISION)
-        inverse -= below
-    if CHUNK > 32:
-        below = tl.where((i // 32 % 2 == 1) & (j // 32 + 1 == i // 32), a, 0.0)
-        below = tl.dot(tl.dot(inverse, below, input_precision=PRECISION), inverse, input_precision=PRECISION)
-        inverse -= below
+    block = tl.where(i // 4 == j // 4, a, 0.0)
+    one = tl.where(i == j, 1.0, 0.0)
+    inverse = tl.dot(
+        one - block, one + tl.dot(block, block, input_precision=PRECISION), input_precision=PRECISION
+    )
+    for level in tl.static_range(2, 6):
+        if 1 << level < CHUNK:
+            below = tl.where((i >> level) == (j >> level) + 1, tl.where((j >> level) % 2 == 0, a, 0.0), 0.0)
+            below = tl.dot(inverse, below, input_precision=PRECISION)
+            inverse -= tl.dot(below, inverse, input_precision=PRECISION)
     return inverse
 
 
@@ -129,7 +127,7 @@ def states(
     for chunk in tl.range(0, chunks):
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
         k = load_rows(K, start, k_at[0], s, CHUNK, DK, ALL_K)
-        v = _load_block(V, start, v_at[0], s, width, CHUNK, BLOCK)
+        v = load_block(V, start, v_at[0], s, width, CHUNK, BLOCK)
         inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         beta = load_values(BETA, start, beta_at[0], s, CHUNK)
         sums, total = _sums(G, start, g_at[0], s, CHUNK)
@@ -141,27 +139,12 @@ def states(
         stored *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
         new = ((v.to(tl.float32) - stored) * beta[:, None]).to(k.dtype)
         new = tl.dot(inverse, new, input_precision=PRECISION)
-        _store_block(NEW, new, start, new_at[0], s, width, CHUNK, BLOCK)
+        store_block(NEW, new, start, new_at[0], s, width, CHUNK, BLOCK)
         new *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
         state *= decay_of_chunk(total, last, start, HAS_FIRST)
         state = tl.dot(tl.trans(k), new.to(k.dtype), state, input_precision=PRECISION)
     result, is_result = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
     tl.store(result, state, mask=is_result)
-
-
-@jit
-def _load_block(X, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a block of channels of a chunk's rows, of which `width` are inside."""
-    row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
-    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
-    return tl.load(pointer, mask=(start + row < rows) & (channel < width), other=0)
-
-
-@jit
-def _store_block(X, x, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
-    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
-    tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < width))
 
 
 @_kernel
@@ -219,7 +202,7 @@ def state_gradients(
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
         q = load_rows(Q, start, q_at[0], s, CHUNK, DK, ALL_K)
         k = load_rows(K, start, k_at[0], s, CHUNK, DK, ALL_K)
-        dout = _load_block(DOUT, start, dout_at[0], s, width, CHUNK, BLOCK)
+        dout = load_block(DOUT, start, dout_at[0], s, width, CHUNK, BLOCK)
         inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         scores = load_state(SCORES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         beta = load_values(BETA, start, beta_at[0], s, CHUNK)
@@ -233,7 +216,7 @@ def state_gradients(
         dnew *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
         dnew = tl.dot(tl.trans(scores), dout, dnew, input_precision=PRECISION)
         dright = tl.dot(tl.trans(inverse), dnew.to(k.dtype), input_precision=PRECISION)
-        _store_block(DRIGHT, dright, start, dright_at[0], s, width, CHUNK, BLOCK)
+        store_block(DRIGHT, dright, start, dright_at[0], s, width, CHUNK, BLOCK)
         state *= decay_of_chunk(total, last, start, HAS_FIRST)
         read = (dout.to(tl.float32) * from_start[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(q), read, state, input_precision=PRECISION)
@@ -244,16 +227,14 @@ def state_gradients(
 
 
 @_kernel
-def gradients(
-    DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DQ, DK_, DV_, DG, DBETA,
-    dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dq_at, dk_at, dv_at, s, n, shares,
+def query_gradients(
+    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, n, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of one chunk of the heads that share keys: programs (key head, chunk, sample).
+    """Compute dq of one chunk of the heads that share keys: programs (key head, chunk, sample).
 
-    BEFORE: states before chunks; AFTER: gradients of the states after them. DG and DBETA are [b, n, s]. DRIGHT has the
-    strides of NEW.
+    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of the gradients of the running sums of decays.
     """
     key_head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = chunk * CHUNK
@@ -261,7 +242,56 @@ def gradients(
     first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     q = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
     k = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
-    dq, dk = tl.zeros([CHUNK, ALL_K], tl.float32), tl.zeros([CHUNK, ALL_K], tl.float32)
+    dq = tl.zeros([CHUNK, ALL_K], tl.float32)
+    for head in tl.range(key_head * shares, (key_head + 1) * shares):
+        place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
+        dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+        new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+        before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+        sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+        of_state = tl.dot(dout, tl.trans(before), input_precision=PRECISION)
+        of_state *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+        dsums = tl.sum(q.to(tl.float32) * of_state, 1)
+        dq += of_state
+        of_scores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
+        of_scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+        dq = tl.dot(of_scores.to(k.dtype), k, dq, input_precision=PRECISION)
+        of_scores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        store_values(
+            DSUMS + (tl.cast(sample, tl.int64) * n + head) * s,
+            dsums + _row_minus_column(of_scores),
+            start,
+            1,
+            s,
+            CHUNK,
+        )
+    store_rows(_at(DQ, dq_at, sample, key_head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
+
+
+@jit
+def _row_minus_column(x):
+    """Return the sum of each row less the sum of its column."""
+    return tl.sum(x, 1) - tl.sum(x, 0)
+
+
+@_kernel
+def key_gradients(
+    DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DSUMS, DK_, DV_, DG, DBETA,
+    dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dk_at, dv_at, s, n, shares,
+    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the other gradients of one chunk of the heads that share keys: programs (key head, chunk, sample).
+
+    AFTER: gradients of the states after chunks. DG and DBETA are [b, n, s]. DRIGHT has the strides of NEW.
+    """
+    key_head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = chunk * CHUNK
+    FIRST += tl.cast(sample, tl.int64) * s
+    first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
+    q = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
+    k = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
+    dk = tl.zeros([CHUNK, ALL_K], tl.float32)
     is_before = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
     for head in tl.range(key_head * shares, (key_head + 1) * shares):
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
@@ -269,9 +299,6 @@ def gradients(
         beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
         sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
         decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        from_start = decays_from_start(sums, first, start, HAS_FIRST)
-        to_end = decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
-
         dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
         v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
         wide = dright.to(tl.float32)
@@ -280,6 +307,8 @@ def gradients(
 
         new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
         dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+        of_scores = (tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay).to(k.dtype)
+        dk = tl.dot(tl.trans(of_scores), q, dk, input_precision=PRECISION)
         of_pairs = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
         of_pairs = tl.where(is_before, -of_pairs, 0.0)
         of_keys = (of_pairs * beta[:, None]).to(k.dtype)
@@ -287,30 +316,21 @@ def gradients(
         dk = tl.dot(tl.trans(of_keys), k, dk, input_precision=PRECISION)
         of_pairs *= tl.dot(k, tl.trans(k), input_precision=PRECISION)
         dbeta += tl.sum(of_pairs, 1)
-        of_pairs *= beta[:, None]
-        of_scores = tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay
-        dq = tl.dot(of_scores.to(k.dtype), k, dq, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(of_scores.to(k.dtype)), q, dk, input_precision=PRECISION)
-        of_pairs += of_scores * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        rows, columns = tl.sum(of_pairs, 1), tl.sum(of_pairs, 0)
+        dsums = _row_minus_column(of_pairs * beta[:, None])
 
         before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+        of_state = tl.dot(dright, tl.trans(before), input_precision=PRECISION)
+        of_state *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+        read = tl.sum(k.to(tl.float32) * of_state, 1)
+        dk -= of_state * beta[:, None]
+        store_values(DBETA + of_head, dbeta - read, start, 1, s, CHUNK)
+        dsums += load_values(DSUMS + of_head, start, 1, s, CHUNK) - beta * read
         after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+        of_state = tl.dot(new, tl.trans(after), input_precision=PRECISION)
+        of_state *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
+        at_end = tl.sum(k.to(tl.float32) * of_state, 1)
+        dk += of_state
         kept = decay_of_chunk(total, last, start, HAS_FIRST)
         kept *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
-        q_again = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
-        k_again = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
-        of_state = tl.dot(dout, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
-        at_start = tl.sum(q_again.to(tl.float32) * of_state, 1)
-        dq += of_state
-        of_state = tl.dot(dright, tl.trans(before), input_precision=PRECISION) * from_start[:, None]
-        read = tl.sum(k_again.to(tl.float32) * of_state, 1)
-        dk -= of_state * beta[:, None]
-        of_state = tl.dot(new, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
-        at_end = tl.sum(k_again.to(tl.float32) * of_state, 1)
-        dk += of_state
-        store_values(DBETA + of_head, dbeta - read, start, 1, s, CHUNK)
-        dg = decay_gradient(at_start - beta * read, rows, columns, at_end, kept)
-        store_values(DG + of_head, dg, start, 1, s, CHUNK)
-    store_rows(_at(DQ, dq_at, sample, key_head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
+        store_values(DG + of_head, decay_gradient(dsums, at_end, kept), start, 1, s, CHUNK)
     store_rows(_at(DK_, dk_at, sample, key_head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)
