@@ -4,8 +4,8 @@
     states           a head, chunk by chunk                 -> the state before each chunk, and the values written
     outputs          a chunk of a head                      -> o                                                forward
     state_gradients  a head, chunk by chunk, in reverse     -> dS after each chunk, and dR
-    query_gradients  a chunk of the heads that share keys   -> dq
-    key_gradients    a chunk of the heads that share keys   -> dk, dv, dg, dbeta                                backward
+    query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys
+    key_gradients    a chunk of a head                      -> dk, dv, dg, dbeta                                backward
 
 With R = beta (V - exp(c) K S) the values written are V' = T R, so the chunk needs neither of the two solutions of
 `kernels.gated_delta`; and with dR = T^T dV' the gradient of the system is -dR V'^T, so T needs no gradient. The scans
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 SOLVE, STATES, OUTPUTS = Tile(4, 1), Tile(4, 3), Tile(4, 1)
-STATE_GRADIENTS, QUERY_GRADIENTS, KEY_GRADIENTS = Tile(4, 3), Tile(4, 1), Tile(8, 1)
+STATE_GRADIENTS, QUERY_GRADIENTS, KEY_GRADIENTS = Tile(4, 3), Tile(4, 1), Tile(4, 1)
 
 
 class Inputs(NamedTuple):
@@ -127,18 +127,20 @@ def rule_backward(
         s, cdiv(s, CHUNK), shares, **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v),
         HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
     )  # fmt: skip
-    dq, dk, dv = like(q), like(k), like(v)
-    dsums, dg, dbeta = (torch.empty(b, n, s, dtype=torch.float32, device=v.device) for _ in range(3))
-    grid, constants = (nk, cdiv(s, CHUNK), b), {**_constants(inputs), **_all_values(v)}
+    dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
+    dv, dsums, dg, dbeta = like(v), *(g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
+    grid, constants = (n, cdiv(s, CHUNK), b), {**_constants(inputs), **_all_values(v)}
     launch(
         kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,
-        *_strides(dout, q, k, g, chunks.new, dq), s, n, shares, **constants, **QUERY_GRADIENTS._asdict(),
+        *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
     )  # fmt: skip
     launch(
         kernels.key_gradients, grid, dout, q, k, v, g, beta, pointer, chunks.states, after, chunks.new, dright, dsums,
-        dk, dv, dg, dbeta, *_strides(dout, q, k, v, g, beta, chunks.new, dk, dv), s, n, shares,
+        dk, dv, dg, dbeta, *_strides(dout, q, k, v, g, beta, chunks.new, dk, dv), s, shares,
         **constants, **KEY_GRADIENTS._asdict(),
     )  # fmt: skip
+    if shares > 1:
+        dq, dk = (x.unflatten(2, (nk, shares)).sum(3) for x in (dq, dk))
     return dq, dk, dv, dg.permute(2, 0, 1).to(g.dtype), dbeta.permute(2, 0, 1).to(beta.dtype), dstate
 
 

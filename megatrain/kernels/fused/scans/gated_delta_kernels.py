@@ -26,7 +26,7 @@ from megatrain.kernels.fused.scans.chunks import (
     store_values,
 )
 
-_kernel = functools.partial(jit, any_value=("s", "n", "chunks", "shares"))
+_kernel = functools.partial(jit, any_value=("s", "chunks", "shares"))
 
 
 @jit
@@ -228,109 +228,90 @@ def state_gradients(
 
 @_kernel
 def query_gradients(
-    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, n, shares,
+    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk of the heads that share keys: programs (key head, chunk, sample).
+    """Compute dq of one chunk of a head of values: programs (head, chunk, sample).
 
-    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of the gradients of the running sums of decays.
+    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of `dsums`, see `decay_gradient`.
     """
-    key_head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = chunk * CHUNK
-    FIRST += tl.cast(sample, tl.int64) * s
-    first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
-    q = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
-    k = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
-    dq = tl.zeros([CHUNK, ALL_K], tl.float32)
-    for head in tl.range(key_head * shares, (key_head + 1) * shares):
-        place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
-        dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
-        new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-        before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-        sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
-        of_state = tl.dot(dout, tl.trans(before), input_precision=PRECISION)
-        of_state *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
-        dsums = tl.sum(q.to(tl.float32) * of_state, 1)
-        dq += of_state
-        of_scores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
-        of_scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        dq = tl.dot(of_scores.to(k.dtype), k, dq, input_precision=PRECISION)
-        of_scores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        store_values(
-            DSUMS + (tl.cast(sample, tl.int64) * n + head) * s,
-            dsums + _row_minus_column(of_scores),
-            start,
-            1,
-            s,
-            CHUNK,
-        )
-    store_rows(_at(DQ, dq_at, sample, key_head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
-
-
-@jit
-def _row_minus_column(x):
-    """Return the sum of each row less the sum of its column."""
-    return tl.sum(x, 1) - tl.sum(x, 0)
+    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, start = tl.num_programs(0), chunk * CHUNK
+    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
+    first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    sums, _ = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+    before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+    q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    dq = tl.dot(dout, tl.trans(before), input_precision=PRECISION)
+    dq *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+    dsums = tl.sum(q.to(tl.float32) * dq, 1)
+    new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
+    dscores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(_at(DQ, dq_at, sample, head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
+    dscores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dsums += tl.sum(dscores, 1) - tl.sum(dscores, 0)
+    store_values(DSUMS + (tl.cast(sample, tl.int64) * n + head) * s, dsums, start, 1, s, CHUNK)
 
 
 @_kernel
 def key_gradients(
     DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DSUMS, DK_, DV_, DG, DBETA,
-    dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dk_at, dv_at, s, n, shares,
+    dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dk_at, dv_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the other gradients of one chunk of the heads that share keys: programs (key head, chunk, sample).
+    """Compute the other gradients of one chunk of a head of values: programs (head, chunk, sample).
 
     AFTER: gradients of the states after chunks. DG and DBETA are [b, n, s]. DRIGHT has the strides of NEW.
     """
-    key_head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = chunk * CHUNK
-    FIRST += tl.cast(sample, tl.int64) * s
-    first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
-    q = load_rows(_at(Q, q_at, sample, key_head), start, q_at[0], s, CHUNK, DK, ALL_K)
-    k = load_rows(_at(K, k_at, sample, key_head), start, k_at[0], s, CHUNK, DK, ALL_K)
-    dk = tl.zeros([CHUNK, ALL_K], tl.float32)
+    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, start = tl.num_programs(0), chunk * CHUNK
+    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
+    of_head = (tl.cast(sample, tl.int64) * n + head) * s
+    first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
+    sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+    after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
+    of_state = decay_of_chunk(total, last, start, HAS_FIRST)
+    of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
+
+    dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
+    dv = dright.to(tl.float32) * beta[:, None]
+    store_rows(_at(DV_, dv_at, sample, head), dv, start, dv_at[0], s, CHUNK, DV, ALL_V)
+    dbeta = tl.sum(dright.to(tl.float32) * v.to(tl.float32), 1)
+    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    read = tl.dot(dright, tl.trans(before), input_precision=PRECISION)
+    read *= -decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+    dbeta_of_state = tl.sum(k.to(tl.float32) * read, 1)
+    dk = read * beta[:, None]
+    new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    written = tl.dot(new, tl.trans(after), input_precision=PRECISION)
+    written *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
+    at_end = tl.sum(k.to(tl.float32) * written, 1)
+    dk += written
+
+    decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+    q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    dscores = (tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay).to(k.dtype)
+    dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
+    dsystem = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
     is_before = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
-    for head in tl.range(key_head * shares, (key_head + 1) * shares):
-        place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
-        of_head = (tl.cast(sample, tl.int64) * n + head) * s
-        beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
-        sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
-        decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-        v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
-        wide = dright.to(tl.float32)
-        store_rows(_at(DV_, dv_at, sample, head), wide * beta[:, None], start, dv_at[0], s, CHUNK, DV, ALL_V)
-        dbeta = tl.sum(wide * v.to(tl.float32), 1)
-
-        new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-        dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
-        of_scores = (tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay).to(k.dtype)
-        dk = tl.dot(tl.trans(of_scores), q, dk, input_precision=PRECISION)
-        of_pairs = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
-        of_pairs = tl.where(is_before, -of_pairs, 0.0)
-        of_keys = (of_pairs * beta[:, None]).to(k.dtype)
-        dk = tl.dot(of_keys, k, dk, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(of_keys), k, dk, input_precision=PRECISION)
-        of_pairs *= tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        dbeta += tl.sum(of_pairs, 1)
-        dsums = _row_minus_column(of_pairs * beta[:, None])
-
-        before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-        of_state = tl.dot(dright, tl.trans(before), input_precision=PRECISION)
-        of_state *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
-        read = tl.sum(k.to(tl.float32) * of_state, 1)
-        dk -= of_state * beta[:, None]
-        store_values(DBETA + of_head, dbeta - read, start, 1, s, CHUNK)
-        dsums += load_values(DSUMS + of_head, start, 1, s, CHUNK) - beta * read
-        after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-        of_state = tl.dot(new, tl.trans(after), input_precision=PRECISION)
-        of_state *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
-        at_end = tl.sum(k.to(tl.float32) * of_state, 1)
-        dk += of_state
-        kept = decay_of_chunk(total, last, start, HAS_FIRST)
-        kept *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
-        store_values(DG + of_head, decay_gradient(dsums, at_end, kept), start, 1, s, CHUNK)
-    store_rows(_at(DK_, dk_at, sample, key_head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)
+    dsystem = tl.where(is_before, -dsystem, 0.0)
+    of_keys = (dsystem * beta[:, None]).to(k.dtype)
+    dk = tl.dot(of_keys, k, dk, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(of_keys), k, dk, input_precision=PRECISION)
+    store_rows(_at(DK_, dk_at, sample, head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)
+    dsystem *= tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    store_values(DBETA + of_head, dbeta + dbeta_of_state + tl.sum(dsystem, 1), start, 1, s, CHUNK)
+    dsystem *= beta[:, None]
+    dsums = load_values(DSUMS + of_head, start, 1, s, CHUNK) + beta * dbeta_of_state
+    dsums += tl.sum(dsystem, 1) - tl.sum(dsystem, 0)
+    store_values(DG + of_head, decay_gradient(dsums, at_end, of_state), start, 1, s, CHUNK)

@@ -1,10 +1,10 @@
 """Mamba-2's scan in chunks: `kernels.mamba2.mamba2_scan` on GPUs, forward and backward.
 
-    states           a segment of a head, from state 0    -> its state and decay; in reverse, from dy and C, its gradient
+    states           a segment of a head, from state 0    -> its state and decay
     pass_states      all segments of a head               -> the state before each segment, and the last state
     outputs          a segment of a head                  -> y                                                  forward
-    chunk_states     a segment of a head                  -> the state before each chunk
-    head_gradients   a segment of a head, in reverse      -> dx, ddt, parts of dA and dD, dS after each chunk
+    states           the same from the true states, and in reverse from dy and C  -> S before and dS after each chunk
+    head_gradients   a chunk of a head                    -> dx, ddt, parts of dA and dD
     group_gradients  a chunk of all heads of a group      -> dB, dC                                             backward
 
 States are carried in fp32 from chunk to chunk. The forward pass saves its inputs alone; the backward pass writes the states of
@@ -41,13 +41,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-STATES, OUTPUTS, CHUNK_STATES, HEAD_GRADIENTS, GROUP_GRADIENTS = (
-    Tile(4, 3),
-    Tile(4, 2),
-    Tile(4, 2),
-    Tile(4, 2),
-    Tile(4, 2),
-)
+STATES, OUTPUTS, HEAD_GRADIENTS, GROUP_GRADIENTS = Tile(4, 3), Tile(4, 2), Tile(4, 1), Tile(4, 2)
 
 
 class Inputs(NamedTuple):
@@ -118,23 +112,15 @@ def scan_backward(
     """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan."""
     x, dt, a, b, c, d, first = inputs
     dy, first = with_contiguous_channels(dy.to(x.dtype)), a if first is None else first
-    per_segment, states, last = _segment_states(inputs, x, b, state, is_reverse=False)
-    _, dstates, dstate = _segment_states(inputs, dy, c, dlast, is_reverse=True)
-    (s, samples, n, p), (g, m) = x.shape, b.shape[2:]
-    chunks, segments = cdiv(s, CHUNK), states.shape[1]
-    sizes, constants = (chunks, per_segment, n // g), _constants(inputs)
-    before, after = (x.new_empty(samples, chunks, n, p, m) for _ in range(2))
-    at_start, ddt = (dy.new_empty(samples, n, s, dtype=torch.float32) for _ in range(2))
+    before, _ = _chunk_states(inputs, x, b, state, is_reverse=False)
+    after, dstate = _chunk_states(inputs, dy, c, dlast, is_reverse=True)
+    (s, samples, n, _), (g, m), constants = x.shape, b.shape[2:], _constants(inputs)
+    chunks, dx, db, dc = cdiv(s, CHUNK), *(like(tensor.transpose(0, 1)) for tensor in (x, b, c))
+    ddt = torch.empty(samples, n, s, dtype=torch.float32, device=x.device)
+    da, dd = (torch.empty(samples, chunks, n, dtype=torch.float32, device=x.device) for _ in range(2))
     launch(
-        kernels.chunk_states, (n, segments, samples), dy, x, b, c, dt, a, first, states, before, at_start,
-        *_strides(dy, x, b, c, dt), s, *sizes, **constants, ALL_M=_padded(m), **CHUNK_STATES._asdict(),
-    )  # fmt: skip
-    dx, db, dc = (like(tensor.transpose(0, 1)) for tensor in (x, b, c))
-    da, dd = (dy.new_empty(samples, segments, n, dtype=torch.float32) for _ in range(2))
-    launch(
-        kernels.head_gradients, (n, segments, samples), dy, x, b, c, dt, a, d, first, states, last, dstates, at_start,
-        after, dx, ddt, da, dd, *_strides(dy, x, b, c, dt, dx.transpose(0, 1)), s, *sizes,
-        **constants, ALL_M=_padded(m), **HEAD_GRADIENTS._asdict(),
+        kernels.head_gradients, (n, chunks, samples), dy, x, b, c, dt, a, d, first, before, after, dx, ddt, da, dd,
+        *_strides(dy, x, b, c, dt, dx.transpose(0, 1)), s, n // g, **constants, ALL_M=_padded(m), **HEAD_GRADIENTS._asdict(),
     )  # fmt: skip
     block = min(_padded(m), _STATE_BLOCK)
     launch(
@@ -150,17 +136,15 @@ def _segment_states(
     inputs: Inputs, x: Tensor, b: Tensor, state: Tensor | None, *, is_reverse: bool
 ) -> tuple[int, Tensor, Tensor]:
     """Return the chunks of a segment, the state before each segment (after it, if reverse), and the last state."""
-    (s, samples, n, p), m, first = x.shape, b.shape[-1], inputs.first
-    chunks = cdiv(s, CHUNK)
+    s, samples, n, p = x.shape
+    chunks, m = cdiv(s, CHUNK), b.shape[-1]
     per_segment = cdiv(chunks, min(chunks, cdiv(_PROGRAMS, samples * n)))
     segments = cdiv(chunks, per_segment)
     states = torch.empty(samples, segments, n, p, m, dtype=torch.float32, device=x.device)
     decays = torch.empty(samples, segments, n, dtype=torch.float32, device=x.device)
-    launch(
-        kernels.states, (n, segments, samples), x, b, inputs.dt, inputs.a, inputs.a if first is None else first, states, decays,
-        *_strides(x, b, inputs.dt), s, chunks, per_segment, n // b.shape[2],
-        IS_REVERSE=is_reverse, ALL_M=_padded(m), **_constants(inputs), **STATES._asdict(),
-    )  # fmt: skip
+    _launch_states(
+        inputs, x, b, states, decays, states, per_segment, is_reverse=is_reverse, writes_chunks=False
+    )
     end = torch.empty(samples, n, p, m, dtype=torch.float32, device=x.device)
     launch(
         kernels.pass_states, (cdiv(p * m, _BLOCK), n, samples), states, decays,
@@ -168,6 +152,34 @@ def _segment_states(
         SIZE=p * m, BLOCK=_BLOCK, HAS_START=state is not None, IS_REVERSE=is_reverse,
     )  # fmt: skip
     return per_segment, states, end
+
+
+def _chunk_states(
+    inputs: Inputs, x: Tensor, b: Tensor, state: Tensor | None, *, is_reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk (after it, if reverse) in the dtype of x, [b, chunks, n, p, m], and the last state."""
+    per_segment, states, end = _segment_states(inputs, x, b, state, is_reverse=is_reverse)
+    (s, samples, n, p), m = x.shape, b.shape[-1]
+    of_chunks = torch.empty(samples, cdiv(s, CHUNK), n, p, m, dtype=x.dtype, device=x.device)
+    _launch_states(
+        inputs, x, b, states, states, of_chunks, per_segment, is_reverse=is_reverse, writes_chunks=True
+    )
+    return of_chunks, end
+
+
+def _launch_states(
+    inputs: Inputs, x: Tensor, b: Tensor, states: Tensor, decays: Tensor, of_chunks: Tensor, per_segment: int,
+    *, is_reverse: bool, writes_chunks: bool,
+) -> None:  # fmt: skip
+    (s, samples, n, _), first = x.shape, inputs.first
+    chunks = cdiv(s, CHUNK)
+    launch(
+        kernels.states, (n, cdiv(chunks, per_segment), samples),
+        x, b, inputs.dt, inputs.a, inputs.a if first is None else first, states, decays, of_chunks,
+        *_strides(x, b, inputs.dt), s, chunks, per_segment, n // b.shape[2],
+        IS_REVERSE=is_reverse, WRITES_CHUNKS=writes_chunks, ALL_M=_padded(b.shape[-1]),
+        **_constants(inputs), **STATES._asdict(),
+    )  # fmt: skip
 
 
 def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:

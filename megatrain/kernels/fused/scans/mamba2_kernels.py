@@ -37,13 +37,15 @@ def _at(X, strides, sample, head):
 
 @_kernel
 def states(
-    X, B, DT, A, FIRST, STATES, DECAYS, x_at, b_at, dt_at, s, chunks, per_segment, heads_per_group,
+    X, B, DT, A, FIRST, STATES, DECAYS, CHUNK_STATES, x_at, b_at, dt_at, s, chunks, per_segment, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
-    HAS_FIRST: tl.constexpr, IS_REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FIRST: tl.constexpr, IS_REVERSE: tl.constexpr, WRITES_CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one segment of a head from state 0: programs (head, segment, sample); also write the decay over the segment.
+    """Scan one segment of a head: programs (head, segment, sample).
 
-    IS_REVERSE: X and B are dy and C, and the state is its gradient, from the last chunk to the first.
+    IS_REVERSE: X and B are dy and C, and the state is its gradient, from the last chunk to the first. WRITES_CHUNKS: start
+    from STATES and write the state before each chunk (after it, if reverse) into CHUNK_STATES; else start from 0 and
+    write the state into STATES, and the decay over the segment into DECAYS.
     """
     head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, segments = tl.num_programs(0), tl.num_programs(1)
@@ -56,12 +58,17 @@ def states(
     place = (tl.cast(sample, tl.int64) * segments + segment) * n + head
     log_decay = tl.load(A + head).to(tl.float32) * 1.4426950408889634
     state, kept = tl.zeros([ALL_P, ALL_M], tl.float32), tl.full([], 1.0, tl.float32)
+    if WRITES_CHUNKS:
+        state = load_state(STATES + place * (P * M), P, M, ALL_P, ALL_M)
     begin, count = segment * per_segment, tl.minimum(per_segment, chunks - segment * per_segment)
     for step in tl.range(0, count):
         chunk = begin + step
         if IS_REVERSE:
             chunk = begin + count - 1 - step
         start = chunk * CHUNK
+        if WRITES_CHUNKS:
+            of_chunk = (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
+            store_state(CHUNK_STATES + of_chunk * (P * M), state, P, M)
         x = load_rows(X, start, x_at[0], s, CHUNK, P, ALL_P)
         b = load_rows(B, start, b_at[0], s, CHUNK, M, ALL_M)
         dt = load_values(DT, start, dt_at[0], s, CHUNK)
@@ -75,8 +82,9 @@ def states(
         keep = decay_of_chunk(total, last, start, HAS_FIRST)
         state = tl.dot(tl.trans(weighted), b, state * keep, input_precision=PRECISION)
         kept *= keep
-    store_state(STATES + place * (P * M), state, P, M)
-    tl.store(DECAYS + place, kept)
+    if not WRITES_CHUNKS:
+        store_state(STATES + place * (P * M), state, P, M)
+        tl.store(DECAYS + place, kept)
 
 
 @_kernel
@@ -143,115 +151,49 @@ def outputs(
 
 
 @_kernel
-def chunk_states(
-    DY, X, B, C, DT, A, FIRST, STATES, BEFORE, AT_START, dy_at, x_at, b_at, c_at, dt_at, s, chunks, per_segment, heads_per_group,
-    CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the state before each chunk of a segment, and the gradient of the decay from it to each token: `decay_gradient`.
-
-    Programs (head, segment, sample). BEFORE is [b, chunks, n, P, M], AT_START [b, n, s].
-    """
-    head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n, group = tl.num_programs(0), head // heads_per_group
-    DY, X, DT = _at(DY, dy_at, sample, head), _at(X, x_at, sample, head), _at(DT, dt_at, sample, head)
-    B, C = _at(B, b_at, sample, group), _at(C, c_at, sample, group)
-    FIRST += tl.cast(sample, tl.int64) * s
-    AT_START += (tl.cast(sample, tl.int64) * n + head) * s
-    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + segment) * n + head
-    log_decay = tl.load(A + head).to(tl.float32) * 1.4426950408889634
-    state = load_state(STATES + place * (P * M), P, M, ALL_P, ALL_M)
-    begin = segment * per_segment
-    for chunk in tl.range(begin, tl.minimum(begin + per_segment, chunks)):
-        start = chunk * CHUNK
-        of_chunk = (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
-        x = load_rows(X, start, x_at[0], s, CHUNK, P, ALL_P)
-        dy = load_rows(DY, start, dy_at[0], s, CHUNK, P, ALL_P)
-        b = load_rows(B, start, b_at[0], s, CHUNK, M, ALL_M)
-        c = load_rows(C, start, c_at[0], s, CHUNK, M, ALL_M)
-        dt = load_values(DT, start, dt_at[0], s, CHUNK)
-        first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
-        sums, total = tl.cumsum(dt * log_decay, 0), tl.sum(dt * log_decay, 0)
-        rounded = state.to(x.dtype)
-        store_state(BEFORE + of_chunk * (P * M), rounded, P, M)
-        read = tl.dot(c, tl.trans(rounded), input_precision=PRECISION) * dy.to(tl.float32)
-        at_start = tl.sum(read, 1) * decays_from_start(sums, first, start, HAS_FIRST)
-        store_values(AT_START, at_start, start, 1, s, CHUNK)
-        weight = dt * decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
-        weighted = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
-        keep = decay_of_chunk(total, last, start, HAS_FIRST)
-        state = tl.dot(tl.trans(weighted), b, state * keep, input_precision=PRECISION)
-
-
-@_kernel
 def head_gradients(
-    DY, X, B, C, DT, A, D, FIRST, STATES, LAST, DSTATES, AT_START, AFTER, DX, DDT, DA, DD,
-    dy_at, x_at, b_at, c_at, dt_at, dx_at, s, chunks, per_segment, heads_per_group,
+    DY, X, B, C, DT, A, D, FIRST, BEFORE, AFTER, DX, DDT, DA, DD, dy_at, x_at, b_at, c_at, dt_at, dx_at, s, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a head's inputs over a segment, in reverse: programs (head, segment, sample).
+    """Compute the gradients of a head's inputs for a chunk: programs (head, chunk, sample).
 
-    STATES are the states before segments, LAST those after the last one, DSTATES the gradients after segments, and AFTER gets
-    them after chunks. DDT is [b, n, s], DA and DD [b, segments, n]. `through` is the product of the state after a chunk and
-    its gradient: what the decay over the chunk contributes is what the chunk's own tokens do not.
+    BEFORE: states before chunks; AFTER: gradients of the states after them. DDT is [b, n, s], DA and DD [b, chunks, n].
     """
-    head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n, segments, group = tl.num_programs(0), tl.num_programs(1), head // heads_per_group
-    DY, X, DT = _at(DY, dy_at, sample, head), _at(X, x_at, sample, head), _at(DT, dt_at, sample, head)
-    B, C, DX = _at(B, b_at, sample, group), _at(C, c_at, sample, group), _at(DX, dx_at, sample, head)
-    FIRST += tl.cast(sample, tl.int64) * s
-    AT_START += (tl.cast(sample, tl.int64) * n + head) * s
-    DDT += (tl.cast(sample, tl.int64) * n + head) * s
-    place = (tl.cast(sample, tl.int64) * segments + segment) * n + head
+    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, group, start = tl.num_programs(0), head // heads_per_group, chunk * CHUNK
+    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
     a, skip = tl.load(A + head).to(tl.float32), tl.load(D + head).to(tl.float32)
-    dstate = load_state(DSTATES + place * (P * M), P, M, ALL_P, ALL_M)
-    if segment + 1 < segments:
-        END = STATES + (place + n) * (P * M)
-    else:
-        END = LAST + (tl.cast(sample, tl.int64) * n + head) * (P * M)
-    through = tl.sum(tl.sum(dstate * load_state(END, P, M, ALL_P, ALL_M), 1), 0)
-    da_total, dd = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
-    begin, count = segment * per_segment, tl.minimum(per_segment, chunks - segment * per_segment)
-    for step in tl.range(0, count):
-        chunk = begin + count - 1 - step
-        start = chunk * CHUNK
-        of_chunk = (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
-        x = load_rows(X, start, x_at[0], s, CHUNK, P, ALL_P)
-        dy = load_rows(DY, start, dy_at[0], s, CHUNK, P, ALL_P)
-        b = load_rows(B, start, b_at[0], s, CHUNK, M, ALL_M)
-        c = load_rows(C, start, c_at[0], s, CHUNK, M, ALL_M)
-        dt = load_values(DT, start, dt_at[0], s, CHUNK)
-        first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
-        sums, total = tl.cumsum(dt * (a * 1.4426950408889634), 0), tl.sum(dt * (a * 1.4426950408889634), 0)
-        rounded = dstate.to(x.dtype)
-        store_state(AFTER + of_chunk * (P * M), rounded, P, M)
-        wide = x.to(tl.float32)
-        du = tl.dot(b, tl.trans(rounded), input_precision=PRECISION)
-        du *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
-        at_end = tl.sum(du * wide, 1) * dt
-        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        du = tl.dot(tl.trans(scores.to(x.dtype)), dy, du, input_precision=PRECISION)
-        store_rows(DX, du * dt[:, None] + skip * dy.to(tl.float32), start, dx_at[0], s, CHUNK, P, ALL_P)
-        ddt = tl.sum(wide * du, 1)
-        dd += tl.sum(tl.sum(wide * dy.to(tl.float32), 1), 0)
-        scores *= tl.dot(dy, tl.trans(x), input_precision=PRECISION) * dt[None, :]
+    dt = load_values(_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
+    first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    sums, total = tl.cumsum(dt * (a * 1.4426950408889634), 0), tl.sum(dt * (a * 1.4426950408889634), 0)
 
-        at_start = load_values(AT_START, start, 1, s, CHUNK)
-        of_state = through - tl.sum(at_end, 0)
-        if HAS_FIRST:
-            of_state = tl.where(last < start, of_state, 0.0)
-        da = decay_gradient(at_start + tl.sum(scores, 1) - tl.sum(scores, 0), at_end, of_state)
-        through = of_state + tl.sum(at_start, 0)
-        store_values(DDT, ddt + a * da, start, 1, s, CHUNK)
-        da_total += tl.sum(dt * da, 0)
-        weight = decays_from_start(sums, first, start, HAS_FIRST)
-        weighted = (dy.to(tl.float32) * weight[:, None]).to(x.dtype)
-        dstate *= decay_of_chunk(total, last, start, HAS_FIRST)
-        dstate = tl.dot(tl.trans(weighted), c, dstate, input_precision=PRECISION)
-    tl.store(DA + place, da_total)
-    tl.store(DD + place, dd)
+    before = load_state(BEFORE + place * (P * M), P, M, ALL_P, ALL_M)
+    after = load_state(AFTER + place * (P * M), P, M, ALL_P, ALL_M)
+    of_state = decay_of_chunk(total, last, start, HAS_FIRST)
+    of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
+    dy = load_rows(_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
+    c = load_rows(_at(C, c_at, sample, group), start, c_at[0], s, CHUNK, M, ALL_M)
+    read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
+    dsums = tl.sum(read * dy.to(tl.float32), 1) * decays_from_start(sums, first, start, HAS_FIRST)
+
+    x = load_rows(_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
+    tl.store(DD + place, tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), 1), 0))
+    b = load_rows(_at(B, b_at, sample, group), start, b_at[0], s, CHUNK, M, ALL_M)
+    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    du = tl.dot(b, tl.trans(after), input_precision=PRECISION)
+    du *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
+    at_end = tl.sum(du * x.to(tl.float32), 1) * dt
+    du = tl.dot(tl.trans(scores.to(x.dtype)), dy, du, input_precision=PRECISION)
+    ddt = tl.sum(du * x.to(tl.float32), 1)
+    dx = du * dt[:, None] + skip * dy.to(tl.float32)
+    store_rows(_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
+    scores *= tl.dot(dy, tl.trans(x), input_precision=PRECISION) * dt[None, :]
+    dsums += tl.sum(scores, 1) - tl.sum(scores, 0)
+    da = decay_gradient(dsums, at_end, of_state)
+    store_values(DDT + (tl.cast(sample, tl.int64) * n + head) * s, ddt + a * da, start, 1, s, CHUNK)
+    tl.store(DA + place, tl.sum(dt * da, 0))
 
 
 @_kernel
