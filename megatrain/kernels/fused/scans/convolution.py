@@ -121,6 +121,12 @@ def _row(
 
 
 @jit
+def _ahead(X, row, inside, stride, s):
+    """Load a row as it is, two rows before its use, so that several loads are on their way; 0 after the sample."""
+    return tl.load(X + tl.cast(row, tl.int64) * stride, mask=inside & (row < s), other=0)
+
+
+@jit
 def _weights(W, channel, inside, channels, WIDTH: tl.constexpr):
     """Return the weights of the token itself and of the three before it; 0 beyond the width."""
     none = tl.zeros(channel.shape, tl.float32)
@@ -167,11 +173,11 @@ def _forward(
     x3 = _row(X, INITIAL, start - 3, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
     x2 = _row(X, INITIAL, start - 2, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
     x1 = _row(X, INITIAL, start - 1, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
-    x0 = _row(X, INITIAL, start, channel, inside, x_at[1], s, channels, WIDTH, HAS_INITIAL)
+    X += channel
+    x, following = _ahead(X, start, inside, x_at[1], s), _ahead(X, start + 1, inside, x_at[1], s)
     for row in tl.range(start, tl.minimum(start + ROWS, s)):
-        following = tl.load(
-            X + tl.cast(row + 1, tl.int64) * x_at[1] + channel, mask=inside & (row + 1 < s), other=0
-        )
+        x0 = x.to(tl.float32)
+        x, following = following, _ahead(X, row + 2, inside, x_at[1], s)
         z = bias + w0 * x0
         if HAS_FIRST:
             reach = _reach(FIRST, row, s, HAS_FIRST)
@@ -185,7 +191,7 @@ def _forward(
         if HAS_SILU:
             z = z / (1 + tl.exp(-z))
         tl.store(Y + tl.cast(row, tl.int64) * y_at[1], z.to(Y.dtype.element_ty), mask=inside)
-        x3, x2, x1, x0 = x2, x1, x0, following.to(tl.float32)
+        x3, x2, x1 = x2, x1, x0
 
 
 @jit
@@ -217,13 +223,13 @@ def _backward(
     dx1, dx2, dx3, dbias = bias * 0, bias * 0, bias * 0, bias * 0
     dw0, dw1, dw2, dw3 = bias * 0, bias * 0, bias * 0, bias * 0
     stop = tl.minimum(start + ROWS, s)
-    x = tl.load(X + tl.cast(start, tl.int64) * x_at[1] + channel, mask=inside, other=0)
-    dy = tl.load(DY + tl.cast(start, tl.int64) * dy_at[1], mask=inside, other=0)
+    X += channel
+    x, next_x = _ahead(X, start, inside, x_at[1], s), _ahead(X, start + 1, inside, x_at[1], s)
+    dy, next_dy = _ahead(DY, start, inside, dy_at[1], s), _ahead(DY, start + 1, inside, dy_at[1], s)
     for row in tl.range(start, stop + 3):
         x0, dz = x.to(tl.float32), dy.to(tl.float32)
-        is_row = inside & (row + 1 < s)
-        x = tl.load(X + tl.cast(row + 1, tl.int64) * x_at[1] + channel, mask=is_row, other=0)
-        dy = tl.load(DY + tl.cast(row + 1, tl.int64) * dy_at[1], mask=is_row, other=0)
+        x, next_x = next_x, _ahead(X, row + 2, inside, x_at[1], s)
+        dy, next_dy = next_dy, _ahead(DY, row + 2, inside, dy_at[1], s)
         r1, r2, r3 = x1, x2, x3
         reach = _reach(FIRST, row, s, HAS_FIRST)
         if HAS_FIRST:
