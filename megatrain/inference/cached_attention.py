@@ -51,6 +51,8 @@ class CachedPass(PassInfo):
     """New tokens of each sequence."""
     states: tuple[int, ...]
     """Number of the states of each sequence."""
+    memory_lengths: list[int] = field(default_factory=list)
+    """Tokens that the encoder computes in this pass, of each sequence that begins."""
     shared: dict[Space, Packing] = field(default_factory=dict)
     """Packed documents of the spaces that layers have used in this pass."""
 

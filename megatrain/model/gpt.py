@@ -29,7 +29,7 @@ from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
@@ -363,7 +363,8 @@ class _StageBuilder:
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
             transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
-            binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
+            binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
+            means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:

@@ -33,7 +33,8 @@ class Losses:
 
 def loss_names(model: Model) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
-    spec, pairs = model.spec, ()
+    spec = model.spec
+    pairs: tuple[str, ...] = ()
     if model.distillation is not None:
         pairs = ("kd_loss", *(f"kd_pair_{k}" for k in range(len(model.distillation.spec.pairs))))
     depths = range(1, spec.num_depths + 1)

@@ -185,7 +185,7 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "there is one model definition, which all checkpoints load into",
-        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel",
+        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
     ),
     accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
     accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),

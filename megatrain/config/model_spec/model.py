@@ -124,6 +124,11 @@ class ModelSpec:
             return self.depth_layers * self.num_depths
         return tuple(_of_uses(layer, self.num_depths) for layer in self.depth_layers)
 
+    @property
+    def used_mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """The same, each as often as a pass uses it."""
+        return self.mtp_layers * (len(self.depth_layers) * self.num_depths // max(len(self.mtp_layers), 1))
+
     def layer_name(self, number: int) -> str:
         """Return the prefix of the canonical names of a layer."""
         for stack in self.stacks:

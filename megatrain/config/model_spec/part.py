@@ -24,6 +24,8 @@ class CacheSizes:
 
     window: int | None = None
     """Number of earlier tokens whose rows it reads; None: all."""
+    is_of_memory: bool = False
+    """The rows are of the memory, the output of another stack, not of the sequence."""
     rows: tuple[tuple[int, int], ...] = ()
     """Heads and channels of each tensor with a row per token."""
     states: tuple[tuple[int, ...], ...] = ()

@@ -14,6 +14,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.fixes import lengths, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.attention import (
     all_attention_is_eager,
     fits_gpu_kernels,
@@ -31,6 +32,8 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.context_parallel_size == 1:
         return DerivedValue((), "--context-parallel-size 1: no communication")
+    if draft.config.model.model_family in MASKED_FAMILIES:
+        return DerivedValue(("all_gather",), "attention with padding masks needs keys in order")
     if not parallel.cp_comm_type:
         if has_documents(draft):
             return DerivedValue(("all_gather",), "with documents, a ring would balance its ranks badly")
@@ -73,8 +76,12 @@ def _why_not_heads(draft: Draft) -> str:
 def ring_is_replaced(draft: Draft) -> Notes:
     """Note that all-gather replaces the ring of --cp-comm-type."""
     given = draft.config.parallel.cp_comm_type
-    has_ring = draft.config.parallel.context_parallel_size > 1 and any("p2p" in each for each in given)
-    if has_ring and (reason := _why_no_ring(draft)):
+    has_ranks = draft.config.parallel.context_parallel_size > 1
+    has_ring = has_ranks and any("p2p" in each for each in given)
+    is_masked = draft.config.model.model_family in MASKED_FAMILIES
+    if has_ranks and is_masked and {*given} - {*draft.derived.cp_comm_types}:
+        yield f"--cp-comm-type {' '.join(given)}: keys and values are all-gathered, as attention with padding masks needs keys in order"
+    elif has_ring and (reason := _why_no_ring(draft)):
         yield f"--cp-comm-type {' '.join(given)}: {reason}"
 
 

@@ -171,11 +171,13 @@ def _obstacles(draft: Draft) -> Iterator[str]:
     if config.training.device != "cuda":
         yield "a CPU has none"
     if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "modules of Transformer Engine are not captured"
+        yield "modules of Transformer Engine are not captured; --transformer-impl local is"
     if has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"
+    if config.distillation.export_kd_teacher_load is not None:
+        yield "the host keeps the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
     yield from _obstacles_of_ranks(draft)

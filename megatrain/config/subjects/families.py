@@ -57,9 +57,9 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
     if not is_hybrid:
         return
     if text is None:
+        shares = f"--hybrid-attention-ratio {model.hybrid_attention_ratio} and --hybrid-mlp-ratio {model.hybrid_mlp_ratio}"
         yield Problem(
-            "--model-family hybrid requires --hybrid-layer-pattern, or --num-layers with --hybrid-attention-ratio and"
-            " --hybrid-mlp-ratio of at most 1 in sum",
+            f"--model-family hybrid has no --hybrid-layer-pattern, and {shares} of --num-layers give none",
             "give --hybrid-layer-pattern, such as 'M-M*-M-'",
         )
         return
@@ -152,13 +152,13 @@ def losses_of_repeated_layers_are_of_a_micro_batch(draft: Draft) -> Problems:
 
 
 @rule
-def context_ranks_have_no_padding(draft: Draft) -> Problems:
+def context_ranks_have_one_stack(draft: Draft) -> Problems:
     family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
-    if family in MASKED_FAMILIES and cp > 1:
+    if family == "t5" and cp > 1:
         yield Problem(
-            f"--context-parallel-size {cp} is not supported with --model-family {family}: attention with padding masks"
-            " reads whole samples",
-            "use --context-parallel-size 1",
+            f"--context-parallel-size {cp} is not supported with --model-family t5: the samples of its two stacks are split"
+            " over no context ranks",
+            "use --context-parallel-size 1; --tensor-model-parallel-size with --sequence-parallel splits samples, too",
         )
 
 
@@ -208,7 +208,7 @@ def cross_attention_has_all_heads(draft: Draft) -> Problems:
     if model.num_query_groups != model.num_attention_heads:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} is not supported with cross-attention, as in Megatron-LM",
-            "remove --group-query-attention",
+            "remove --group-query-attention and --num-query-groups",
         )
     if parallel.tp_comm_overlap:
         yield Problem("--tp-comm-overlap is not supported with --model-family t5", "remove --tp-comm-overlap")

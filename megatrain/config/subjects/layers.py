@@ -184,18 +184,25 @@ def spec_names_a_function(draft: Draft) -> Problems:
 @rule
 def spec_is_of_the_family(draft: Draft) -> Problems:
     words, family = draft.config.model.spec, draft.config.model.model_family
-    if words and plain_family(words) not in (None, family):
+    if _names_layers_of_others(draft):
         yield Problem(
             f"--spec {' '.join(words)} names layers of --model-family {plain_family(words)}, and the family is {family}",
             f"use --model-family {plain_family(words)}, or remove --spec",
         )
 
 
+def _names_layers_of_others(draft: Draft) -> bool:
+    """Return whether --spec names layers of hybrids for another family, or those of a GPT for a hybrid."""
+    words, family = draft.config.model.spec, draft.config.model.model_family
+    named = plain_family(words) if words else None
+    return named is not None and (named == "hybrid") != (family == "hybrid")
+
+
 @overrides("model.spec")
 def plain_layers(draft: Draft) -> DerivedValue | None:
     """Override a --spec that names Megatron-LM's plain layers of the family: flags describe these here."""
     words, model = draft.config.model.spec, draft.config.model
-    if not words or plain_family(words) != model.model_family:
+    if not words or plain_family(words) is None or _names_layers_of_others(draft):
         return None
     described = (
         "--hybrid-layer-pattern describes the layers"

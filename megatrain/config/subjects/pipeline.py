@@ -29,9 +29,25 @@ from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, rule
-from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
+from megatrain.config.schema.pipeline_schedules import (
+    ONE_CHUNK,
+    PIPELINE_SCHEDULES,
+    SEVERAL_CHUNKS,
+    ZERO_BUBBLE,
+)
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
+
+_STAGES: Final = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Settings of the split of layers into stages, which a pattern of a hybrid may have itself."""
+_COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Settings of what counts in that split."""
 
 
 class PipelineError(Exception):
@@ -77,9 +93,35 @@ def pipeline_schedule(draft: Draft) -> DerivedValue:
     if draft.config.parallel.pipeline_model_parallel_size == 1:
         return DerivedValue(ONE_CHUNK, "one stage")
     chunks = draft.derived.pipeline_chunks
+    if fastest := _fastest(draft):
+        return DerivedValue(fastest, "fastest in the simulator: weight gradients run where a rank would wait")
     if chunks == 1:
         return DerivedValue(ONE_CHUNK, "1 model chunk per rank")
     return DerivedValue(SEVERAL_CHUNKS, f"{chunks} model chunks per rank")
+
+
+def _fastest(draft: Draft) -> str:
+    """Return the schedule that is the simulator's best with balanced layers; empty: flags or sizes decide.
+
+    Measured on GPUs. A V of few ranks balances worse, and few micro-batches leave no weight gradients for the bubble.
+    """
+    config, parallel = draft.config, draft.config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    is_set = draft.is_given("parallel.pipeline_schedule") or any(
+        getattr(parallel, name) for name in (*_STAGES, *_COUNTED)
+    )
+    is_other = config.model.model_family != "gpt" or draft.derived.transformer_impl != "local"
+    has_more = (
+        config.model.mtp_num_layers
+        or config.model.spec
+        or config.training.loss
+        or config.distillation.export_kd_teacher_load
+    )
+    overlaps = config.experts.overlap_moe_expert_parallel_comm
+    if pp == 1 or is_set or is_other or has_more or overlaps or config.training.device != "cuda":
+        return ""
+    per_rank = min(draft.derived.num_microbatches, num_layers(config.model)) // pp
+    return ZERO_BUBBLE[1] if pp > 3 and per_rank > 1 else ZERO_BUBBLE[0] if per_rank else ""
 
 
 @rule
@@ -160,7 +202,8 @@ def _chunks(draft: Draft) -> tuple[int, str]:
                 "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
             )
         return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
-    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else ONE_CHUNK
+    is_given = draft.is_given("parallel.pipeline_schedule")
+    schedule = parallel.pipeline_schedule if is_given else _fastest(draft) or ONE_CHUNK
     needed = PIPELINE_SCHEDULES[schedule].num_chunks or 1
     return needed, "default" if needed == 1 else f"--pipeline-schedule {schedule}"
 
@@ -176,7 +219,7 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
         return (layers,), "one stage"
     if of_pattern := _stages_of_pattern(draft):
         return of_pattern, "--hybrid-layer-pattern"
-    if layout == "auto":
+    if layout == "auto" or _fastest(draft):
         return _balanced(draft, stages), "balanced by FLOPs, with the head"
     if layout is not None:
         return _counts_of_layout(layout, layers), "--pipeline-model-parallel-layout"
@@ -203,16 +246,6 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
     counts[-1] -= parallel.account_for_loss_in_pipeline_split
     return tuple(counts), f"{units} / {stages} stages{_besides(draft)}"
-
-
-_STAGES: Final = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-)
-"""Settings of the split of layers into stages, which a pattern of a hybrid may have itself."""
 
 
 def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from megatrain.tools.parity.models import (
     MODELS,
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
+    WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
     WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
@@ -50,8 +51,12 @@ ALWAYS = (
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
+    "tp2 sp cp2 pp2 bert attentiondropout",
+    "pp2 dp2 zero1 tokens tails t5 instances2",
+    "dp2 pp2 zero2 dualpipev tied bert",
+    "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
 )
-"""Rows that combine all axes."""
+"""Rows that combine all axes, and those of other families than GPT."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
@@ -337,8 +342,10 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
+    is_split = known["context parallelism"] not in (None, "cp1")
+    has_documents = known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    is_possible &= not (has_documents and known["model"] in WITHOUT_DOCUMENTS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 

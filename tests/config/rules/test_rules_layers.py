@@ -71,8 +71,8 @@ CASES = {
     "spec_names_a_function": [
         ("--spec gpt", "", None, ("--spec gpt",), ("file.py:function",)),
         ("--spec a b c", "", None, ("--spec", "a b c"), ("file.py:function",)),
-        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
-         ("mamba_stack_spec", "only the GPT layers"), ("remove --spec", "trains a GPT")),
+        ("--spec megatron.core.models.retro.decoder_spec get_retro_decoder_block_spec", "", None,
+         ("get_retro_decoder_block_spec", "only the plain layers"), ("remove --spec", "another model")),
     ],
 }  # fmt: skip
 
