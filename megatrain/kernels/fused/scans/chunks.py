@@ -82,7 +82,7 @@ def store_rows(X, x, start, stride, rows, CHUNK: tl.constexpr, CHANNELS: tl.cons
 
 @jit
 def load_block(X, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a block of channels of a chunk's rows, of which `width` are inside."""
+    """Load the first `width` channels of a block of a chunk's rows; 0 outside."""
     row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
     pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
     return tl.load(pointer, mask=(start + row < rows) & (channel < width), other=0)
@@ -90,7 +90,7 @@ def load_block(X, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.con
 
 @jit
 def store_block(X, x, start, stride, rows, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a block of channels of a chunk's rows, of which `width` are inside."""
+    """Store the first `width` channels of a block of a chunk's rows."""
     row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
     pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
     tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < width))

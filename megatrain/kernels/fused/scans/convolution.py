@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with an activation: `kernels.causal_convolution` on GPUs, forward and backward.
+"""Causal depthwise convolution with an activation: `kernels.gated_delta.activated_convolution` on GPUs, forward and backward.
 
     z_t = bias + sum over d < width of weight[width - 1 - d] * x_(t - d)        y = silu(z), or z
 
@@ -122,7 +122,7 @@ def _row(
 
 @jit
 def _ahead(X, row, inside, stride, s):
-    """Load a row as it is, two rows before its use, so that several loads are on their way; 0 after the sample."""
+    """Load a row as it is, two rows before its use, so that several loads are in flight; 0 after the sample."""
     return tl.load(X + tl.cast(row, tl.int64) * stride, mask=inside & (row < s), other=0)
 
 
@@ -258,10 +258,15 @@ def _backward(
         dw2 += counted * r2
         dw3 += counted * r3
         x3, x2, x1 = x2, x1, x0
-    rows = tl.num_programs(1) * tl.num_programs(2)
     part = tl.cast(sample, tl.int64) * tl.num_programs(1) + tl.program_id(1)
     SUMS += part * channels + channel
-    step = tl.cast(rows, tl.int64) * channels
+    step = tl.cast(tl.num_programs(1) * tl.num_programs(2), tl.int64) * channels
+    _store_sums(SUMS, dbias, dw0, dw1, dw2, dw3, step, inside, WIDTH)
+
+
+@jit
+def _store_sums(SUMS, dbias, dw0, dw1, dw2, dw3, step, inside, WIDTH: tl.constexpr):
+    """Store the gradients of the weights, the oldest token's first, and of the bias."""
     tl.store(SUMS + WIDTH * step, dbias, mask=inside)
     tl.store(SUMS + (WIDTH - 1) * step, dw0, mask=inside)
     tl.store(SUMS + (WIDTH - 2) * step, dw1, mask=inside)

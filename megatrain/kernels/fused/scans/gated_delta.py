@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What the chunks of a pass share."""
+    """Tensors that the chunks of a pass share."""
 
     inverses: Tensor
     """T, [b, chunks, n, CHUNK, CHUNK]."""
@@ -72,7 +72,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     *, document_ids: Tensor | None = None, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by neighbours."""
+    """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by consecutive ones."""
     outputs: tuple[Tensor, Tensor] = _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
     return outputs
 

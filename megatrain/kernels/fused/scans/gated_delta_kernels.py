@@ -46,7 +46,7 @@ def _sums(G, start, stride, s, CHUNK: tl.constexpr):
 def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + a)^-1 of a matrix that is 0 on and above the diagonal, in fp32.
 
-    A block n of 4 on the diagonal has (I + n)^-1 = (I - n) (I + n^2), as n^4 = 0; two neighbours are joined by
+    A block n of 4 on the diagonal has (I + n)^-1 = (I - n) (I + n^2), as n^4 = 0; two adjacent blocks are joined by
     [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], all pairs at once.
     """
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
