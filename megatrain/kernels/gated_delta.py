@@ -31,7 +31,6 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.fused.scans import convolution
 from megatrain.kernels.fused.scans import gated_delta as fused
-from megatrain.kernels.fused.scans.chunks import has_kernel
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -78,7 +77,7 @@ def continue_gated_delta_rule(
     Returns:
         Outputs [s, b, n, dv] in the dtype of v, and the state after the last token.
     """
-    if has_kernel(v, k.shape[-1], v.shape[-1]):
+    if fused.has_rule_kernel(k, v):
         q, k = q.to(v.dtype), k.to(v.dtype)
         return fused.gated_delta_rule(q, k, v, g, beta, document_ids=document_ids, state=state)
     dtype = accumulation_dtype(v.dtype)

@@ -25,11 +25,12 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
-from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, has_kernel, like, with_contiguous_channels
 
 CHUNK = 64
 """Tokens of a chunk."""
 _MULTIPROCESSORS = 132
+_MAX_WIDTH = 128
 
 
 class Tile(NamedTuple):
@@ -66,6 +67,11 @@ class Chunks(NamedTuple):
     new: Tensor
     """V', [s, b, n, dv]."""
     last_state: Tensor
+
+
+def has_rule_kernel(k: Tensor, v: Tensor) -> bool:
+    """Return True if the kernels apply the rule to such keys and values: a program holds several chunks of whole keys."""
+    return has_kernel(v, k.shape[-1], v.shape[-1]) and max(k.shape[-1], v.shape[-1]) <= _MAX_WIDTH
 
 
 def gated_delta_rule(
