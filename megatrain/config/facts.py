@@ -161,7 +161,7 @@ class TeacherFacts:
     tokenizer_fingerprint: str | None
     """None: not known."""
     checksum: int
-    """Of its list of tensors."""
+    """Checksum of its list of tensors."""
     described: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its model in the file of --export-kd-teacher-model-config, by name."""
 

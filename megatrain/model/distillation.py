@@ -20,12 +20,14 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.model.functions import weight_of
 from megatrain.model.head import Head
+from megatrain.model.layer_context import LayerRanks
 from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -76,7 +78,7 @@ class KeptLayer(nn.Module):
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """What a teacher computes of a micro-batch on this rank."""
+    """Outputs of a teacher for a micro-batch on this rank."""
 
     normed: Tensor
     """Output of its final norm, [s/tp, b, h]."""
@@ -103,18 +105,16 @@ class Distillation:
     layer_weight: Tensor | float = 1.0
     """Factor on the mean of the layer pairs, which the head's forward pass computes before their backward passes."""
 
-    def matched(
-        self,
-        layer: nn.Module,
-        number: int,
-        width: int,
-        init_std: float,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def head(self, *arguments: Any) -> Head:
+        """Return the last segment of the student."""
+        return DistilledHead(*arguments, distillation=self)
+
+    def layer(self, number: int, layer: nn.Module, spec: ModelSpec, ranks: LayerRanks) -> nn.Module:
         """Return a layer of the student with the losses of its pairs, if it has some."""
         pairs = [k for k, pair in enumerate(self.spec.pairs) if pair.student == number]
-        losses = [PairLoss(self, k, width, init_std, tp, dtype) for k in pairs]
+        losses = [
+            PairLoss(self, k, spec.hidden_size, spec.init_std, ranks.split.tp, ranks.dtype) for k in pairs
+        ]
         return MatchedLayer(layer, losses) if losses else layer
 
 

@@ -29,7 +29,7 @@ from megatrain.config.subjects.resume import adapted_settings
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.storage.disk import Disk
-from megatrain.training.distillation import RunTeacher
+from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener

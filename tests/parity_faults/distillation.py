@@ -16,8 +16,8 @@ from megatrain.model import distillation as losses
 from megatrain.model.distillation import Divergence, PairLoss
 from megatrain.parallel.batch import PassInfo
 from megatrain.tools.parity.runs.program import Patch
-from megatrain.training import distillation
-from megatrain.training.distillation import RunTeacher
+from megatrain.training.distillation import teacher as distillation
+from megatrain.training.distillation.teacher import RunTeacher
 
 
 def _with_dropout() -> AbstractContextManager[Any]:

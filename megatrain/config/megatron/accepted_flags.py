@@ -175,14 +175,6 @@ ACCEPTED_FLAGS: Final = (
         "--overlap-p2p-communication-warmup-flush",
     ),
     accepted("process groups use only the backend of --distributed-backend", "--disable-gloo-process-groups"),
-    accepted(
-        "--export-kd-teacher-load recognises checkpoints by their files",
-        "--export-kd-teacher-ckpt-format=*",
-    ),
-    accepted(
-        "there is one model definition, which all checkpoints load into",
-        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel",
-    ),
     accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
     accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),
     # Data and tokenizers

@@ -31,7 +31,7 @@ class DistillationSpec:
 
     teacher: ModelSpec
     path: str
-    """Of its checkpoint, or hf:FOLDER."""
+    """Folder of its checkpoint, or hf:FOLDER."""
     is_reversed: bool
     """KL(student || teacher) in place of KL(teacher || student)."""
     temperature: float

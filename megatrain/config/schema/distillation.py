@@ -48,10 +48,10 @@ class DistillationConfig(Section, on_resume=SAFE):
         above=0,
         needs=(on(_TEACHER), off("distillation.kd_skip_lm_loss"), off("distillation.kd_balance_losses")),
     )
-    """Weight of the teacher's losses beside the language-model loss."""
+    """Weight of the teacher's losses, added to the language-model loss."""
     kd_layer_loss_scale: float = setting(
         1.0, above=0, needs=(on(_TEACHER), off("distillation.kd_balance_losses"))
     )
-    """Weight of the mean loss of --kd-layer-pairs beside the loss of the logits. Not in Megatron-LM."""
+    """Weight of the mean loss of --kd-layer-pairs, added to the loss of the logits. Not in Megatron-LM."""
     kd_layer_pairs: tuple[str, ...] = setting((), needs=on(_TEACHER))
     """Outputs to match, as STUDENT:TEACHER:LOSS with numbers of layers (from 0) or `final` for the final norm, and cosine or mse: 3:7:cosine final:final. Other widths are projected. Not in Megatron-LM."""

@@ -94,7 +94,7 @@ def _own_manifest(path: Path) -> Manifest:
 def _described(path: str, request: Request) -> dict[str, Any]:
     """Return the settings that a file about the teacher gives."""
     file = request.known("distillation.export_kd_teacher_model_config")
-    beside = Path(path.removeprefix(HF_PREFIX)) / _MODEL_CONFIG
-    if file is None and beside.is_file():
-        file = str(beside)
+    default = Path(path.removeprefix(HF_PREFIX)) / _MODEL_CONFIG
+    if file is None and default.is_file():
+        file = str(default)
     return {} if file is None else teacher_settings(file)

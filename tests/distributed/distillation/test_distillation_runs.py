@@ -16,7 +16,7 @@ from transformers_reference import TRAINING, global_batches
 
 from megatrain.tools.worker_pool import WorkerPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
 STUDENT = [*MODEL, *"--num-layers 2 --hidden-size 16 --train-iters 6 --eval-iters 0 --log-interval 1".split()]
 """Of half the depth and width of `MODEL`."""

@@ -52,7 +52,7 @@ class _Parts:
         self.last = TeacherHead(*arguments)
         return self.last
 
-    def layer(self, number: int, layer: nn.Module) -> nn.Module:
+    def layer(self, number: int, layer: nn.Module, *_: Any) -> nn.Module:
         if number not in self.wanted:
             return layer
         self.kept[number] = KeptLayer(layer)
@@ -88,7 +88,7 @@ class RunTeacher:
             communication=ExpertCommunication(dispatcher=communication.dispatcher),
             placement=Placement(parallel.pipeline_model_parallel_size),
             stages=layer_ranges(spec.stages),
-            teacher_parts=self.parts,
+            others=self.parts,
         )
         self.buffers = allocate_buffers(
             self.model.registry,

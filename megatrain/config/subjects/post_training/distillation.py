@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatrain.config.subjects.model_spec import describe_model
 from megatrain.config.subjects.pipeline import balanced_split
 
 FLAG = "--export-kd-teacher-load"
+_TP = "--tensor-model-parallel-size"
 
 
 @derives("derived.distillation")
@@ -148,9 +150,10 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
     if facts is None:
         return
     teacher, parallel, data = _teacher(draft), draft.config.parallel, draft.config.data
-    for size, flag, ranks in _indivisible(draft, teacher):
+    for size, count, flag, ranks in _indivisible(draft, teacher):
         yield Problem(
-            f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}", f"use a smaller {flag}"
+            f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}",
+            f"use {flag} {math.gcd(count, ranks)}",
         )
         return
     has_experts = any(layer.experts is not None for layer in teacher.layers)
@@ -160,11 +163,13 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
             f" {parallel.tensor_model_parallel_size} supports with --sequence-parallel alone",
             "add --sequence-parallel",
         )
-    if _copies(teacher, parallel.tensor_model_parallel_size) != draft.derived.kv_copies:
+    tp = parallel.tensor_model_parallel_size
+    if max(1, tp // _fewest_groups(teacher)) != draft.derived.kv_copies:
+        fewest = [_fewest_groups(spec) for spec in (teacher, draft.derived.model_spec)]
         yield Problem(
-            f"{FLAG} {facts.path}: its keys and values would have other copies over --tensor-model-parallel-size"
-            f" {parallel.tensor_model_parallel_size} than the model's",
-            "use a --tensor-model-parallel-size that divides the query groups of both",
+            f"{FLAG} {facts.path} has at least {fewest[0]} query groups a layer, and the model {fewest[1]}: over"
+            f" --tensor-model-parallel-size {tp} they would have other copies of keys and values",
+            f"use --tensor-model-parallel-size {math.gcd(tp, *fewest)}",
         )
     if len(teacher.layers) < parallel.pipeline_model_parallel_size:
         yield Problem(
@@ -181,34 +186,31 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
     if needs_whole and (parallel.context_parallel_size > 1 or data.has_documents):
         yield Problem(
             f"{FLAG} {facts.path} has layers that pass no state between context ranks and over documents",
-            "use --context-parallel-size 1 and whole samples",
+            "use --context-parallel-size 1 without --reset-attention-mask, --dataloader-inter-document-masking and --sft",
         )
 
 
-def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, str, int]]:
-    """Yield the sizes of the teacher that do not divide, with the flag of the ranks and their number."""
+def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, int, str, int]]:
+    """Yield the sizes of the teacher that do not divide: in words, the number, the flag of the ranks and their number."""
     parallel, etp = draft.config.parallel, draft.derived.expert_tensor_parallel_size
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     for layer in teacher.layers:
-        if layer.experts is not None and layer.experts.num_experts % ep:
-            yield f"{layer.experts.num_experts} experts", "--expert-model-parallel-size", ep
+        count = ep if layer.experts is None else layer.experts.num_experts
+        if count % ep:
+            yield f"{count} experts", count, "--expert-model-parallel-size", ep
         for linear in layer.linears(teacher.hidden_size):
-            flag, ranks = (
-                ("--expert-tensor-parallel-size", etp)
-                if linear.num_experts
-                else ("--tensor-model-parallel-size", tp)
-            )
+            flag, ranks = ("--expert-tensor-parallel-size", etp) if linear.num_experts else (_TP, tp)
             for piece in linear.pieces if linear.split == "outputs" else ():
                 if not piece.divides_over(ranks):
-                    yield f"{piece.count} {piece.unit if piece.heads else 'columns'}", flag, ranks
+                    unit = piece.unit if piece.heads else "columns"
+                    yield f"{piece.count} {unit}", piece.count, flag, ranks
             if linear.split == "inputs" and linear.inputs % ranks:
-                yield f"{linear.inputs} inputs of {linear.weight}", flag, ranks
+                yield f"{linear.inputs} inputs of {linear.weight}", linear.inputs, flag, ranks
 
 
-def _copies(teacher: ModelSpec, tp: int) -> int:
-    groups = [layer.attention.num_query_groups for layer in teacher.layers if layer.attention is not None]
-    fewest = min(groups, default=tp)
-    return max(1, tp // fewest)
+def _fewest_groups(spec: ModelSpec) -> int:
+    groups = [layer.attention.num_query_groups for layer in spec.layers if layer.attention is not None]
+    return min(groups, default=1 << 30)
 
 
 @rule
@@ -223,20 +225,20 @@ def layer_pairs_exist(draft: Draft) -> Problems:
         if pair is None:
             yield Problem(
                 f"--kd-layer-pairs {word} is not of the form STUDENT:TEACHER:LOSS",
-                "write numbers of layers from 0, or final, and cosine or mse, such as 3:7:cosine or final:final",
+                "use --kd-layer-pairs final:final:cosine, or numbers of layers from 0 in place of final, and mse",
             )
             continue
         for whose, number, spec in (("model", pair.student, student), ("teacher", pair.teacher, teacher)):
             if number is not None and number >= len(spec.layers):
                 yield Problem(
                     f"--kd-layer-pairs {word}: the {whose} has layers 0 to {len(spec.layers) - 1}",
-                    f"name one of them in place of {number}",
+                    f"use --kd-layer-pairs {word.replace(str(number), str(len(spec.layers) - 1))}",
                 )
         if pp > 1 and pair != LayerPair(None, None, pair.loss):
             yield Problem(
                 f"--kd-layer-pairs {word} is not supported together with --pipeline-model-parallel-size {pp}: both layers"
                 " may be on different ranks",
-                "use --pipeline-model-parallel-size 1, or final:final",
+                f"use --pipeline-model-parallel-size 1, or --kd-layer-pairs final:final:{pair.loss}",
             )
 
 
