@@ -10,9 +10,9 @@ with the divisor of the cross-entropy. Evaluation computes none of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.kernels.cross_entropy import chunk_rows
+from megatrain.kernels.cross_entropy import chunk_rows, cross_entropy_backward
 from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
@@ -33,7 +33,13 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ShardedModule
-from megatrain.parallel.tensor_parallel import TensorParallel, VocabShard, vocab_parallel_cross_entropy
+from megatrain.parallel.tensor_parallel import (
+    TensorParallel,
+    TokenLosses,
+    VocabShard,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits_gradient,
+)
 
 PROJECTION_PREFIX = "distillation."
 _PART_BYTES = 1 << 28
@@ -51,6 +57,11 @@ class TeacherHead(Head):
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
         self.found[info.microbatch] = self._normed(hidden, info)
         return hidden.new_zeros(())
+
+    @property
+    def vocab(self) -> VocabShard:
+        """This rank's part of the vocabulary."""
+        return VocabShard(self.tp.group, self._output().weight.shape[0], self.vocab_size)
 
     def rows(self, normed: Tensor, info: PassInfo) -> Tensor:
         """Return the input of the output layer, [t, h]."""
@@ -86,6 +97,26 @@ class TeacherOutputs:
     """Outputs of layers that pairs name, by their number, [s/tp, b, h]."""
 
 
+class TopTargets(NamedTuple):
+    """The k most likely tokens of a teacher for each of this rank's t tokens, in order [s, b]."""
+
+    ids: Tensor
+    """int64 [t, k]."""
+    log_probabilities: Tensor
+    """[t, k]."""
+    log_rest: Tensor
+    """Log of the probability of all other tokens, [t]."""
+    is_right: Tensor
+    """False for tokens of a sample with other tokens than those that the teacher has seen, bool [t]."""
+
+
+class CachedTeacher(Protocol):
+    """Outputs that a teacher has computed before."""
+
+    def targets(self, batch: Batch, info: PassInfo) -> TopTargets:
+        """Return those of the micro-batch of this pass."""
+
+
 class Teacher(Protocol):
     """A model whose outputs are matched."""
 
@@ -100,8 +131,10 @@ class Distillation:
     """The teacher of a rank and the weights of losses of the micro-batch in flight."""
 
     spec: DistillationSpec
-    teacher: Teacher
+    teacher: Teacher | None
     cp: RankGroup
+    cached: CachedTeacher | None = None
+    """In place of a teacher."""
     layer_weight: Tensor | float = 1.0
     """Factor on the mean of the layer pairs, which the head's forward pass computes before their backward passes."""
 
@@ -137,7 +170,7 @@ class PairLoss(ShardedModule):
     ) -> None:
         super().__init__()
         self.distillation, self.number, self.tp = distillation, number, tp
-        wide = distillation.spec.teacher.hidden_size
+        wide = distillation.spec.model.hidden_size
         if wide != width:
             name = f"{PROJECTION_PREFIX}{number}.projection.weight"
             self.add_weight(
@@ -150,6 +183,7 @@ class PairLoss(ShardedModule):
 
     def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Return the scaled loss of the output x [s/tp, b, h], without the weight of pairs; write its sum to `info.sums`."""
+        assert self.distillation.teacher is not None, "a rule: cached outputs have no layers"
         outputs = self.distillation.teacher.outputs(batch, info)
         target = outputs.normed if self.pair.teacher is None else outputs.layers[self.pair.teacher]
         losses = self._losses(x, target)
@@ -231,12 +265,19 @@ class DistilledHead(Head):
 
     def _further_loss(
         self, normed: Tensor, x: Tensor, token_scale: Tensor, batch: Batch, info: PassInfo
-    ) -> Divergence | None:
+    ) -> Divergence | CachedDivergence | None:
         """Return the divergence of the logits for training; scales the cross-entropy to its weight."""
         if not info.is_training:
             return None
-        outputs, head = self.distillation.teacher.outputs(batch, info), self.distillation.teacher.head
         vocab = VocabShard(self.tp.group, self._output().weight.shape[0], self.vocab_size)
+        if self.distillation.cached is not None:
+            targets = self.distillation.cached.targets(batch, info)
+            scale = token_scale * self.distillation.spec.kd_weight
+            self._divergence = CachedDivergence(targets, vocab, scale)
+            token_scale *= self.distillation.spec.lm_weight
+            return self._divergence
+        assert self.distillation.teacher is not None
+        outputs, head = self.distillation.teacher.outputs(batch, info), self.distillation.teacher.head
         with torch.no_grad():
             rows = head.rows(outputs.normed, info)
         self._divergence = Divergence(self.distillation.spec, head, rows, vocab, token_scale.clone())
@@ -292,7 +333,16 @@ class Divergence:
         self.spec, self.head, self.rows, self.vocab, self.scale = spec, head, rows, vocab, scale
         self.losses = torch.empty_like(scale)
 
-    def __call__(self, logits: Tensor, chunk: slice) -> Tensor:
+    def begin(self, logits: Tensor, chunk: slice, factor: float) -> Callable[..., Tensor]:
+        """Note the losses of a chunk; return `vocab_parallel_logits_gradient` with the divergence's, times a factor, added."""
+        own = self.gradient(logits, chunk).mul_(factor)
+
+        def with_divergence(known: TokenLosses, *arguments: Any, **named: Any) -> Tensor:
+            return vocab_parallel_logits_gradient(known, *arguments, **named).add_(own)
+
+        return with_divergence
+
+    def gradient(self, logits: Tensor, chunk: slice) -> Tensor:
         """Return the gradient with respect to a chunk's logits, [t, v/tp] in their dtype, and note its losses."""
         gradient = torch.empty_like(logits)
         for part, rows in self._parts(chunk, len(logits)):
@@ -334,6 +384,66 @@ class Divergence:
         losses, log_sums = divergences(sums, largest, is_reversed=spec.is_reversed)
         self.losses[rows] = losses * spec.temperature**2
         return student, teacher, log_sums
+
+
+class CachedDivergence:
+    """KL(teacher || student) over the teacher's k most likely tokens and all others as one outcome.
+
+    The gradient is that of the cross-entropy with other factors, plus k numbers a token: it costs no pass over the logits.
+
+    Args:
+        scale: factor of each token's divergence in the trained loss, [t].
+    """
+
+    def __init__(self, targets: TopTargets, vocab: VocabShard, scale: Tensor) -> None:
+        self.targets, self.vocab, self.scale = targets, vocab, scale
+        self.losses = torch.empty_like(scale)
+
+    def begin(self, logits: Tensor, chunk: slice, factor: float) -> Callable[..., Tensor]:
+        """Return `vocab_parallel_logits_gradient` with the divergence's, times a factor, added; note losses when it runs."""
+        rows = slice(chunk.start, chunk.start + len(logits))
+        local = self.targets.ids[rows] - self.vocab.first
+        is_here = (local >= 0) & (local < self.vocab.rows)
+        columns = local.clamp(0, self.vocab.rows - 1)
+        top = logits.gather(1, columns).to(self.losses.dtype)
+        scale = self.scale[rows] * factor
+
+        def gradient(
+            known: TokenLosses,
+            token_scale: Tensor,
+            vocab: VocabShard,
+            dtype: torch.dtype,
+            *,
+            z_loss_coeff: float = 0.0,
+        ) -> Tensor:
+            of_top, of_rest = self._outcomes(top - known.log_sums[:, None], is_here, rows)
+            token_softmax = token_scale * (1 + 2 * z_loss_coeff * known.log_sums)
+            softmax_scale, stats = token_softmax + scale * (1 - of_rest), known.stats
+            found = cross_entropy_backward(
+                stats, known.log_sums, known.columns, softmax_scale, token_scale, vocab.num_real, dtype
+            )
+            return found.scatter_add_(
+                1, columns, (of_top * scale[:, None]).masked_fill(~is_here, 0).to(dtype)
+            )
+
+        return gradient
+
+    def _outcomes(self, log_top: Tensor, is_here: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Note the losses; return what each top token's gradient has besides (1 - rest) * p, [t, k], and rest = r_t / r_s, [t]."""
+        targets = self.targets
+        teacher = targets.log_probabilities[rows].to(log_top.dtype)
+        log_rest = targets.log_rest[rows].to(log_top.dtype)
+        p_top, p_teacher = log_top.exp().masked_fill(~is_here, 0), teacher.exp()
+        differences = (p_teacher * (teacher - log_top)).masked_fill(~is_here, 0)
+        sums = all_reduce(torch.stack((p_top.sum(1), differences.sum(1))), self.vocab.group)
+        smallest = torch.finfo(log_top.dtype).eps
+        of_student, of_teacher = (1 - sums[0]).clamp(min=smallest), log_rest.exp()
+        of_rest = of_teacher * (log_rest.clamp(min=-100) - of_student.log())
+        losses = sums[1] + torch.where(of_teacher > 0, of_rest, torch.zeros_like(of_rest))
+        is_right = targets.is_right[rows]
+        self.losses[rows] = torch.where(is_right, losses, torch.inf)
+        ratio = torch.where(is_right, of_teacher / of_student, torch.inf)
+        return p_top * ratio[:, None] - p_teacher, ratio
 
 
 def _scale(batch: Batch, info: PassInfo, kind: torch.dtype) -> Tensor | float:

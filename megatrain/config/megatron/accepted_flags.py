@@ -175,6 +175,10 @@ ACCEPTED_FLAGS: Final = (
         "--overlap-p2p-communication-warmup-flush",
     ),
     accepted("process groups use only the backend of --distributed-backend", "--disable-gloo-process-groups"),
+    accepted(
+        "the head maps the files of a teacher's outputs into memory, and reads the records of its micro-batch",
+        "--logits-load-decode-threads=* --logits-load-prefetch-factor=* --logits-load-msc-prefetch-depth=*",
+    ),
     accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
     accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),
     # Data and tokenizers

@@ -159,8 +159,8 @@ def _memory(found: DryRun) -> Iterator[str]:
 
 
 def _teacher_memory(found: DryRun) -> Iterator[str]:
-    if found.plan.derived.distillation is not None:
-        most = max(stage.held.teacher for stage in found.memory)
+    most = max(stage.held.teacher for stage in found.memory)
+    if most:
         yield f"  total includes the weights of the teacher, up to {gigabytes(most)} GB"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,20 +12,22 @@ from typing import Any
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.distillation import parse_pair
 from megatrain.config.errors import Problem
-from megatrain.config.facts import TeacherFacts
+from megatrain.config.facts import Facts, TeacherFacts
 from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan import Derived, DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
+from megatrain.config.schema.distillation import DistillationConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import is_same_tokenizer
+from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.attention_kernel import attention_backend
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.config.subjects.pipeline import balanced_split
 
-FLAG = "--export-kd-teacher-load"
+FLAG, CACHE = "--export-kd-teacher-load", "--logits-load-dir"
 _TP = "--tensor-model-parallel-size"
 
 
@@ -31,10 +35,12 @@ _TP = "--tensor-model-parallel-size"
 def distillation(draft: Draft) -> DerivedValue:
     """Derive the teacher and its losses. Rules report what does not fit."""
     config, settings = draft.config, draft.config.distillation
-    if settings.export_kd_teacher_load is None:
+    if settings.export_kd_teacher_load is None and settings.logits_load_dir is None:
         return DerivedValue(None, f"{FLAG} is not given")
     if config.training.only_evaluates:
         return DerivedValue(None, "evaluations have no teacher")
+    if settings.export_kd_teacher_load is None:
+        return DerivedValue(_cached(settings), CACHE)
     teacher = _teacher(draft)
     pairs = tuple(filter(None, map(parse_pair, settings.kd_layer_pairs)))
     is_mixed = not settings.kd_skip_lm_loss
@@ -52,6 +58,76 @@ def distillation(draft: Draft) -> DerivedValue:
         stages=_stages(draft, teacher),
     )
     return DerivedValue(spec, FLAG)
+
+
+def _cached(settings: DistillationConfig) -> DistillationSpec:
+    """Return the losses against cached outputs."""
+    alpha = settings.logits_load_kd_loss_alpha
+    return DistillationSpec(
+        teacher=None,
+        path=str(settings.logits_load_dir),
+        is_reversed=False,
+        temperature=1.0,
+        lm_weight=1 - alpha,
+        kd_weight=alpha,
+        layer_weight=1.0,
+        is_balanced=False,
+        pairs=(),
+    )
+
+
+def samples_digest(config: Config, derived: Derived, facts: Facts) -> str:
+    """Return a digest of the training samples and their order."""
+    data, names = (
+        config.data,
+        ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "sft"),
+    )
+    datasets = [one for one in facts.datasets if one.split in ("all", "train")]
+    parts = (
+        [(one.digest, one.weight, one.from_iteration) for one in datasets],
+        [getattr(data, name) for name in ("mock_data", "split", "seq_length", *names)],
+        config.training.seed,
+        derived.train_plan,
+        derived.train_start,
+        [vars(phase) for phase in derived.later_phases],
+        facts.digests.get("data.dataset"),
+    )
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@rule
+def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
+    folder, stored = draft.config.distillation.logits_load_dir, draft.facts.cached_logits
+    if folder is None or draft.config.training.only_evaluates:
+        return
+    if not stored:
+        raise UnresolvedError  # `data_problems` has the reason
+    length, vocab_size, own = (
+        draft.config.data.seq_length,
+        draft.derived.vocab_size,
+        draft.facts.tokenizer_fingerprint,
+    )
+    remedy = "write another folder with `megatrain cache-logits` and the flags of this run, or use those of the folder"
+    if stored["vocab_size"] != vocab_size:
+        yield Problem(
+            f"{CACHE} {folder} is for {stored['vocab_size']} tokens, and the run has {vocab_size}", remedy
+        )
+    elif stored["seq_length"] != length:
+        yield Problem(
+            f"{CACHE} {folder} has samples of {stored['seq_length']} tokens, and --seq-length is {length}",
+            remedy,
+        )
+    elif None not in (own, stored["tokenizer_fingerprint"]) and not is_same_tokenizer(
+        own, stored["tokenizer_fingerprint"]
+    ):
+        yield Problem(f"{CACHE} {folder} is for another tokenizer than that of the run", remedy)
+    elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
+        yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
+    elif stored["num_samples"] < draft.derived.train_samples:
+        yield Problem(
+            f"{CACHE} {folder} has the outputs for {stored['num_samples']} samples, and the run reads {draft.derived.train_samples}",
+            remedy,
+        )
 
 
 def _facts(draft: Draft) -> TeacherFacts:
@@ -252,4 +328,9 @@ def _given(draft: Draft) -> TeacherFacts | None:
 def teacher_is_frozen(draft: Draft) -> Notes:
     spec = draft.derived.distillation
     if spec is not None:
-        yield f"{FLAG}: {spec}; it computes in {draft.config.precision.params_dtype}, without gradients"
+        how = (
+            f"; it computes in {draft.config.precision.params_dtype}, without gradients"
+            if spec.teacher
+            else ""
+        )
+        yield f"{FLAG if spec.teacher else CACHE}: {spec}{how}"
