@@ -24,6 +24,7 @@ from megatrain.checkpoint.local.nodes import Node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
+from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, LoadTarget
 from megatrain.parallel.grid import RankGrid
@@ -229,6 +230,7 @@ def check_no_unused_tensors(
         name for number, name in enumerate(sorted(reader.manifest.tensors)) if not together >> number & 1
     ]
     unused = unused if adaptation is None else adaptation.unused(unused)
+    unused = [name for name in unused if not name.startswith(PROJECTION_PREFIX)]  # serve a distillation alone
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
+from megatrain.config.model_spec.distillation import PROJECTION_PREFIX, DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.cross_entropy import chunk_rows, cross_entropy_backward
 from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
@@ -41,7 +41,6 @@ from megatrain.parallel.tensor_parallel import (
     vocab_parallel_logits_gradient,
 )
 
-PROJECTION_PREFIX = "distillation."
 _PART_BYTES = 1 << 28
 """Most bytes of a tensor of logits in the accumulation dtype; five live at a time."""
 

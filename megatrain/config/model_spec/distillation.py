@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatrain.config.model_spec.model import ModelSpec
+
+PROJECTION_PREFIX: Final = "distillation."
+"""Start of the names of projections, which serve the training alone: the model does not read them."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class MegatronExport:
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
         self._params_dtype = _dtype(self._manifest.config["precision"])
-        shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self._manifest.model_tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
         self.padded_vocab_size = max(model.padded_vocab_size or 0, vocab_size)
         try:

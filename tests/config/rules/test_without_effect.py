@@ -46,6 +46,7 @@ CASES = [
     ("--linear-attention-freq 4", "", ("--linear-attention-freq 4", "--experimental-attention-variant")),
     ("--export-kd-cfg a.yaml --kd-temperature 2", "",
      ("--export-kd-cfg a.yaml", "--kd-temperature 2", "have no effect", "without --export-kd-teacher-load")),
+    ("--logits-load-kd-loss-alpha 0.5", "", ("--logits-load-kd-loss-alpha 0.5 has no effect without --logits-load-dir",)),
     ("--kd-loss-scale 2 --kd-layer-loss-scale 3", "",
      ("--kd-loss-scale 2.0 has no effect with --kd-skip-lm-loss",
       "--kd-loss-scale 2.0, --kd-layer-loss-scale 3.0 have no effect with --kd-balance-losses")),
