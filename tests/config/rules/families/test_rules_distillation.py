@@ -1,12 +1,16 @@
 """Rules about distillation: each fires before a model is loaded, names its flags and a remedy."""
 
 import dataclasses
+import runpy
+from pathlib import Path
 
 import pytest
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.facts import TeacherFacts
+from megatrain.config.subjects.post_training.distillation import samples_digest
 
+arguments = runpy.run_path(str(Path(__file__).parents[2] / "conftest.py"))["arguments"]
 MODEL = (
     "--num-layers 3 --hidden-size 96 --num-attention-heads 6 --group-query-attention --num-query-groups 6 --seq-length 128 --lr 1e-3"
     " --micro-batch-size 2 --train-iters 10 --mock-data --vocab-size 100 --swiglu --position-embedding-type rope"
@@ -25,7 +29,17 @@ def teacher(
     return Facts(world_size=world_size, teacher=facts, tokenizer_fingerprint=fingerprint)
 
 
-KD = "--export-kd-teacher-load t"
+def cached(fingerprint: str | None = None, **changed: object) -> Facts:
+    """Return facts with outputs for the samples of the working run with 128 tokens."""
+    plan = resolve(parse(arguments("", "")), Facts())
+    stored = {
+        "seq_length": 128, "vocab_size": 100, "num_samples": 20, "tokenizer_fingerprint": "a",
+        "data_digest": samples_digest(plan.config, plan.derived, Facts()),
+    }  # fmt: skip
+    return Facts(cached_logits=stored | changed, tokenizer_fingerprint=fingerprint)
+
+
+KD, CACHE = "--export-kd-teacher-load t", "--logits-load-dir c"
 TP = "--tensor-model-parallel-size"
 LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings 128"
 CASES = {
@@ -50,6 +64,13 @@ CASES = {
         (f"{KD} --context-parallel-size 2", "", teacher(
             "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2"
             " --linear-num-value-heads 2", world_size=2), ("no state",), ("--context-parallel-size 1",)),
+    ],
+    "cached_outputs_are_of_this_run": [
+        (CACHE, "", cached(vocab_size=101), ("for 101 tokens", "100"), ("cache-logits",)),
+        (CACHE, "", cached(seq_length=64), ("64 tokens", "--seq-length is 128"), ("cache-logits",)),
+        (CACHE, "", cached(fingerprint="b"), ("another tokenizer",), ("cache-logits",)),
+        (f"{CACHE} --seed 7", "", cached(), ("other samples",), ("cache-logits",)),
+        (CACHE, "", cached(num_samples=19), ("19 samples", "reads 20"), ("cache-logits",)),
     ],
     "layer_pairs_exist": [
         (f"{KD} --kd-layer-pairs 4:0:mse", "", teacher(), ("the model has layers 0 to 3",), ("--kd-layer-pairs 3:0:mse",)),
@@ -102,3 +123,9 @@ def test_a_teacher_is_split_by_its_own_cost(plan_of):
     own = plan_of(facts=Facts()).derived.flops_per_iteration
     alone = plan.derived.distillation.teacher.training_flops(num_tokens=256, sum_of_squared_lengths=256 * 128)
     assert plan.derived.flops_per_iteration == own + alone // 3
+
+
+def test_cached_outputs_of_this_run_start(plan_of):
+    spec = plan_of(f"{CACHE} --logits-load-kd-loss-alpha 0.7", facts=cached()).derived.distillation
+    assert (spec.teacher, spec.kd_weight, spec.needs_balance) == (None, 0.7, False)
+    assert spec.lm_weight == pytest.approx(0.3)
