@@ -26,7 +26,7 @@ from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, Tens
 from megatrain.config.errors import NoCheckpointError
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import WEIGHT, LoadTarget
+from megatrain.optim.sharded import WEIGHT, LoadTarget, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
@@ -87,6 +87,7 @@ def load_checkpoint(
         try:
             if local is not None and candidate.path.parent == local and candidate.problem is None:
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
+                assert isinstance(optimizer, ShardedOptimizer), "a run has local checkpoints"
                 with _as_damaged():
                     node = node or find_node(local, grid)
                 manifest, copied = _load_local(candidate.path, node, optimizer, grid, kinds, load)
@@ -126,7 +127,7 @@ def _nothing_intact(
 def _load_local(
     path: Path,
     node: Node,
-    optimizer: LoadTarget,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     kinds: Sequence[str],
     load: Callable[[], Manifest],

@@ -119,7 +119,9 @@ class CachedTeacher(Protocol):
 class Teacher(Protocol):
     """A model whose outputs are matched."""
 
-    head: TeacherHead
+    @property
+    def head(self) -> TeacherHead:
+        """Its last segment, on the rank that has it."""
 
     def outputs(self, batch: Batch, info: PassInfo) -> TeacherOutputs:
         """Return the outputs of the micro-batch of this pass; computes them if they are not known."""
@@ -136,6 +138,11 @@ class Distillation:
     """In place of a teacher."""
     layer_weight: Tensor | float = 1.0
     """Factor on the mean of the layer pairs, which the head's forward pass computes before their backward passes."""
+
+    @property
+    def sum_names(self) -> list[str]:
+        """Names of the sums of losses that the student writes to `PassInfo.sums`."""
+        return ["kd_loss", *(f"kd_pair_{k}" for k in range(len(self.spec.pairs)))]
 
     def head(self, *arguments: Any) -> Head:
         """Return the last segment of the student."""
@@ -199,7 +206,8 @@ class PairLoss(ShardedModule):
     def _losses(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each token, [s/tp, b]."""
         if hasattr(self, "projection"):
-            x = F.linear(x.to(self.projection.dtype), weight_of(self, "projection"))
+            weight = weight_of(self, "projection")
+            x = F.linear(x.to(weight.dtype), weight)
         kind = accumulation_dtype(x.dtype)
         x, target = x.to(kind), target.detach().to(kind)
         if self.pair.loss == "cosine":
@@ -246,6 +254,8 @@ class DistilledHead(Head):
     def __init__(self, *arguments: Any, distillation: Distillation) -> None:
         super().__init__(*arguments)
         self.distillation = distillation
+        self._divergence: Divergence | CachedDivergence | None = None
+        self._of_pairs: Tensor | float = 0.0
         spec, width = arguments[4], arguments[4].hidden_size
         finals = [number for number, pair in enumerate(distillation.spec.pairs) if pair.student is None]
         self.final_losses = nn.ModuleList(
@@ -254,10 +264,10 @@ class DistilledHead(Head):
 
     def _loss(self, hidden: Tensor, batch: Batch, info: PassInfo, depth: int) -> Tensor:
         """Return the scaled loss of a depth; add `kd_loss` and `kd_pair_0` ... to `info.sums` for the model's own."""
-        self._of_pairs: Tensor | float = 0.0
         loss = super()._loss(hidden, batch, info, depth)
         if depth or not info.is_training:
             return loss
+        assert self._divergence is not None, "`_further_loss` has set it"
         info.sums["kd_loss"] = (self._divergence.losses * batch.loss_mask.t().flatten()).sum()
         of_pairs, self._of_pairs, self._divergence = self._of_pairs, 0.0, None
         return loss + of_pairs
@@ -279,22 +289,24 @@ class DistilledHead(Head):
         outputs, head = self.distillation.teacher.outputs(batch, info), self.distillation.teacher.head
         with torch.no_grad():
             rows = head.rows(outputs.normed, info)
-        self._divergence = Divergence(self.distillation.spec, head, rows, vocab, token_scale.clone())
+        divergence = Divergence(self.distillation.spec, head, rows, vocab, token_scale.clone())
         of_pairs = [loss(normed, batch, info) for loss in self.final_losses]
-        of_logits = self._weigh(x, token_scale, batch, info)
+        divergence.scale *= self._weigh(divergence, x, token_scale, batch, info)
         if of_pairs:
             self._of_pairs = sum(of_pairs[1:], of_pairs[0]) * self.distillation.layer_weight
-        self._divergence.scale *= of_logits
-        return self._divergence
+        self._divergence = divergence
+        return divergence
 
-    def _weigh(self, x: Tensor, token_scale: Tensor, batch: Batch, info: PassInfo) -> Tensor | float:
+    def _weigh(
+        self, divergence: Divergence, x: Tensor, token_scale: Tensor, batch: Batch, info: PassInfo
+    ) -> Tensor | float:
         """Return the weight of the divergence, having scaled the cross-entropy and set that of the pairs."""
         spec = self.distillation.spec
         token_scale *= spec.lm_weight
         if not spec.needs_balance:
             self.distillation.layer_weight = spec.kd_weight * spec.layer_weight
             return spec.kd_weight
-        lm, logits, pairs = self._mean_losses(x, batch, info).unbind()
+        lm, logits, pairs = self._mean_losses(divergence, x, batch, info).unbind()
         of_pairs = _ratio(logits, pairs) if spec.pairs else torch.zeros_like(logits)
         both = logits + of_pairs * pairs
         weight = _ratio(lm, both) if spec.lm_weight else torch.ones_like(lm)
@@ -302,9 +314,9 @@ class DistilledHead(Head):
         return weight
 
     @torch.no_grad()
-    def _mean_losses(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+    def _mean_losses(self, divergence: Divergence, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Return sums over the micro-batch: of cross-entropy, of divergence, and of the mean of the pairs, [3]."""
-        output, divergence = self._output(), self._divergence
+        output = self._output()
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         lm = torch.empty_like(divergence.losses)

@@ -371,9 +371,8 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean_losses(losses: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
-    if losses[0] is None:
-        return None
-    return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+    known = [one for one in losses if one is not None]
+    return {name: sum(one[name] for one in known) / len(known) for name in known[0]} if known else None
 
 
 def mean_times(interval: Sequence[dict[str, Any]]) -> dict[str, float]:

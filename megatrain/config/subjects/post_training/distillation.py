@@ -117,9 +117,7 @@ def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
             f"{CACHE} {folder} has samples of {stored['seq_length']} tokens, and --seq-length is {length}",
             remedy,
         )
-    elif None not in (own, stored["tokenizer_fingerprint"]) and not is_same_tokenizer(
-        own, stored["tokenizer_fingerprint"]
-    ):
+    elif not _is_same(own, stored["tokenizer_fingerprint"]):
         yield Problem(f"{CACHE} {folder} is for another tokenizer than that of the run", remedy)
     elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
         yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
@@ -211,9 +209,7 @@ def teacher_has_the_vocabulary(draft: Draft) -> Problems:
             f"{FLAG} {facts.path} has {facts.num_rows} tokens, and the run has {size}",
             "use the tokenizer of the teacher, or a teacher with the tokenizer of the run",
         )
-    elif None not in (own, facts.tokenizer_fingerprint) and not is_same_tokenizer(
-        own, facts.tokenizer_fingerprint
-    ):
+    elif not _is_same(own, facts.tokenizer_fingerprint):
         yield Problem(
             f"{FLAG} {facts.path} was trained with another tokenizer than the one of the run",
             "use the tokenizer of the teacher",
@@ -316,6 +312,11 @@ def layer_pairs_exist(draft: Draft) -> Problems:
                 " may be on different ranks",
                 f"use --pipeline-model-parallel-size 1, or --kd-layer-pairs final:final:{pair.loss}",
             )
+
+
+def _is_same(fingerprint: str | None, other: str | None) -> bool:
+    """Return whether two tokenizers are the same, as far as both are known."""
+    return fingerprint is None or other is None or is_same_tokenizer(fingerprint, other)
 
 
 def _given(draft: Draft) -> TeacherFacts | None:
