@@ -29,7 +29,7 @@ from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
@@ -232,8 +232,8 @@ class _StageBuilder:
             found.append(self._decoder_start([*earlier, *found]))
         found += layer_segments([self._layer(number) for number in of_decoder], self.recompute)
         if stage == self.mtp_stage:
-            for depth in range(self.spec.num_mtp_layers):
-                found.append(self._mtp_layer(depth, [*earlier, *found]))
+            for depths in self._depths_of_segments:
+                found.append(self._mtp_layer(depths, [*earlier, *found]))
         if stage == self.placement.num_stages - 1:
             found.append(self._head([*earlier, *found]))
         return found
@@ -300,13 +300,22 @@ class _StageBuilder:
             modules.append(self.builder_of(0).dropout(spec.hidden_dropout, f"{name}.hidden"))
         return Sequential(modules)
 
-    def _mtp_layer(self, depth: int, earlier: Sequence[nn.Module]) -> nn.Module:
-        """Build the segment of a depth of multi-token prediction; it is recomputed like a chunk of layers."""
-        spec, tp = self.spec, self.ranks.split.tp
-        number, embedding = len(spec.layers) + depth, _embedding_in(earlier)
+    @property
+    def _depths_of_segments(self) -> list[range]:
+        """Depths of multi-token prediction in each of its segments: all in one, if they share their weights."""
+        count = self.spec.num_depths
+        if self.spec.mtp is not None and self.spec.mtp.is_repeated:
+            return [range(count)]
+        return [range(depth, depth + 1) for depth in range(count)]
+
+    def _mtp_layer(self, depths: range, earlier: Sequence[nn.Module]) -> nn.Module:
+        """Build a segment of multi-token prediction; it is recomputed like a chunk of layers."""
+        spec, tp, depth = self.spec, self.ranks.split.tp, depths.start
+        size, embedding = len(spec.depth_layers), _embedding_in(earlier)
+        first = len(spec.layers) + depth * size
         layer = MtpLayer(
             spec,
-            depth,
+            depths,
             model_norm=self._final_norm(spec.stacks[-1].name) if depth == 0 else None,
             embedding=embedding
             or Embedding(
@@ -314,8 +323,8 @@ class _StageBuilder:
             ),
             owns_embedding=embedding is None,
             embedding_output=self._embedding_output(f"mtp.layers.{depth}.embedding"),
-            layer=self._layer(number),
-            builder=self.builder_of(number),
+            layers=[self._layer(number) for number in range(first, first + size)],
+            builder=self.builder_of(first),
             tp=tp,
             hidden_dtype=self.hidden_dtype,
         )
@@ -334,7 +343,8 @@ class _StageBuilder:
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
             transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
-            binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
+            binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
+            means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:

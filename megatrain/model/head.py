@@ -26,7 +26,7 @@ from megatrain.kernels.logit_scaling import LogitScaling
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import HeadParts, average_over_microbatch
+from megatrain.model.families.masked_lm import HeadParts
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -66,12 +66,12 @@ class Head(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
+        self.norm, self.transform, self.binary, self.means = norm, parts.transform, parts.binary, parts.means
         self.spec, self.has_memory = spec.head, spec.stacks[-1].memory is not None
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
-        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
+        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_depths if spec.mtp is not None else 0.0
         self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)
@@ -88,7 +88,7 @@ class Head(ShardedModule):
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
-        A next-sentence head adds `sop_loss`; see also `average_over_microbatch`. For accuracy, evaluation writes `labels` (number
+        A next-sentence head adds `sop_loss`; see also `MicrobatchMeans`. For accuracy, evaluation writes `labels` (number
         that count) and `hits` (number of those that have the largest logit).
         """
         if self.has_memory:
@@ -125,8 +125,8 @@ class Head(ShardedModule):
         info.sums[f"{prefix}tokens"] = mask.sum()
         if predictions is not None:
             info.sums |= {"hits": ((predictions == labels) * mask).sum(), "labels": mask.sum()}
-        if self.spec.averages_microbatches:
-            average_over_microbatch(batch, info)
+        if self.means is not None:
+            self.means.apply(batch, info)
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]
@@ -215,18 +215,16 @@ class _HeadLoss(Function):
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])
-            if bias is not None and bias.grad is not None:
-                add_column_sums(bias.grad, dlogits)
             if info.splits_backward:
                 kept.append((dlogits, x[chunk]))
             else:
-                accumulate_weight_gradient(weight_grad, dlogits, x[chunk])
+                _add_weight_gradients(weight_grad, bias, dlogits, x[chunk])
 
         rows = chunk_rows(x.shape[0], vocab.rows, x.element_size())
         for start in range(0, x.shape[0], rows):
             compute(slice(start, start + rows))
         ctx.save_for_backward(dx)
-        ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
+        ctx.weight_grad, ctx.bias, ctx.info, ctx.kept = weight_grad, bias, info, kept
         ctx.mark_non_differentiable(losses, z_losses)
         return losses, z_losses, ((losses + z_losses) * token_scale).sum()
 
@@ -234,10 +232,14 @@ class _HeadLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Without split backward the weight gradient is already computed, so a loss scaled after this would be wrong.
         (dx,) = ctx.saved_tensors
-        weight_grad, kept = ctx.weight_grad, ctx.kept
+        add, kept = partial(_add_weight_gradients, ctx.weight_grad, ctx.bias), ctx.kept
         ctx.kept = []
         for dlogits, x in kept:
-            ctx.info.compute_weight_gradient(
-                lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
-            )
+            ctx.info.compute_weight_gradient(partial(add, dlogits, x))
         return dx * grads[2].to(dx.dtype), *[None] * 12
+
+
+def _add_weight_gradients(weight_grad: Tensor, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
+    accumulate_weight_gradient(weight_grad, dlogits, x)
+    if bias is not None and bias.grad is not None:
+        add_column_sums(bias.grad, dlogits)

@@ -34,7 +34,7 @@ class Losses:
 def loss_names(model: Model) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
     spec, pairs = model.spec, [] if model.distillation is None else model.distillation.sum_names
-    depths = range(1, spec.num_mtp_layers + 1)
+    depths = range(1, spec.num_depths + 1)
     more = (*(["sop_loss"] if spec.head.is_binary else []), *(["z_loss"] if spec.z_loss_coeff else []))
     of_model = ("lm_loss", *more, *pairs, "tokens")
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 from megatrain.config import Config
 from megatrain.config.errors import ConfigError
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.data.samples.masked_dataset import BERT_WORDS, T5_WORDS, MaskedSamples
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 
 
 def masked_samples(config: Config) -> MaskedSamples | None:
-    """Return the kind of the samples; None: they are of a GPT.
+    """Return the kind of the samples; None: they are sequences of tokens.
 
     Raises:
         ConfigError: there is no data of sentences, or the tokenizer lacks a token that they need.
     """
     model, data = config.model, config.data
-    if model.model_family == "gpt":
+    if model.model_family not in MASKED_FAMILIES:
         return None
     if data.mock_data:
         raise ConfigError(

@@ -14,6 +14,7 @@ from parity_faults.families import FAMILY_FAULTS
 from parity_faults.fp8 import FP8_FAULTS
 from parity_faults.latent import LATENT_FAULTS
 from parity_faults.layout import LAYOUT_FAULTS
+from parity_faults.mamba import MAMBA_FAULTS
 from parity_faults.mtp import MTP_FAULTS
 from parity_faults.pipeline import PIPELINE_FAULTS
 
@@ -37,6 +38,7 @@ FAULTS = {
         MTP_FAULTS,
         DISTILLATION_FAULTS,
         FAMILY_FAULTS,
+        MAMBA_FAULTS,
     )
     for name, fault in faults.items()
 }

@@ -54,6 +54,10 @@ ACCEPTED_FLAGS: Final = (
         "--position-embedding-type alone names the position embedding (none: there is none)",
         "--no-position-embedding",
     ),
+    accepted(
+        "the scan of Mamba-2 saves the states that its backward pass reads", "--disable-mamba-mem-eff-path"
+    ),
+    accepted("the states of Mamba-2 are in fp32", "--mamba-training-ssm-states-dtype=fp32|float32"),
     # Experts
     accepted(
         "expert GEMMs are always grouped in bf16, and run one by one in other dtypes",

@@ -32,7 +32,7 @@ OTHER_PROGRAMS: Final = (
     ),
     accepted(
         "there is one model definition, which all checkpoints load into",
-        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel",
+        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
     ),
     refused(
         "quantization and pruning after training are not part of megatrain",

@@ -21,24 +21,29 @@ done here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
-    """Multi-token prediction: layers like the last one of the model; each predicts one token further ahead."""
+    """Multi-token prediction: depths of layers; each predicts one token further ahead."""
 
-    num_layers: int
+    num_depths: int
     loss_factor: float
     """Factor of the mean of their losses."""
+    layers: tuple[LayerSpec, ...] = ()
+    """Layers of a depth; empty: one like the last layer of the model."""
+    is_repeated: bool = False
+    """All depths use the weights of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +101,16 @@ class ModelSpec:
         return replace(self, stacks=tuple(stack.with_layers(rest) for stack in self.stacks))
 
     @property
-    def num_mtp_layers(self) -> int:
-        """Layers of multi-token prediction. Their numbers follow those of the other layers."""
-        return 0 if self.mtp is None else self.mtp.num_layers
+    def num_depths(self) -> int:
+        """Depths of multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.num_depths
+
+    @property
+    def depth_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of each depth of multi-token prediction."""
+        if self.mtp is None:
+            return ()
+        return self.mtp.layers or self.layers[-1:]
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
@@ -107,8 +119,15 @@ class ModelSpec:
 
     @property
     def mtp_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers of multi-token prediction."""
-        return self.layers[-1:] * self.num_mtp_layers
+        """Layers of multi-token prediction with weights of their own. Their numbers follow those of the other layers."""
+        if self.mtp is None or not self.mtp.is_repeated:
+            return self.depth_layers * self.num_depths
+        return tuple(_of_uses(layer, self.num_depths) for layer in self.depth_layers)
+
+    @property
+    def used_mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """The same, each as often as a pass uses it."""
+        return self.mtp_layers * (len(self.depth_layers) * self.num_depths // max(len(self.mtp_layers), 1))
 
     def layer_name(self, number: int) -> str:
         """Return the prefix of the canonical names of a layer."""
@@ -116,7 +135,10 @@ class ModelSpec:
             if number < len(stack.layers):
                 return f"{stack.name}.layers.{number}"
             number -= len(stack.layers)
-        return f"mtp.layers.{number}"
+        if self.mtp is None or not self.mtp.layers:
+            return f"mtp.layers.{number}"
+        depth, number = divmod(number, len(self.mtp.layers))
+        return f"mtp.layers.{depth}.layers.{number}"
 
     def decoder_stage(self, layers: Sequence[int]) -> int | None:
         """Return the virtual stage with the first layer of a decoder after an encoder; None: the model has one stack.
@@ -162,11 +184,13 @@ class ModelSpec:
             tokens, pairs = num_tokens, sum_of_squared_lengths
             if stack.seq_length is not None:
                 tokens, pairs = num_samples * stack.seq_length, num_samples * stack.seq_length**2
-            layers = stack.layers + (self.mtp_layers if stack is self.stacks[-1] else ())
+            layers = stack.layers
+            if stack is self.stacks[-1]:
+                layers += self.depth_layers * self.num_depths
             flops += 6 * tokens * sum(layer.active_weights(self.hidden_size) for layer in layers)
             flops += 3 * pairs * sum(layer.pair_channels for layer in layers)
             flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
-        depths = self.num_mtp_layers
+        depths = self.num_depths
         head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
         return flops + 6 * tokens * head
 
@@ -187,8 +211,9 @@ class ModelSpec:
             for layer in stack.layers
         ]
         head = 6 * h * self.padded_vocab_size
-        mtp = flops(self.layers[-1], length) + 6 * self._projection_weights + head
-        return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_mtp_layers * mtp
+        of_depth = sum(flops(layer, length) for layer in self.depth_layers)
+        mtp = of_depth + 6 * self._projection_weights + head
+        return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_depths * mtp
 
     @property
     def _projection_weights(self) -> int:
@@ -201,6 +226,7 @@ class ModelSpec:
         widths = [layer.dense.ffn_hidden_size for layer in self.layers if layer.dense is not None]
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         linear = sum(layer.linear_attention is not None for layer in self.layers)
+        mamba = sum(isinstance(part, MambaSpec) for layer in self.layers for part in layer.parts)
         own = [part for layer in self.layers for part in layer.parts if part.module is not None]
         parts = [
             f"{count} layers",
@@ -208,12 +234,32 @@ class ModelSpec:
             f"ffn {_span(widths)}" if widths else "",
             _describe_experts(experts, count),
             f"{linear} with linear attention" if linear else "",
+            f"{mamba} with Mamba-2" if mamba else "",
+            f"{len(groups)} with attention" if groups and self.has_one_part_layers else "",
             *(f"{own.count(one)} with {type(one).__name__}" for one in dict.fromkeys(own)),
-            _missing(sum(layer.mixer is None for layer in self.layers), "attention"),
-            _missing(sum(layer.mlp is None for layer in self.layers), "MLP"),
-            f"{self.num_mtp_layers} more for multi-token prediction" if self.num_mtp_layers else "",
+            *([] if self.has_one_part_layers else self._missing_parts()),
+            f"{len(self.mtp_layers)} more for multi-token prediction" if self.mtp_layers else "",
         ]
         return ", ".join(part for part in parts if part)
+
+    @property
+    def has_one_part_layers(self) -> bool:
+        """Every layer has one part, as in a hybrid."""
+        return all(len(layer.parts) == 1 for layer in self.layers)
+
+    def _missing_parts(self) -> Iterator[str]:
+        yield _missing(sum(layer.mixer is None for layer in self.layers), "attention")
+        yield _missing(sum(layer.mlp is None for layer in self.layers), "MLP")
+
+
+def _of_uses(layer: LayerSpec, num_uses: int) -> LayerSpec:
+    """Return a layer that a pass uses several times: each use has an equal part of the coefficients of its router."""
+    if layer.experts is None:
+        return layer
+    router = layer.experts.router
+    losses = tuple((loss, coeff / num_uses) for loss, coeff in router.losses)
+    router = replace(router, losses=losses, z_loss_coeff=router.z_loss_coeff / num_uses)
+    return layer.replaced(layer.experts, replace(layer.experts, router=router))
 
 
 def _describe_experts(experts: Sequence[ExpertsSpec], num_layers: int) -> str:

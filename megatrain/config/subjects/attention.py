@@ -239,7 +239,7 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
     variant = model.experimental_attention_variant
-    if variant is not None and model.linear_attention_freq is None:
+    if variant is not None and model.linear_attention_freq is None and model.model_family != "hybrid":
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",

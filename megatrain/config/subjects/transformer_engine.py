@@ -99,7 +99,7 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         "norms": ", ".join(_missing_in_norms(draft)),
         "norms of queries and keys": _missing_in_head_norms(draft),
         "gated delta rule": "the library has none"
-        if draft.config.model.experimental_attention_variant
+        if any(layer.linear_attention for layer in draft.derived.model_spec.all_layers)
         else "",
         "experts": "their GEMMs are grouped in one kernel" if draft.derived.model_spec.routers else "",
     }

@@ -35,7 +35,7 @@ from megatrain.interop.megatron.archive import (
     tensor_record,
 )
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import GATED
+from megatrain.interop.megatron.names import GATED, STORED_TWICE
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 FILE_NAME: Final = "model_optim_rng.pt"
@@ -43,13 +43,14 @@ _FOLDER: Final = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _MAX_FILE_BYTES: Final = 1 << 42
 _MAX_RANKS: Final = 1 << 14
 _BY_ROWS: Final = re.compile(
-    r"(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(weight|bias)\d*"
+    r"(word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj"
+    r"|eh_proj)\.(weight|bias)\d*"
 )
 """Column-parallel layers and vocabularies: tensor ranks hold rows."""
 _BY_COLUMNS: Final = re.compile(r"(linear_proj|linear_fc2)\.weight\d*")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _MODEL: Final = re.compile(r"model\d*")
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER: Final = re.compile(r"((?:en|de)coder\.layers)\.(\d+)\.")
 _BUFFERS: Final = (".expert_bias", ".qb_beta", ".local_tokens_per_expert")
 """Tensors of the model that the optimizer does not have."""
 _UNEVEN: Final = (
@@ -218,7 +219,7 @@ class TorchFiles:
                 if record is None:
                     continue
                 match = _LAYER.match(name)
-                whole = f"decoder.layers.{int(match[1]) + first}.{name[match.end() :]}" if match else name
+                whole = f"{match[1]}.{int(match[2]) + first}.{name[match.end() :]}" if match else name
                 expert, index = _EXPERT.search(whole), None
                 if expert:
                     index = int(expert[1] or expert[3]) + ep * (sizes.num_experts // sizes.ep)
@@ -333,7 +334,14 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
     groups, states = inner.get("param_groups"), inner.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return
-    trained = [one for one in parameters if not one.name.endswith(_BUFFERS)]
+    # A parameter with two names in the model is one of the optimizer.
+    second_names = {
+        one.name.replace(first, second)
+        for first, second in STORED_TWICE.items()
+        for one in parameters
+        if one.name.startswith(first)
+    }
+    trained = [one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in second_names]
     of_groups = [_members(group, groups, trained) for group in groups]
     if [len(group["params"]) for group in groups] != list(map(len, of_groups)):
         return

@@ -133,8 +133,8 @@ def _query_ends(first: Tensor, sk: int) -> Tensor:
     return torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True)
 
 
-def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> tuple[float, ...]:
-    """Return the sizes, the factors of scores and the numbers of dropout."""
+def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> tuple[Any, ...]:
+    """Return the sizes, the factors of scores and the numbers of dropout, whose sample kernels may read from memory."""
     assert scale > 0, f"scale {scale}"
     sizes = (q.shape[0], k.shape[0], q.shape[2] // k.shape[2])
     into_tanh = 0.0 if softcap is None else 2 * _LOG2_E * scale / softcap
@@ -142,7 +142,10 @@ def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float 
     rule = mask.dropout
     if rule is None:
         return (*sizes, *factors, *[0] * 5, 1.0, *[0] * 7)
-    first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
+    if isinstance(rule.first_sample, Tensor):
+        first_head: tuple[Any, ...] = (rule.first_sample, rule.first_head)
+    else:
+        first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
     streams = (*first_head, rule.num_heads, *halves("<Q", rule.key))
     return (
         *sizes,

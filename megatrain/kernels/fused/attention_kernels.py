@@ -57,8 +57,11 @@ def _at(X, stride, head):
 
 @jit
 def _stream(head, head_low, head_high, num_heads):
-    """Return the halves of the index of a head in the run."""
-    index = (tl.cast(head_high, tl.int64) << 32) | (tl.cast(head_low, tl.int64) & 0xFFFFFFFF)
+    """Return the halves of the index of a head in the run; given: the first one's, or a pointer to the first sample and a head."""
+    if head_low.dtype.is_ptr():
+        index = tl.load(head_low) * num_heads + head_high
+    else:
+        index = (tl.cast(head_high, tl.int64) << 32) | (tl.cast(head_low, tl.int64) & 0xFFFFFFFF)
     index += tl.program_id(2).to(tl.int64) * num_heads + head
     return index.to(tl.uint32), (index >> 32).to(tl.uint32)
 

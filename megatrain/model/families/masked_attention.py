@@ -30,7 +30,7 @@ class MaskedAttention(ShardedModule):
 
     def __init__(self, spec: AttentionSpec | CrossAttentionSpec, context: LayerContext) -> None:
         super().__init__()
-        self.tp = context.tp
+        self.tp, self.cp = context.tp, context.ranks.split.cp
         self.num_heads, self.p = spec.num_heads, spec.dropout
         self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
         self.dropout_key = stream_key(context.ranks.seed, f"{context.name(spec)}.dropout")
@@ -69,14 +69,13 @@ class MaskedAttention(ShardedModule):
         """Return the factors of dropout, [b, n/tp, sq, sk]; None: no dropout."""
         if not self.p or not info.is_training:
             return None
-        assert isinstance(info.first_sample, int), "CUDA graphs have no dropout"
         dropout = Dropout(
             p=self.p,
             key=self.dropout_key,
             num_heads=self.num_heads,
             first_sample=info.first_sample,
             first_head=self.tp.rank * q.shape[2],
-            queries=(range(q.shape[0]),),
+            queries=self.cp.position_ranges(q.shape[0]),
             keys=(range(k.shape[0]),),
         )
         return dropout.mask(q.shape[1], q.shape[2], q.device) * dropout.factor

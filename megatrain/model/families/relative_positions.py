@@ -44,7 +44,7 @@ class RelativePositions(ShardedModule):
         )
 
     def bias(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the bias of the scores, [1, n/tp, sq, sk]."""
+        """Return the bias of the scores, [1, n/tp, sq, sk]; the queries are the last ones of as many positions as keys."""
         weight = functions.weight_of(self, "weight")
         buckets = _buckets(self.spec, num_queries, num_keys, weight.device)
         return weight[buckets].permute(2, 0, 1).unsqueeze(0)
@@ -52,7 +52,8 @@ class RelativePositions(ShardedModule):
 
 @functools.lru_cache(maxsize=8)
 def _buckets(spec: RelativePositionSpec, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    keys, queries = (torch.arange(count, device=device) for count in (num_keys, num_queries))
+    keys = torch.arange(num_keys, device=device)
+    queries = keys[num_keys - num_queries :]
     return bucket_of(keys - queries.unsqueeze(1), spec)
 
 

@@ -96,7 +96,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "tensor communication",
         "parallel.tp_comm_overlap",
-        Feature("tpwaits"),
+        Feature("tpwaits", "--no-tp-comm-overlap"),
         Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
     ),
     _layout(
@@ -364,7 +364,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _option("z-loss", "model.z_loss_coeff", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
     _option(
         "multi-token prediction",
-        "model.mtp_num_layers",
+        "model.mtp_num_layers model.mtp_use_repeated_layer",
         Feature("onetoken"),
         Feature(
             "mtp",
@@ -372,6 +372,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "mtp1": "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
                 "mtp2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
             },
+        ),
+        Feature(
+            "mtprepeated",
+            "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-use-repeated-layer",
+            excludes=("globalauxloss", "severallosses"),
         ),
     ),
     _option(

@@ -67,14 +67,11 @@ class LayerTimes:
         return self._memory(2 * rows) + self._gathered(1)
 
     def multi_token_prediction(self) -> Times:
-        """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
-        h = self.workload.hidden
+        """Return the times of all depths of multi-token prediction: a projection, layers and the head each."""
+        h, spec = self.workload.hidden, self.workload.plan.derived.model_spec
         projection = Gemm(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
-        depths = [
-            self.layer(sizes) + projection + self.head()
-            for sizes in self.workload.plan.derived.model_spec.mtp_layers
-        ]
-        return sum(depths, Times())
+        depth = sum(map(self.layer, spec.depth_layers), projection + self.head())
+        return sum([depth] * spec.num_depths, Times())
 
     def _linear(self, gemm: Gemm) -> Times:
         """Return the times of a dense linear layer, with the gradient of its bias."""

@@ -11,6 +11,7 @@ allocator loses to fragmentation. Host memory of --optimizer-cpu-offload is coun
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.model.gpt import Model
@@ -213,6 +215,7 @@ def record_step(
         ledger.peak = Peak()  # ignore the peak while the engine is built
         last_event = ledger.num_events
         engine.step(batches, build_schedules(plan).at(0))
+    passes_end = max((s.allocated_at for s in ledger.storages if s.activity is not None), default=0)
     by_class = dict.fromkeys(("activations", "temporaries", "communication", "other"), 0)
     for storage in ledger.live_at_peak():
         memory_class = "other" if storage.allocated_at <= last_event else _memory_class(storage)
@@ -221,7 +224,21 @@ def record_step(
     by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
     by_class["other"] -= resident_memory(engine.optimizer, engine.model).total
     by_class["temporaries"] += ledger.peak.workspace
+    if plan.derived.cuda_graphs:  # which keep the memory of their passes
+        by_class["temporaries"] += _peak_after(passes_end, ledger.storages)
     return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak)
+
+
+def _peak_after(event: int, storages: Sequence[Storage]) -> int:
+    """Return the most bytes of storages allocated after an event, such as an update's, that are live at a time."""
+    changes = [
+        change
+        for storage in storages
+        if storage.allocated_at > event
+        for change in ((storage.allocated_at, storage.num_bytes), (storage.freed_at, -storage.num_bytes))
+        if change[0] is not None
+    ]
+    return max(itertools.accumulate(num_bytes for _, num_bytes in sorted(changes)), default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,7 +379,7 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s, model = data.seq_length, plan.config.model
-    if model.model_family != "gpt":
+    if model.model_family in MASKED_FAMILIES:
         shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
         arrays = {
             name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()

@@ -134,9 +134,7 @@ CASES += [
     for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-WITH_TRANSFORMER_ENGINE = (
-    "with --transformer-impl transformer_engine, whose layers wait for their communication"
-)
+WITH_TRANSFORMER_ENGINE = "with --transformer-impl transformer_engine, whose layers wait for their communication; --transformer-impl local overlaps it"
 
 
 @pytest.mark.parametrize(("flags", "without", "named"), CASES)

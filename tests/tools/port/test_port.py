@@ -208,9 +208,9 @@ def test_words_that_may_be_flags_stay(port, script):
     assert command.endswith("--bf16 \\\n  $EXTRA \\\n  --save $OUT \\\n  $MORE")
 
 
-def test_a_program_of_hybrid_models_trains_a_gpt_here(port, script):
+def test_a_program_of_hybrid_models_names_the_family(port, script):
     _, _, sections = port(script(f"python pretrain_mamba.py {SMALL}"))
-    assert sections["changed"][0].startswith("pretrain_mamba.py -> pretrain.py, which trains a GPT")
+    assert sections["changed"][0] == "pretrain_mamba.py -> pretrain.py --model-family hybrid"
 
 
 @pytest.mark.parametrize(
@@ -246,5 +246,8 @@ def test_a_program_of_another_model_is_a_problem(port, script):
     code, _, sections = port(script(f"python pretrain_vlm.py {SMALL}"))
     (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
     assert code == 1
-    assert "pretrain_vlm.py trains another model than a GPT, BERT or T5" in "\n".join(problems)
-    assert "use a script of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py" in "\n".join(problems)
+    assert "pretrain_vlm.py trains another model than a GPT, BERT, T5 or a hybrid" in "\n".join(problems)
+    assert (
+        "use a script of pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py, pretrain_hybrid.py or"
+        in "\n".join(problems)
+    )

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SIZES
+from megatrain.tools.parity.models import OF_FAMILIES, WITHOUT_CONTEXT_RANKS
+from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
 
 FEWEST, MOST = 3, 10
 """Options of a configuration, without its layout's sizes and its model."""
@@ -37,12 +38,16 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
         fixed: words that it has in any case.
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311 (no secrets)
-    words = {"model": _choice(rng, "model")}
-    words |= {OPTION_OF[word]: word for word in rng.choice(_LAYOUTS).split()}
     fixed_words = {OPTION_OF[word]: word for word in fixed}
+    words = {"model": _choice(rng, "model")}
+    is_whole = fixed_words.get("model", words["model"]) in WITHOUT_CONTEXT_RANKS
+    layouts = [one for one in _LAYOUTS if not (is_whole and "cp" in one)]
+    words |= {OPTION_OF[word]: word for word in rng.choice(layouts).split()}
     if fixed_words.keys() & set(SIZES):
         words = {option: word for option, word in words.items() if option not in (*SIZES, "restart")}
     words |= fixed_words
+    if words["model"] in OF_FAMILIES:
+        words.setdefault("data", SENTENCES)
     options = rng.sample(_DRAWN, rng.randint(FEWEST, MOST))
     if rng.random() < 0.5:
         options += rng.sample(_OF_EXPERTS, 2)
