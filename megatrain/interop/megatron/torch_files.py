@@ -61,6 +61,13 @@ _UNEVEN: Final = (
     "account_for_loss_in_pipeline_split",
 )
 """Arguments that divide layers unevenly over stages."""
+_WITH_OTHER_ROWS: Final = (
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+"""Arguments of models whose parameters tensor ranks hold in pieces that are not joined here."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +321,8 @@ def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterato
         yield f"num_layers {arguments['num_layers']}"
     if (arguments.get("expert_tensor_parallel_size") or tp) != tp:
         yield "expert_tensor_parallel_size"
-    if tp > 1 and arguments.get("multi_latent_attention"):
-        yield "multi_latent_attention"
+    if tp > 1:
+        yield from (name for name in _WITH_OTHER_ROWS if arguments.get(name))
     groups = arguments.get("num_query_groups") or arguments.get("num_attention_heads") or tp
     if groups % tp:
         yield f"num_query_groups {groups}"
