@@ -50,9 +50,8 @@ class _CachedRows(nn.Module):
     def _attend(self, q: Tensor, extent: Extent) -> Tensor:
         q = q[extent.first_token : extent.first_token + extent.num_tokens]
         k, v = (x[extent.first_row : extent.first_row + extent.num_rows, None] for x in self.rows)
-        return masked_attention(
-            q, k, v, mask=self.mask(q, k), bias=self.core.bias(q, k), scale=self.core.scale
-        )
+        bias = self.core.positions.bias(len(q), len(k)) if self.core.has_bias else None
+        return masked_attention(q, k, v, mask=self.mask(q, k), bias=bias, scale=self.core.scale)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Return True where a query attends to a key, bool [1, 1, sq, sk]; None: everywhere."""
