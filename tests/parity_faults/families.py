@@ -14,6 +14,7 @@ from torch import Tensor
 from megatrain.model import gpt
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.masked_lm import BinaryHead
+from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.context import latent_context
@@ -92,10 +93,8 @@ def _words_of_the_decoder_not_summed() -> AbstractContextManager[Any]:
 
 
 def _relative_positions_not_summed() -> AbstractContextManager[Any]:
-    table = gpt.RelativePositions
-
-    def alone(*arguments: Any, is_shared: bool) -> gpt.RelativePositions:
-        return table(*arguments, is_shared=False)
+    def alone(*arguments: Any, is_shared: bool) -> RelativePositions:
+        return RelativePositions(*arguments, is_shared=False)
 
     return mock.patch.object(gpt, "RelativePositions", alone)
 
