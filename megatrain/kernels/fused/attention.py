@@ -190,16 +190,17 @@ def _backward_by_group(
     """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
     groups, rule = k.shape[2], mask.dropout
     assert rule is not None
-    parts = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
+    by_group = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
     found = []
-    for number, (dout, q, k, v, out, lse) in enumerate(parts):  # noqa: PLR1704
+    for number, (dout, q, k, v, out, lse) in enumerate(by_group):  # noqa: PLR1704
         heads = q.shape[2]
         of_group = replace(mask, dropout=replace(rule, first_head=rule.first_head + number * heads))
         values = None if bias is None else bias.values[number * heads : (number + 1) * heads]
         own = None if bias is None or values is None else DistanceBias(values, bias.reach)
         found.append(backward(dout, q, k, v, out, lse, of_group, bias=own, **options))
-    dq, dk, dv = (torch.cat([one[place] for one in found], dim=2) for place in range(3))
-    return Gradients(dq, dk, dv, None if bias is None else torch.cat([one.bias for one in found]))
+    dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*(one[:3] for one in found), strict=True))
+    of_bias = [one.bias for one in found if one.bias is not None]
+    return Gradients(dq, dk, dv, torch.cat(of_bias) if of_bias else None)
 
 
 def tiles_of(q: Tensor) -> Tiles:
