@@ -1,9 +1,9 @@
 """Attention of a block of queries to a block of keys, with dropout, softcaps and a bias of distances, without scores in memory.
 
-    forward          a tile of queries, all their keys                            -> out, lse
-    dq_of_queries    a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
-    dkdv_of_keys     a tile of keys, all their queries in all heads of the group  -> dk, dv
-    bias_gradient    a diagonal of tiles in all samples, with a bias only         -> its gradient: `fused/attention_bias.py`
+    forward             a tile of queries, all their keys                            -> out, lse
+    dq_of_queries       a tile of queries, all their keys                            -> dq, and dout . out for the next kernels
+    dkdv_of_keys        a tile of keys, all their queries in all heads of the group  -> dk, dv
+    bias_of_diagonals   a diagonal of tiles, which have the same distances           -> gradient of the bias
 
 Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
 has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.fused import attention_kernels as kernels
-from megatrain.kernels.fused.attention_bias import bias_gradient
 from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
@@ -59,6 +58,8 @@ TILES = {
 
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
+_PARTS = 4
+"""Programs that share the samples of a diagonal of tiles."""
 _MAX_KEPT_BYTES = 2**29
 """Bytes of the dropout mask of one launch, unless a group of heads needs more."""
 _LOG2_E = 1.4426950408889634
@@ -71,7 +72,7 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    """Of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
+    """Gradient of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
 
 
 def forward(
@@ -142,11 +143,45 @@ def backward(
     if bias is not None:
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
-        dbias = bias_gradient(
+        dbias = _bias_gradient(
             (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), far, of_queries[:2], bias.reach, sk,
             **_constants(q, k, mask, softcap, bias, of_diagonals),
         ).to(bias.values.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
+
+
+def _bias_gradient(
+    arguments: tuple[Any, ...], far: Tensor, tile: tuple[int, int], reach: int, sk: int, **constants: Any
+) -> Tensor:
+    """Return the gradient, fp32 [n, sq + sk - 1]; that of far distances is a sum, in part at the first and the last one.
+
+    Args:
+        arguments: of the kernel, up to the factor of dropout.
+        far: sums of far tiles before and after each query, [b, n, 2, sq].
+        tile: queries and keys of the tiles that are far or not, multiples of the square tile's.
+        reach: see `DistanceBias`.
+        sk: number of keys; with a causal mask that of queries.
+        constants: of the kernel; IS_CAUSAL, QUERIES and the others of `attention_kernels`.
+    """
+    (b, n, _, sq), side = far.shape, constants["QUERIES"]
+    assert constants["KEYS"] == side
+    most = (reach + sum(tile) - side - 2) // side  # tiles on further diagonals are far
+    first = -min(most, cdiv(sq, side) - 1)
+    last = 0 if constants["IS_CAUSAL"] else min(most, cdiv(sk, side) - 1)
+    zero, width = side * (1 - first), side * (last - first + 2)  # place of distance 0, number of distances
+    parts = min(b, _PARTS)
+    sums = torch.zeros(parts, n, side, width, dtype=torch.float32, device=far.device)
+    launch(
+        kernels.bias_of_diagonals, (last - first + 1, n, parts), *arguments, sums, b, first * side, (width, zero),
+        DQ_QUERIES=tile[0], DQ_KEYS=tile[1], **constants,
+    )  # fmt: skip
+    gradient = torch.zeros(n, sq + sk - 1, dtype=torch.float32, device=far.device)
+    start, end = max(1 - sq, -zero), min(sk, width - zero)
+    gradient[:, start + sq - 1 : end + sq - 1] = sums.sum((0, 2))[:, start + zero : end + zero]
+    of_heads = far.sum((0, 3))
+    gradient[:, 0] += of_heads[:, 0]
+    gradient[:, -1] += of_heads[:, 1]
+    return gradient
 
 
 def _backward_by_group(
@@ -155,16 +190,17 @@ def _backward_by_group(
     """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
     groups, rule = k.shape[2], mask.dropout
     assert rule is not None
-    parts = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
+    by_group = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
     found = []
-    for number, (dout, q, k, v, out, lse) in enumerate(parts):  # noqa: PLR1704
+    for number, (dout, q, k, v, out, lse) in enumerate(by_group):  # noqa: PLR1704
         heads = q.shape[2]
         of_group = replace(mask, dropout=replace(rule, first_head=rule.first_head + number * heads))
         values = None if bias is None else bias.values[number * heads : (number + 1) * heads]
         own = None if bias is None or values is None else DistanceBias(values, bias.reach)
         found.append(backward(dout, q, k, v, out, lse, of_group, bias=own, **options))
-    dq, dk, dv = (torch.cat([one[place] for one in found], dim=2) for place in range(3))
-    return Gradients(dq, dk, dv, None if bias is None else torch.cat([one.bias for one in found]))
+    dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*(one[:3] for one in found), strict=True))
+    of_bias = [one.bias for one in found if one.bias is not None]
+    return Gradients(dq, dk, dv, torch.cat(of_bias) if of_bias else None)
 
 
 def tiles_of(q: Tensor) -> Tiles:

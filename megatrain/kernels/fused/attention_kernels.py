@@ -21,17 +21,18 @@ from megatrain.kernels.fused.attention_dropout import (
     POSITIONS,
     STREAM,
     keeps,
+    load_kept,
     load_kept_by_key,
     position,
     stream_of,
 )
 from megatrain.kernels.fused.launching import jit, tl
 
-kernel = functools.partial(jit, any_value=(*STREAM, *POSITIONS))
+_kernel = functools.partial(jit, any_value=(*STREAM, *POSITIONS))
 
 
 @jit
-def load_tile(
+def _load(
     X, start, ROWS: tl.constexpr, stride, rows, CHANNELS: tl.constexpr, PADDED: tl.constexpr, IS_INSIDE: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
@@ -57,29 +58,34 @@ def _store(X, x, start, stride, rows, CHANNELS: tl.constexpr):
 
 
 @jit
-def at(X, stride, sample, head):
+def _at(X, stride, sample, head):
     """Return the pointer to a head of a sample."""
     return X + tl.cast(sample, tl.int64) * stride[1] + tl.cast(head, tl.int64) * stride[2]
 
 
 @jit
-def is_token(IS_TOKEN, sample, key, sk):
+def _is_token(IS_TOKEN, sample, key, sk):
     """Return whether keys are no padding."""
     return tl.load(IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=key < sk, other=0) != 0
 
 
 @jit
-def is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Return whether a tile has one bias."""
     return (start_key - start_row - QUERIES + 1 >= reach) | (start_row - start_key - KEYS + 1 >= reach)
 
 
 @jit
-def biased(scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, IS_FAR: tl.constexpr):
-    """Return scores to base 2 with the bias of their distances."""
-    BIAS += head * bias_at[0] + bias_at[1]
-    bias = tl.load(BIAS + start_key - start_row) if IS_FAR else tl.load(BIAS + distance)
-    return scores * to_base_2 + bias.to(tl.float32) * 1.4426950408889634
+def _biased(
+    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr
+):  # fmt: skip
+    """Return scores, with the bias of their distances, and their factor to base 2."""
+    if HAS_BIAS:
+        BIAS += head * bias_at[0] + bias_at[1]
+        bias = tl.load(BIAS + start_key - start_row) if IS_FAR else tl.load(BIAS + distance)
+        return scores * to_base_2 + bias.to(tl.float32) * 1.4426950408889634, 1.0
+    else:  # noqa: RET505 (Triton needs it)
+        return scores, to_base_2
 
 
 @jit
@@ -128,14 +134,32 @@ def _key_bounds(
 
 
 @jit
-def _allowed(row, key, first, sq, sk, IS_CAUSAL: tl.constexpr, HAS_FIRST: tl.constexpr):
-    """Return whether queries attend to keys."""
-    allowed = key < sk
-    if IS_CAUSAL:
-        allowed = allowed & (key <= row + (sk - sq))
-    if HAS_FIRST:
-        allowed = allowed & (key >= first)
-    return allowed
+def _masked(
+    x, other, row, key, first, sq, sk, IS_TOKEN, sample,
+    HAS_MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of queries by keys with another number where a query does not attend to a key."""
+    if HAS_MASK:
+        allowed = key[None, :] < sk
+        if IS_CAUSAL:
+            allowed = allowed & (key[None, :] <= row[:, None] + (sk - sq))
+        if HAS_FIRST:
+            allowed = allowed & (key[None, :] >= first)
+        x = tl.where(allowed, x, other)
+    if HAS_PADDING:
+        x = tl.where(_is_token(IS_TOKEN, sample, key, sk)[None, :], x, other)
+    return x
+
+
+@jit
+def _masked_by_key(probs, row, key, ends, shift, HAS_MASK: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """Return a tile of keys by queries with 0 where a query does not attend to a key, apart from padding."""
+    if HAS_MASK:
+        allowed = row[None, :] < ends
+        if IS_CAUSAL:
+            allowed = allowed & (key[:, None] <= row[None, :] + shift)
+        probs = tl.where(allowed, probs, 0)
+    return probs
 
 
 @jit
@@ -143,7 +167,7 @@ def _tanh(x, into_tanh):
     return 1 - 2 / (1 + tl.exp2(x * into_tanh))
 
 
-@kernel
+@_kernel
 def forward(
     Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
@@ -153,13 +177,9 @@ def forward(
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    tile, head, sample = (
-        tl.num_programs(0) - 1 - tl.program_id(0),
-        tl.program_id(1),
-        tl.program_id(2),
-    )  # the longest rows first
-    Q, OUT = at(Q, q_at, sample, head), at(OUT, out_at, sample, head)
-    K, V = at(K, k_at, sample, head // heads_per_group), at(V, v_at, sample, head // heads_per_group)
+    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Q, OUT = _at(Q, q_at, sample, head), _at(OUT, out_at, sample, head)
+    K, V = _at(K, k_at, sample, head // heads_per_group), _at(V, v_at, sample, head // heads_per_group)
     row = tile * QUERIES + tl.arange(0, QUERIES)
     first = 0
     if HAS_FIRST:
@@ -167,11 +187,9 @@ def forward(
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     if HAS_DROPOUT:
         stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
-        query, spans = (
-            position(row, (query_start, query_middle, query_jump)),
-            (key_start, key_middle, key_jump),
-        )
-    q = load_tile(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+        query = position(row, (query_start, query_middle, query_jump))
+        spans = (key_start, key_middle, key_jump)
+    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
@@ -182,31 +200,17 @@ def forward(
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = load_tile(
-                K,
-                start_key,
-                KEYS,
-                k_at[0],
-                sk,
-                CHANNELS,
-                PADDED,
-                part > 1,
-                IS_TRANSPOSED=True,
-            )
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
             scores = tl.dot(q, k, input_precision="ieee")
-            factor = to_base_2
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            if HAS_BIAS:
-                distance, factor = key_row[None, :] - row[:, None], 1.0
-                scores = biased(
-                    scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, part > 2
-                )
-            if part < 2:
-                allowed = _allowed(row[:, None], key_row[None, :], first, sq, sk, IS_CAUSAL, HAS_FIRST)
-                scores = tl.where(allowed, scores, float("-inf"))
-            if HAS_PADDING:
-                scores = tl.where(is_token(IS_TOKEN, sample, key_row, sk)[None, :], scores, float("-inf"))
+            distance = key_row[None, :] - row[:, None]
+            scores, factor = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
+            )  # fmt: skip
+            scores = _masked(
+                scores, float("-inf"), row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+            )  # fmt: skip
             new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
             shift = new_maximum
             if part < 2 or HAS_PADDING:
@@ -217,7 +221,7 @@ def forward(
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
                 probs = tl.where(kept, probs, 0)
-            v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
+            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
     _store(OUT, out, tile * QUERIES, out_at[0], sq, CHANNELS)
@@ -225,7 +229,7 @@ def forward(
     tl.store(LSE + (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row, lse, mask=row < sq)
 
 
-@kernel
+@_kernel
 def dq_of_queries(
     Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
@@ -236,9 +240,9 @@ def dq_of_queries(
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    Q, DOUT = at(Q, q_at, sample, head), at(DOUT, dout_at, sample, head)
-    OUT, DQ = at(OUT, out_at, sample, head), at(DQ, dq_at, sample, head)
-    K, V = at(K, k_at, sample, head // heads_per_group), at(V, v_at, sample, head // heads_per_group)
+    Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
+    OUT, DQ = _at(OUT, out_at, sample, head), _at(DQ, dq_at, sample, head)
+    K, V = _at(K, k_at, sample, head // heads_per_group), _at(V, v_at, sample, head // heads_per_group)
     row = tile * QUERIES + tl.arange(0, QUERIES)
     first = 0
     if HAS_FIRST:
@@ -246,17 +250,15 @@ def dq_of_queries(
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     if HAS_DROPOUT:
         stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
-        query, spans = (
-            position(row, (query_start, query_middle, query_jump)),
-            (key_start, key_middle, key_jump),
-        )
-    q = load_tile(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
-    dout = load_tile(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
-    out = load_tile(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+        query = position(row, (query_start, query_middle, query_jump))
+        spans = (key_start, key_middle, key_jump)
+    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+    dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+    out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
     dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row
     tl.store(DOUT_DOT_OUT + of_head, dout_dot_out, mask=row < sq)
-    lse = base_2(LSE + of_head, row < sq)
+    lse = _base_2(LSE + of_head, row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
     bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
@@ -266,43 +268,19 @@ def dq_of_queries(
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = load_tile(
-                K,
-                start_key,
-                KEYS,
-                k_at[0],
-                sk,
-                CHANNELS,
-                PADDED,
-                part > 1,
-                IS_TRANSPOSED=True,
-            )
-            v = load_tile(
-                V,
-                start_key,
-                KEYS,
-                v_at[0],
-                sk,
-                CHANNELS,
-                PADDED,
-                part > 1,
-                IS_TRANSPOSED=True,
-            )
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
+            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
             scores = tl.dot(q, k, input_precision="ieee")
-            factor = to_base_2
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            if HAS_BIAS:
-                distance, factor = key_row[None, :] - row[:, None], 1.0
-                scores = biased(
-                    scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, part > 2
-                )
+            distance = key_row[None, :] - row[:, None]
+            scores, factor = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
+            )  # fmt: skip
             probs = tl.exp2(scores * factor - lse[:, None])
-            if part < 2:
-                allowed = _allowed(row[:, None], key_row[None, :], first, sq, sk, IS_CAUSAL, HAS_FIRST)
-                probs = tl.where(allowed, probs, 0)
-            if HAS_PADDING:
-                probs = tl.where(is_token(IS_TOKEN, sample, key_row, sk)[None, :], probs, 0)
+            probs = _masked(
+                probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+            )  # fmt: skip
             dprobs = tl.dot(dout, v, input_precision="ieee")
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
@@ -312,19 +290,19 @@ def dq_of_queries(
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
                 far = tl.where(
-                    is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS), tl.sum(dscores, 1), 0
+                    _is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS), tl.sum(dscores, 1), 0
                 )
                 before += tl.where(start_key < tile * QUERIES, far, 0)
                 after += tl.where(start_key < tile * QUERIES, 0, far)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     _store(DQ, dq * scale, tile * QUERIES, dq_at[0], sq, CHANNELS)
-    if HAS_BIAS:  # sums of the tiles that `attention_bias.py` leaves out
+    if HAS_BIAS:  # sums of the tiles that `bias_of_diagonals` leaves out
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
         tl.store(FAR + sq, after, mask=row < sq)
 
 
-@kernel
+@_kernel
 def dkdv_of_keys(
     Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
@@ -333,21 +311,21 @@ def dkdv_of_keys(
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
-    K, V = at(K, k_at, sample, group), at(V, v_at, sample, group)
-    DK, DV = at(DK, dk_at, sample, group), at(DV, dv_at, sample, group)
+    K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
+    DK, DV = _at(DK, dk_at, sample, group), _at(DV, dv_at, sample, group)
     key_row = start_key + tl.arange(0, KEYS)
     ends = sq
     if HAS_END:
         END += sample.to(tl.int64) * sk
         ends = tl.load(END + key_row, mask=key_row < sk, other=0)[:, None]
-    k = load_tile(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, False)
-    v = load_tile(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
+    k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, False)
+    v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
     starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
-        Q_HEAD, DOUT_HEAD = at(Q, q_at, sample, head), at(DOUT, dout_at, sample, head)
+        Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
         of_head = (sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
         for part in tl.static_range(
             0 if HAS_END or not IS_EVEN else 1 if IS_CAUSAL else 2,
@@ -355,35 +333,21 @@ def dkdv_of_keys(
         ):
             for start_row in tl.range(starts[part], last_rows[part], QUERIES):
                 row = start_row + tl.arange(0, QUERIES)
-                q = load_tile(
-                    Q_HEAD,
-                    start_row,
-                    QUERIES,
-                    q_at[0],
-                    sq,
-                    CHANNELS,
-                    PADDED,
-                    part > 1,
-                    IS_TRANSPOSED=True,
+                q = _load(
+                    Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
-                dout = load_tile(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                lse = base_2(LSE + of_head + row, row < sq)
+                dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
+                lse = _base_2(LSE + of_head + row, row < sq)
                 dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
-                factor = to_base_2
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
-                if HAS_BIAS:
-                    distance, factor = key_row[:, None] - row[None, :], 1.0
-                    scores = biased(
-                        scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, part > 2
-                    )
+                distance = key_row[:, None] - row[None, :]
+                scores, factor = _biased(
+                    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS, part > 2
+                )
                 probs = tl.exp2(scores * factor - lse[None, :])
-                if part < 2:
-                    allowed = row[None, :] < ends
-                    if IS_CAUSAL:
-                        allowed = allowed & (key_row[:, None] <= row[None, :] + (sk - sq))
-                    probs = tl.where(allowed, probs, 0)
+                probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
                 dropped = probs
                 if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
                     kept = load_kept_by_key(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
@@ -399,14 +363,14 @@ def dkdv_of_keys(
                     dscores *= 1 - scores * scores
                 dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
-        keys_are_tokens = is_token(IS_TOKEN, sample, key_row, sk)[:, None]
+        keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
     _store(DK, dk * scale, start_key, dk_at[0], sk, CHANNELS)
     _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
 
 
 @jit
-def base_2(LSE, inside):
+def _base_2(LSE, inside):
     """Load log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys."""
     lse = tl.load(LSE, mask=inside, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
@@ -433,3 +397,50 @@ def _query_bounds(
         full_start = tl.maximum(start_key + KEYS - 1 + (sq - sk), 0)
         full_start = tl.minimum(tl.cdiv(full_start, QUERIES) * QUERIES, tl.maximum(end, start))
     return start, full_start, tl.maximum(full_end // QUERIES * QUERIES, full_start), end
+
+
+@_kernel
+def bias_of_diagonals(
+    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, BIAS, bias_at,
+    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, first, sums_at,  # noqa: ARG001
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DQ_QUERIES: tl.constexpr, DQ_KEYS: tl.constexpr,
+):  # fmt: skip
+    head, shift = tl.program_id(1), first + tl.program_id(0) * KEYS
+    end = tl.minimum(sq, sk - shift)
+    side = tl.arange(0, QUERIES)
+    distance = shift + side[None, :] - side[:, None]
+    total = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
+    for sample in tl.range(tl.program_id(2), samples, tl.num_programs(2)):
+        group = head // heads_per_group
+        Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
+        K_HEAD, V_HEAD = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
+        of_head = (tl.cast(sample, tl.int64) * tl.num_programs(1) + head) * sq
+        for start in tl.range(tl.maximum(-shift, 0), end, QUERIES):
+            row, key_row = start + side, start + shift + side
+            q = _load(Q_HEAD, start, QUERIES, q_at[0], sq, CHANNELS, PADDED, IS_EVEN)
+            dout = _load(DOUT_HEAD, start, QUERIES, dout_at[0], sq, CHANNELS, PADDED, IS_EVEN)
+            k = _load(K_HEAD, start + shift, KEYS, k_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
+            v = _load(V_HEAD, start + shift, KEYS, v_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
+            lse = _base_2(LSE + of_head + row, row < sq)
+            dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
+            scores = tl.dot(q, k, input_precision="ieee")
+            scores, factor = _biased(
+                scores, BIAS, bias_at, head, start, start + shift, distance, to_base_2, HAS_BIAS, False
+            )
+            probs = tl.exp2(scores * factor - lse[:, None])
+            dq_row, dq_key = start // DQ_QUERIES * DQ_QUERIES, (start + shift) // DQ_KEYS * DQ_KEYS
+            is_near = _is_far(dq_row, dq_key, bias_at[2], DQ_QUERIES, DQ_KEYS) == 0
+            allowed = (key_row < sk)[None, :] & is_near
+            if HAS_PADDING:
+                allowed = allowed & _is_token(IS_TOKEN, sample, key_row, sk)[None, :]
+            if IS_CAUSAL:
+                allowed = allowed & (distance <= 0)
+            dprobs = tl.dot(dout, v, input_precision="ieee")
+            if HAS_DROPOUT:
+                kept = load_kept(KEPT + of_head * kept_width, row, sq, start + shift, kept_width, KEYS)
+                dprobs = tl.where(kept, dprobs * keep_factor, 0)
+            total += tl.where(allowed, probs * (dprobs - dout_dot_out[:, None]), 0)
+    SUMS += (tl.program_id(2) * tl.num_programs(1) + head) * QUERIES * sums_at[0] + sums_at[1]
+    tl.store(SUMS + side[:, None] * sums_at[0] + distance, total)

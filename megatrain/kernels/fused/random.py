@@ -27,7 +27,7 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
 
 
 def drop(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
-    """Implement `kernels.dropout.drop`."""
+    """Implement `kernels.random.drop`."""
     x, rows = x.contiguous(), rows.contiguous()
     out = torch.empty_like(x)
     columns = x.shape[-1]

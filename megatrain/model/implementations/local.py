@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
-from megatrain.kernels.dropout import drop
+from megatrain.kernels.random import drop
 from megatrain.model import functions
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo

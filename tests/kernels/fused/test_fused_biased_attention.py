@@ -117,3 +117,10 @@ def test_head_widths_groups_and_dtypes(d: int, dtype: torch.dtype) -> None:
         d=d,
         dtype=dtype,
     )
+
+
+def test_gradients_by_group_are_those_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long sample's dropout mask is stored for one group of heads after the other."""
+    rule = RULE.of_block([range(64)], [range(64)])
+    monkeypatch.setattr(attention, "_MAX_KEPT_BYTES", 0)
+    check(64, 64, MaskSpec(dropout=rule), has_bias=True, heads=4, groups=2)
