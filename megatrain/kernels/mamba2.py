@@ -72,4 +72,5 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
     dtype = accumulation_dtype(y.dtype)
     gated = (y.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (num_groups, -1))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    return (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)
+    out: Tensor = (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)
+    return out
