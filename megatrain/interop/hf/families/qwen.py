@@ -20,7 +20,7 @@ from megatrain.interop.hf.families.llama import (
     SWIGLU,
     modules,
 )
-from megatrain.interop.hf.family import COUNT, Choice, Family, Fixed, Fused, Not, Value
+from megatrain.interop.hf.family import COUNT, Choice, Family, Fixed, Fused, Modules, Not, Value
 from megatrain.interop.hf.rope import Rope
 from megatrain.storage.untrusted_json import integer, list_of, text
 
@@ -64,7 +64,7 @@ class _DeltaNets:
         return {"layer_types": [self.kinds[one] for one in is_linear]}
 
 
-_DELTA_NET: Final = {
+_DELTA_NET: Final[Modules] = {
     "input_layernorm": Fused(("attention.norm", "linear_attention.norm"), is_one_of=True),
     "linear_attn.in_proj_qkvz": Fused(
         tuple(f"linear_attention.{name}" for name in ("q", "k", "v", "gate")), heads="linear_num_key_heads"
