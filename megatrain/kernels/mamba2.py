@@ -63,7 +63,8 @@ def mamba2_scan(
 def document_ids(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
     """Return the document of each token, [s, b], from the boundaries in the concatenated samples."""
     tokens = torch.arange(b * s, device=cu_seqlens.device)
-    return torch.bucketize(tokens, cu_seqlens, right=True).view(b, s).t()
+    ids: Tensor = torch.bucketize(tokens, cu_seqlens, right=True).view(b, s).t()
+    return ids
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:

@@ -35,7 +35,7 @@ from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.layout import Init, ShardedModule
 
 _EPSILON = 1e-5
-"""Of the norm of groups, whatever that of other norms is, as in Megatron-LM."""
+"""Epsilon of the norm of groups. That of other norms does not apply, as in Megatron-LM."""
 
 
 class Mamba(nn.Module):
