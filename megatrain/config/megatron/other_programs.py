@@ -5,7 +5,7 @@
 
 from typing import Final
 
-from megatrain.config.megatron.answer import refused
+from megatrain.config.megatron.answer import accepted, refused
 
 
 def _any_values(names: str) -> str:
@@ -25,6 +25,14 @@ OTHER_PROGRAMS: Final = (
         _any_values("append-eod output-prefix json-keys split-sentences keep-newlines")
         + " --sft-tokenizer-prompt-format= --chat-template=",
         instead="give it to preprocess_data.py, and the datasets that it makes to --data-path",
+    ),
+    accepted(
+        "--export-kd-teacher-load recognises checkpoints by their files",
+        "--export-kd-teacher-ckpt-format=*",
+    ),
+    accepted(
+        "there is one model definition, which all checkpoints load into",
+        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
     ),
     refused(
         "quantization and pruning after training are not part of megatrain",
