@@ -140,7 +140,7 @@ def test_the_first_sample_is_read_from_memory() -> None:
         spec = MaskSpec(dropout=dataclasses.replace(rule, first_sample=sample))
         out, lse = attention.forward(q, k, v, spec, scale=0.25, softcap=None, tiles=TILES)
         backward = attention.backward(dout, q, k, v, out, lse, spec, scale=0.25, softcap=None, tiles=TILES)
-        found.append(torch.cat([part.flatten() for part in (out, *backward)]))
+        found.append(torch.cat([part.flatten() for part in (out, *backward[:3])]))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 
