@@ -58,7 +58,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
-from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.copies import peer_memory
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -142,7 +142,7 @@ def build_model(
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    peers = PeerMemory(grid.tp) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
+    peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
     def builder_of(layer: int) -> ModuleBuilder:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 from run_here import trainer_of_command_line
-from sentence_corpora import NUM_SENTINELS, WORDS, write_corpus
+from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 
 from megatrain.tools.worker_pool import WorkerPool
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from run_here import LAYOUTS, folder_flags, metrics
-from sentence_corpora import data_flags, write_corpus
+from tiny_tokenizers import data_flags, write_corpus
 
 from faults.case import Cases, judge, problems_of, require, unexpected_names
 from faults.killed_runs import Ended, run

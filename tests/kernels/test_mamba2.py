@@ -49,8 +49,8 @@ def test_a_state_continues_a_sample() -> None:
     parts = [(0, 70), (70, 71), (71, 130)]
     state, found = None, []
     for first, stop in parts:
-        cut = [tensor[:, first:stop] for tensor in (x, dt, b, c)]
-        y, state = mamba2_scan(*cut[:2], a, *cut[2:], d, initial_state=state)
+        x_part, dt_part, b_part, c_part = (tensor[:, first:stop] for tensor in (x, dt, b, c))
+        y, state = mamba2_scan(x_part, dt_part, a, b_part, c_part, d, initial_state=state)
         found.append(y)
     torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-12, atol=1e-12)
     assert state is not None
@@ -61,8 +61,8 @@ def test_documents_are_apart() -> None:
     x, dt, a, b, c, d = drawn(13)
     found, last = mamba2_scan(x, dt, a, b, c, d, cu_seqlens=torch.tensor(BOUNDARIES, dtype=torch.int32))
     for first, stop in pairwise(BOUNDARIES):
-        cut = [tensor.flatten(0, 1)[None, first:stop] for tensor in (x, dt, b, c)]
-        y, state = recurrence(*cut[:2], a, *cut[2:], d)
+        x_part, dt_part, b_part, c_part = (tensor.flatten(0, 1)[None, first:stop] for tensor in (x, dt, b, c))
+        y, state = recurrence(x_part, dt_part, a, b_part, c_part, d)
         torch.testing.assert_close(found.flatten(0, 1)[None, first:stop], y, rtol=1e-12, atol=1e-12)
         if stop % 13 == 0:
             torch.testing.assert_close(last[stop // 13 - 1], state[0], rtol=1e-12, atol=1e-12)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.kernels import gated_delta
 from megatrain.kernels.gated_delta import causal_convolution
 from megatrain.kernels.mamba2 import mamba2_scan
 from megatrain.model import mamba
@@ -19,7 +20,7 @@ _Scanned = tuple[Tensor, Tensor]
 
 
 def _state_over_documents() -> AbstractContextManager[Any]:
-    """Let states go on in the next document."""
+    """Let states continue in the next document."""
 
     def over_all(*arguments: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> _Scanned:
         return mamba2_scan(*arguments, initial_state=initial_state)
@@ -28,11 +29,9 @@ def _state_over_documents() -> AbstractContextManager[Any]:
 
 
 def _groups_of_another_order() -> AbstractContextManager[Any]:
-    """Give the heads of the second tensor rank the groups of their neighbours."""
+    """Give the heads of the second tensor rank the next groups."""
 
-    def turned(
-        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, **options: Tensor | None
-    ) -> _Scanned:
+    def turned(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, **options: Any) -> _Scanned:
         if dist.get_rank() == 1:
             b, c = b.roll(1, dims=2), c.roll(1, dims=2)
         return mamba2_scan(x, dt, a, b, c, d, **options)
@@ -41,20 +40,20 @@ def _groups_of_another_order() -> AbstractContextManager[Any]:
 
 
 def _decay_in_bf16() -> AbstractContextManager[Any]:
-    def rounded(x: Tensor, dt: Tensor, a: Tensor, *others: Tensor, **options: Tensor | None) -> _Scanned:
+    def rounded(x: Tensor, dt: Tensor, a: Tensor, *others: Any, **options: Any) -> _Scanned:
         return mamba2_scan(x, dt, a.bfloat16().to(a.dtype), *others, **options)
 
     return mock.patch.object(mamba, "mamba2_scan", rounded)
 
 
 def _convolution_of_chunks() -> AbstractContextManager[Any]:
-    """Forget the last tokens before each half of a sample, as a rank without its neighbour's would."""
+    """Forget the last tokens before each half of a sample, as a context rank that computes its own rows would."""
 
     def apart(x: Tensor, weight: Tensor, document_ids: Tensor | None) -> Tensor:
         assert document_ids is None
         return torch.cat([causal_convolution(half, weight) for half in x.chunk(2)])
 
-    return mock.patch.object(mamba, "causal_convolution", apart)
+    return mock.patch.object(gated_delta, "causal_convolution", apart)
 
 
 MAMBA_FAULTS: dict[str, tuple[Patch, str]] = {

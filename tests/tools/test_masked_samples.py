@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sentence_corpora import WORDS
+from tiny_tokenizers import WORDS
 
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.tools.main import main

@@ -21,15 +21,19 @@ done here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.stack import Stack
 
 
@@ -225,31 +229,28 @@ class ModelSpec:
         groups = [layer.attention.num_query_groups for layer in self.layers if layer.attention is not None]
         widths = [layer.dense.ffn_hidden_size for layer in self.layers if layer.dense is not None]
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        linear = sum(layer.linear_attention is not None for layer in self.layers)
-        mamba = sum(isinstance(part, MambaSpec) for layer in self.layers for part in layer.parts)
-        own = [part for layer in self.layers for part in layer.parts if part.module is not None]
         parts = [
             f"{count} layers",
             f"query groups {_span(groups)}" if groups else "",
             f"ffn {_span(widths)}" if widths else "",
             _describe_experts(experts, count),
-            f"{linear} with linear attention" if linear else "",
-            f"{mamba} with Mamba-2" if mamba else "",
-            f"{len(groups)} with attention" if groups and self.has_one_part_layers else "",
-            *(f"{own.count(one)} with {type(one).__name__}" for one in dict.fromkeys(own)),
-            *([] if self.has_one_part_layers else self._missing_parts()),
+            *self._counted_parts(),
             f"{len(self.mtp_layers)} more for multi-token prediction" if self.mtp_layers else "",
         ]
         return ", ".join(part for part in parts if part)
 
-    @property
-    def has_one_part_layers(self) -> bool:
-        """Every layer has one part, as in a hybrid."""
-        return all(len(layer.parts) == 1 for layer in self.layers)
-
-    def _missing_parts(self) -> Iterator[str]:
-        yield _missing(sum(layer.mixer is None for layer in self.layers), "attention")
-        yield _missing(sum(layer.mlp is None for layer in self.layers), "MLP")
+    def _counted_parts(self) -> Iterator[str]:
+        """Yield the numbers of layers with some parts and, unless each has one part as in a hybrid, without usual ones."""
+        kinds = Counter(type(part) for layer in self.layers for part in layer.parts)
+        is_hybrid = all(len(layer.parts) == 1 for layer in self.layers)
+        names: dict[type[Part], str] = {LinearAttentionSpec: "linear attention", MambaSpec: "Mamba-2"}
+        if is_hybrid:
+            names[AttentionSpec] = "attention"
+        names |= {kind: kind.__name__ for kind in kinds if kind.module is not None}
+        yield from (f"{kinds[kind]} with {name}" for kind, name in names.items() if kinds[kind])
+        if not is_hybrid:
+            yield _missing(sum(layer.mixer is None for layer in self.layers), "attention")
+            yield _missing(sum(layer.mlp is None for layer in self.layers), "MLP")
 
 
 def _of_uses(layer: LayerSpec, num_uses: int) -> LayerSpec:

@@ -62,7 +62,12 @@ def none_of(path: str, *values: str, why: str = "") -> Need:
 
 def contains(path: str, text: str) -> Need:
     """Need a value that contains this text."""
-    return Need(f"without {text} in {{}}", (path,), lambda value_of: text in (value_of(path) or ""))
+
+    def holds(value_of: ValueOf) -> bool:
+        value = value_of(path)
+        return isinstance(value, str) and text in value
+
+    return Need(f"without {text} in {{}}", (path,), holds)
 
 
 def either(*needs: Need, words: str) -> Need:

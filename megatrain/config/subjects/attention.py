@@ -261,6 +261,11 @@ def has_sinks(draft: Draft) -> bool:
     return any(mixer.sink != "none" for mixer in attentions(draft))
 
 
+def has_padding_or_bias(draft: Draft) -> bool:
+    """Return whether some layer masks padding or adds a bias to its scores, as encoders do."""
+    return any(mixer.mask == "padding" or mixer.relative is not None for mixer in attentions(draft))
+
+
 def layers_with_softcap_or_dropout(draft: Draft) -> Literal["none", "some", "all"]:
     """Return the share of the layers with attention that have logit softcapping or attention dropout."""
     has_either = [mixer.softcap is not None or mixer.dropout > 0 for mixer in attentions(draft)]

@@ -24,6 +24,8 @@ _WITHOUT_MASKS: Final = (
 """Settings for attention, samples and predictions of a decoder alone."""
 _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
+_PATTERN: Final = "M-M-M-M-"
+"""A pattern that needs no other flag."""
 _PER_SAMPLE: Final = "training.calculate_per_token_loss"
 
 
@@ -48,7 +50,7 @@ def families_have_their_own_samples(draft: Draft) -> Problems:
 @rule
 def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
     model = draft.config.model
-    is_hybrid, text = model.model_family == "hybrid", draft.config.model.raw("hybrid_layer_pattern")
+    is_hybrid, text = model.model_family == "hybrid", model.hybrid_layer_pattern
     if text is not None and not is_hybrid:
         yield Problem(
             f"--hybrid-layer-pattern {text} names the layers of a hybrid, and --model-family is {model.model_family}",
@@ -60,35 +62,39 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
         shares = f"--hybrid-attention-ratio {model.hybrid_attention_ratio} and --hybrid-mlp-ratio {model.hybrid_mlp_ratio}"
         yield Problem(
             f"--model-family hybrid has no --hybrid-layer-pattern, and {shares} of --num-layers give none",
-            "give --hybrid-layer-pattern, such as 'M-M*-M-'",
+            f"use --hybrid-layer-pattern {_PATTERN}, or another one",
         )
         return
     try:
         pattern = parse_hybrid_pattern(text)
     except PatternError as error:
         yield Problem(
-            f"--hybrid-layer-pattern: {error}", f"write letters of {' '.join(LETTERS)}, such as 'M-M*-M-'"
+            f"--hybrid-layer-pattern: {error}",
+            f"use --hybrid-layer-pattern {_PATTERN}, or other letters of {' '.join(LETTERS)}",
         )
         return
     if not pattern.layers:
         yield Problem(
             f"--hybrid-layer-pattern '{text}' has no layers",
-            "write a letter for each layer, such as 'M-M*-M-'",
+            f"use --hybrid-layer-pattern M{text}, or write a letter for each layer",
         )
         return
-    yield from _letters_without_their_part(draft, pattern)
+    yield from _letters_without_their_part(draft, pattern, text)
+    if pattern.counts["M"]:
+        yield from _groups_of_mamba(draft)
     yield from _settings_besides_the_pattern(draft, pattern)
 
 
-def _letters_without_their_part(draft: Draft, pattern: HybridPattern) -> Problems:
+def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str) -> Problems:
     model, experts, has = draft.config.model, draft.config.experts, pattern.counts
     if has["D"]:
         yield Problem(
-            "--hybrid-layer-pattern has sparse attention (D), which is not supported", "use attention (*)"
+            "--hybrid-layer-pattern has sparse attention (D), which is not supported",
+            f"use --hybrid-layer-pattern {text.replace('D', '*')}",
         )
     if has["E"] and experts.num_experts is None:
         yield Problem(
-            "--hybrid-layer-pattern has experts (E), and --num-experts is not given", "add --num-experts"
+            "--hybrid-layer-pattern has experts (E), and --num-experts is not given", "add --num-experts 8"
         )
     if has["+"] and not model.multi_latent_attention:
         yield Problem(
@@ -100,17 +106,22 @@ def _letters_without_their_part(draft: Draft, pattern: HybridPattern) -> Problem
             "--hybrid-layer-pattern has attention (*) with --multi-latent-attention",
             "use multi-latent attention (+), or remove --multi-latent-attention",
         )
-    if has["M"] and model.mamba_num_heads is not None and model.mamba_num_heads % model.mamba_num_groups:
+
+
+def _groups_of_mamba(draft: Draft) -> Problems:
+    model = draft.config.model
+    heads, groups, width = model.mamba_num_heads, model.mamba_num_groups, 2 * model.hidden_size
+    if heads is not None and heads % groups:
         yield Problem(
-            f"--mamba-num-heads {model.mamba_num_heads} is not divisible by --mamba-num-groups {model.mamba_num_groups}",
-            f"use --mamba-num-groups {math.gcd(model.mamba_num_heads, model.mamba_num_groups)}",
+            f"--mamba-num-heads {heads} is not divisible by --mamba-num-groups {groups}",
+            f"use --mamba-num-groups {math.gcd(heads, groups)}",
         )
-    width = 2 * model.hidden_size
-    if has["M"] and model.mamba_num_heads is None and width % (model.mamba_head_dim * model.mamba_num_groups):
+    if heads is None and width % (model.mamba_head_dim * groups):
+        more = max(1, width // (model.mamba_head_dim * groups)) * groups
         yield Problem(
             f"2 * --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {model.mamba_head_dim} *"
-            f" --mamba-num-groups {model.mamba_num_groups}",
-            "give --mamba-num-heads, or another --mamba-head-dim",
+            f" --mamba-num-groups {groups}",
+            f"use --mamba-num-heads {more}, or another --mamba-head-dim",
         )
 
 

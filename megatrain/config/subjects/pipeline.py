@@ -262,10 +262,12 @@ def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:
             f"remove {' and '.join(given)}, or the signs | of the pattern",
         )
     if stages % pp:
+        path = "parallel.pipeline_model_parallel_size"
+        fewer = ({path: size} for size in range(pp - 1, 0, -1) if stages % size == 0)
         raise PipelineError(
             f"--hybrid-layer-pattern {pattern.main} has {stages} stages (|), not a multiple of"
             f" --pipeline-model-parallel-size {pp}",
-            f"end {pp} stages, or a multiple of it, by | in the pattern, or write no |",
+            f"{use(draft, fewer)}, or end {pp} stages by | in the pattern, or a multiple of it",
         )
     return tuple(map(len, pattern.stages))
 

@@ -143,11 +143,10 @@ def tp_comm_overlap(draft: Draft) -> DerivedValue:
 
 
 def _why_products_wait(draft: Draft) -> Iterator[str]:
-    config, facts = draft.config, draft.facts
-    parallel, size = config.parallel, config.parallel.tensor_model_parallel_size
+    config, size = draft.config, draft.config.parallel.tensor_model_parallel_size
     if size == 1:
         yield "--tensor-model-parallel-size 1"
-    if not parallel.sequence_parallel:
+    if not config.parallel.sequence_parallel:
         yield "--no-sequence-parallel"
     if config.training.device != "cuda":
         yield "on a CPU: communication and products take turns"
@@ -155,8 +154,16 @@ def _why_products_wait(draft: Draft) -> Iterator[str]:
         yield "layers of Transformer Engine wait for their communication; --transformer-impl local overlaps it"
     if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
         yield "linear layers of FP8 and FP4 wait for their communication"
-    if config.model.model_family == "t5" or config.experts.moe_shared_expert_overlap:
-        yield "layers on two streams or of two stacks would use the same peer memory"
+    if config.model.model_family != "gpt":
+        yield "measured with layers of GPTs only"
+    if config.experts.moe_shared_expert_overlap:
+        yield "layers on two streams would use the same peer memory"
+    yield from _why_copies_are_slow(draft)
+
+
+def _why_copies_are_slow(draft: Draft) -> Iterator[str]:
+    config, facts = draft.config, draft.facts
+    size = config.parallel.tensor_model_parallel_size
     if size > _MOST_OVERLAPPED_RANKS:
         yield f"measured with 2 to {_MOST_OVERLAPPED_RANKS} tensor ranks only"
     if (facts.ranks_per_node or facts.devices_per_node or size) % size:
@@ -164,7 +171,12 @@ def _why_products_wait(draft: Draft) -> Iterator[str]:
     is_linked = facts.device_capability is None or facts.device_capability[0] in _LINKED_ARCHITECTURES
     if not is_linked or any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
         yield "measured on GPUs that NVLink connects all to all"
-    rows = config.data.seq_length // parallel.context_parallel_size // size * config.training.micro_batch_size
+    rows = (
+        config.data.seq_length
+        // config.parallel.context_parallel_size
+        // size
+        * config.training.micro_batch_size
+    )
     if rows * config.model.hidden_size < _SMALL_MESSAGE:
         yield f"messages of {rows} rows are too small"
 

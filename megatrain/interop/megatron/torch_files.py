@@ -61,6 +61,13 @@ _UNEVEN: Final = (
     "account_for_loss_in_pipeline_split",
 )
 """Arguments that divide layers unevenly over stages."""
+_WITH_OTHER_ROWS: Final = (
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+"""Arguments of models whose parameters tensor ranks hold in pieces that are not joined here."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +321,8 @@ def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterato
         yield f"num_layers {arguments['num_layers']}"
     if (arguments.get("expert_tensor_parallel_size") or tp) != tp:
         yield "expert_tensor_parallel_size"
-    if tp > 1 and arguments.get("multi_latent_attention"):
-        yield "multi_latent_attention"
+    if tp > 1:
+        yield from (name for name in _WITH_OTHER_ROWS if arguments.get(name))
     groups = arguments.get("num_query_groups") or arguments.get("num_attention_heads") or tp
     if groups % tp:
         yield f"num_query_groups {groups}"
@@ -334,14 +341,7 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
     groups, states = inner.get("param_groups"), inner.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return
-    # A parameter with two names in the model is one of the optimizer.
-    second_names = {
-        one.name.replace(first, second)
-        for first, second in STORED_TWICE.items()
-        for one in parameters
-        if one.name.startswith(first)
-    }
-    trained = [one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in second_names]
+    trained = list(_trained(parameters))
     of_groups = [_members(group, groups, trained) for group in groups]
     if [len(group["params"]) for group in groups] != list(map(len, of_groups)):
         return
@@ -357,6 +357,18 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
                 if size_of(record) != parameter.size:
                     raise ValueError(f"{kind} of {parameter.name} has size {list(size_of(record))}")
                 yield replace(parameter, name=f"optimizer.state.{kind}.{parameter.name}", record=record)
+
+
+def _trained(parameters: Sequence[_Local]) -> Iterator[_Local]:
+    """Yield the parameters that the optimizer has; of one with two names in the model the first."""
+    found = {one.name for one in parameters}
+    twice = {
+        name.replace(first, second)
+        for first, second in STORED_TWICE.items()
+        for name in found
+        if name.startswith(first)
+    }
+    yield from (one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in twice)
 
 
 def _members(

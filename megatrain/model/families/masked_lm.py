@@ -94,7 +94,7 @@ class BinaryHead(ShardedModule):
 
 @dataclass(frozen=True)
 class MicrobatchMeans:
-    """Sums of token losses in `PassInfo.sums` as means of micro-batches, of which context ranks have parts."""
+    """Means of micro-batches in place of the sums of token losses in `PassInfo.sums`; context ranks have parts of them."""
 
     cp: ContextParallel
 

@@ -195,7 +195,7 @@ class MicrobatchGraphs:
         align(self._peers)
         self._microbatches = [FixedMicrobatch(batch, number) for number in range(1 + self._casts_weights)]
         self._recorded = self._recorder.record([self._passes(one) for one in self._microbatches])
-        self._kept = self._peers and self._peers.slots  # evaluation may need larger ones
+        self._kept = None if self._peers is None else self._peers.slots  # evaluation may need larger ones
 
     def _passes(self, one: FixedMicrobatch) -> Work:
         actions = [Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)]

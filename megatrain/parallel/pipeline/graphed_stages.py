@@ -46,7 +46,9 @@ class StageGraphs:
             self._actions = actions
             self._microbatches = [FixedMicrobatch(batch, number) for number, batch in enumerate(batches)]
             self._executor.record(actions, self._microbatches, self._recorder, self._peers)
-            self._slots = self._peers and self._peers.slots  # evaluation may need larger ones
+            self._slots = (
+                None if self._peers is None else self._peers.slots
+            )  # evaluation may need larger ones
         for mine, batch, info in zip(self._microbatches, batches, infos, strict=True):
             mine.take(batch, info)
         self._executor.run(

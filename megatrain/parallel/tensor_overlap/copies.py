@@ -16,10 +16,16 @@ from torch import Tensor
 
 from megatrain.config.environment import set_unless_given
 from megatrain.parallel.collectives import Transfer, all_reduce
-from megatrain.parallel.tensor_overlap.peer_memory import ReceivedParts, Sends, Slots
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts, Sends, Slots
 
 _WAIT, _WRITE = 1, 2
 """Values of the driver's CUstreamBatchMemOpType."""
+
+
+def peer_memory(group: RankGroup, device: torch.device) -> PeerMemory:
+    """Return the memory of sends between the ranks of a group: by copies between GPUs, else by messages."""
+    return PeerMemory(group, SharedSlots if device.type == "cuda" else Slots)
 
 
 class SharedSlots(Slots):

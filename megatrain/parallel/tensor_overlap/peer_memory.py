@@ -24,10 +24,14 @@ _ALIGNMENT = 512
 
 
 class PeerMemory:
-    """Memory of this rank that the other ranks of a group write, allocated by the first send."""
+    """Memory of this rank that the other ranks of a group write, allocated by the first send.
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
+    Args:
+        slots_type: of its slots, those of messages or of copies (`copies.py`).
+    """
+
+    def __init__(self, group: RankGroup, slots_type: type[Slots] | None = None) -> None:
+        self.group, self._slots_type = group, slots_type or Slots
         self._num_sends = 0
         self.slots: Slots | None = None
         """The memory; a graph that repeats sends keeps it."""
@@ -62,18 +66,11 @@ class PeerMemory:
     def _next_sends(self, part: Tensor) -> Sends:
         num_bytes = aligned(part.nbytes * self.group.size)
         if self.slots is None or num_bytes > self.slots.num_bytes or part.device != self.slots.device:
-            self.slots = self._new_slots(num_bytes, part)
+            self.slots = self._slots_type(self.group, num_bytes, part.device)
         self._num_sends += 1
         slots, index = self.slots, self._num_sends % NUM_SLOTS
         parts = slots.slot(index).view(part.dtype)[: part.numel() * self.group.size]
         return slots.sends(index, parts.view(self.group.size, *part.shape))
-
-    def _new_slots(self, num_bytes: int, part: Tensor) -> Slots:
-        if part.is_cuda and not part.is_meta:
-            from megatrain.parallel.tensor_overlap.copies import SharedSlots  # noqa: PLC0415 (drivers of GPUs)
-
-            return SharedSlots(self.group, num_bytes, part.device)
-        return Slots(self.group, num_bytes, part.device)
 
 
 class Sends(Protocol):

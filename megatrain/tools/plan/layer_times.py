@@ -209,9 +209,12 @@ class LayerTimes:
         num_bytes = _BF16 * self.workload.hidden * self.tokens
         sent = pairs * (tp - 1) * self.tensor_group.message(num_bytes / tp)
         sums = pairs * self.cluster.memory_seconds(num_bytes * (tp + 1) / tp)
+        slower = rates.tensor_overlap * (
+            tp - 1
+        )  # products have a part for each rank, and copies to each other one
         added = []
         for kernels, copies in ((layer.forward, 2 * sent), (layer.backward + layer.weight, 3 * sent)):
-            added.append(max(kernels * rates.tensor_overlap, copies - kernels) + sums)
+            added.append(max(kernels * slower, copies - kernels) + sums)
         return Times(*added)
 
     def _gathered(self, pairs: int) -> Times:

@@ -9,11 +9,11 @@ import pytest
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.derive.hybrid_pattern import (
     LETTERS,
-    PatternError,
     has_same_layers,
     parse_hybrid_pattern,
     pattern_of_shares,
 )
+from megatrain.config.derive.patterns import PatternError
 from megatrain.config.subjects.pipeline import layer_ranges
 
 RECORDED: Final = json.loads((Path(__file__).parents[2] / "golden/hybrid_patterns.json").read_text())

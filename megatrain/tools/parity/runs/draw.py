@@ -26,6 +26,17 @@ _WORDS_OF: Final = {
 _OF_EXPERTS: Final = ("experts", "router", "balancing", "capacity", "expert parallelism", "dispatcher")
 _NOT_DRAWN: Final = ("own", "globalauxloss", "severallosses")
 """Words whose result is not claimed to be the same under every layout (`@unproven` in config/subjects/)."""
+_OF_GPT: Final = (
+    "distillation",
+    "documents",
+    "end of document",
+    "multi-token prediction",
+    "query groups",
+    "residual",
+    "softmax",
+    "window",
+)
+"""Options that models of sentences refuse."""
 _DRAWN: Final = [option for option in OPTIONS if option not in (*SIZES, "model", "sequence parallelism")]
 
 
@@ -51,8 +62,9 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
     options = rng.sample(_DRAWN, rng.randint(FEWEST, MOST))
     if rng.random() < 0.5:
         options += rng.sample(_OF_EXPERTS, 2)
+    is_masked = words["model"] in OF_FAMILIES
     for option in options:
-        if option not in words:
+        if option not in words and not (is_masked and option in _OF_GPT):
             words[option] = _choice(rng, option)
     for needed in _needed(rng, words):
         words.setdefault(OPTION_OF[needed], needed)
