@@ -123,6 +123,8 @@ REFUSED = {
     ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
     ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
     ("muon", "offload"): "muon offload",
+    ("teacher", "zbv"): "pp2 zbv teacher",
+    ("teacher", "dualpipev"): "pp2 dualpipev reverseteacher",
 }
 """Features that exclude each other, in a layout that has no other fault."""
 

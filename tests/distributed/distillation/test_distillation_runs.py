@@ -110,7 +110,7 @@ def test_a_checkpoint_of_megatron_teaches(golden_text: Path, pool: WorkerPool, t
 def test_a_trained_model_is_distilled_trained_on_and_exported(
     teacher: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """Projections are drawn for a model that had none, and are left behind by a run and an export that have no teacher."""
+    """Projections are drawn for a model that had none, and are left out by a run and an export that have no teacher."""
     plain, distilled, folder = (tmp_path / name for name in ("plain", "distilled", "exported"))
     run = [*STUDENT, "--lr-decay-style", "constant", "--train-iters"]
     assert pool.run(1, train, [*run, "4", "--save", str(plain)]) == [0]

@@ -254,12 +254,6 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
             f"{FLAG} {facts.path} has {teacher.num_positions} learned positions, and --seq-length is {data.seq_length}",
             f"use --seq-length {teacher.num_positions}",
         )
-    needs_whole = any(part.needs_whole_samples for layer in teacher.layers for part in layer.parts)
-    if needs_whole and (parallel.context_parallel_size > 1 or data.has_documents):
-        yield Problem(
-            f"{FLAG} {facts.path} has layers that pass no state between context ranks and over documents",
-            "use --context-parallel-size 1 without --reset-attention-mask, --dataloader-inter-document-masking and --sft",
-        )
 
 
 def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, int, str, int]]:

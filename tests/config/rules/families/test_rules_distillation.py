@@ -29,6 +29,13 @@ def teacher(
     return Facts(world_size=world_size, teacher=facts, tokenizer_fingerprint=fingerprint)
 
 
+def with_custom_layers() -> Facts:
+    facts = teacher()
+    assert facts.teacher is not None
+    model = {**facts.teacher.config["model"], "spec": ["a.py:f"]}
+    return teacher(config={**facts.teacher.config, "model": model})
+
+
 def cached(fingerprint: str | None = None, **changed: object) -> Facts:
     """Return facts with outputs for the samples of the working run with 128 tokens."""
     plan = resolve(parse(arguments("", "")), Facts())
@@ -45,6 +52,7 @@ LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings 
 CASES = {
     "teacher_is_a_gpt": [
         (KD, "", teacher("--model-family bert --max-position-embeddings 128"), ("t is a bert",), ("GPT",)),
+        (KD, "", with_custom_layers(), ("t has custom layers",), ("without --spec",)),
         (KD, "", teacher(described={"num_layers": 4}), ("num_layers is 4, and 3 in t",), ("remove it",)),
     ],
     "teacher_has_the_vocabulary": [
@@ -61,9 +69,6 @@ CASES = {
         (f"{KD} --seq-length 256", "--seq-length", teacher(LEARNED), ("128 learned positions", "--seq-length is 256"),
          ("--seq-length 128",)),
         (f"{KD} {TP} 2", "", teacher("--num-experts 4", world_size=2), ("has experts", f"{TP} 2"), ("add --sequence-parallel",)),
-        (f"{KD} --context-parallel-size 2", "", teacher(
-            "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2"
-            " --linear-num-value-heads 2", world_size=2), ("no state",), ("--context-parallel-size 1",)),
     ],
     "cached_outputs_are_of_this_run": [
         (CACHE, "", cached(vocab_size=101), ("for 101 tokens", "100"), ("cache-logits",)),
@@ -88,15 +93,6 @@ CASES = {
 )
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
-
-
-def test_a_teacher_with_custom_layers_is_refused(assert_refused):
-    facts = teacher()
-    model = facts.teacher.config["model"] | {"spec": ["a.py:f"]}
-    facts = dataclasses.replace(
-        facts, teacher=dataclasses.replace(facts.teacher, config={**facts.teacher.config, "model": model})
-    )
-    assert_refused(KD, ("custom layers",), ("without --spec",), facts=facts)
 
 
 @pytest.mark.parametrize(
