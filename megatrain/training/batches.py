@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Facts, Plan
+from megatrain.config.derive.vision import image_shape, sample_length, text_length
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
@@ -106,7 +107,7 @@ def build_samples(
     data, derived = plan.config.data, plan.derived
     special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
     options = SampleOptions(
-        seq_length=data.seq_length,
+        seq_length=text_length(plan.config),
         eod=derived.eod_id,
         pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
         vocab_size=derived.vocab_size,
@@ -319,12 +320,13 @@ class _LoaderBuilder:
         return BatchLoader(
             samples,
             sampler,
-            seq_length=self.config.data.seq_length,
+            seq_length=sample_length(self.config),
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
             family=model.model_family,
             decoder_seq_length=model.decoder_seq_length,
+            image_shape=image_shape(self.config),
         )
 
 

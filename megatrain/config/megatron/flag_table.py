@@ -34,6 +34,8 @@ ALIASES: Final[Mapping[str, Alias]] = {
     "--enable-cuda-graph": Alias("training.cuda_graph_impl", "local"),
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
+    "--freeze-LM": Alias("vision.freeze_lm", "true"),
+    "--freeze-ViT": Alias("vision.freeze_vit", "true"),
     "--persistent-save-interval": Alias("checkpoint.save_interval"),
     "--use-torch-fsdp2": Alias("parallel.data_parallel_sharding_strategy", "optim_grads_params"),
     "--use-rotary-position-embeddings": Alias("model.position_embedding_type", "rope"),

@@ -22,6 +22,7 @@ SOURCES: Final = (
 MASKED_FAMILIES: Final = ("bert", "t5")
 """Families of models that learn from masked sentences."""
 _GPT: Final = one_of("model.model_family", "gpt")
+_VLM: Final = one_of("model.model_family", "vlm")
 _MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 
 _NEEDS_FILES: Final = tuple(
@@ -90,7 +91,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         on_resume=ORDER,
         taken_by=ARGS,
     )
-    """Tokens per sample."""
+    """Tokens per sample. vlm: of its text; those of its images are added."""
+    dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=_VLM)
+    """vlm: tokens of the text of a sample, in place of --seq-length."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""
     no_data_sharding: bool = setting(False, on_resume=ORDER, needs=one_of("data.dataloader_type", "cyclic"))

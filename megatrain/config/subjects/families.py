@@ -27,7 +27,7 @@ _PER_SAMPLE: Final = "training.calculate_per_token_loss"
 @rule
 def families_have_their_own_samples(draft: Draft) -> Problems:
     family, config = draft.config.model.model_family, draft.config
-    if family == "gpt":
+    if family in ("gpt", "vlm"):
         return
     names = [*_WITHOUT_MASKS, *(["model.use_parallel_residual"] if family == "t5" else [])]
     given = [flag_of(path.split(".")[1]) for path in names if config.get(path)]
@@ -45,7 +45,7 @@ def families_have_their_own_samples(draft: Draft) -> Problems:
 @rule
 def context_ranks_have_no_padding(draft: Draft) -> Problems:
     family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
-    if family != "gpt" and cp > 1:
+    if family not in ("gpt", "vlm") and cp > 1:
         yield Problem(
             f"--context-parallel-size {cp} is not supported with --model-family {family}: attention with padding masks"
             " reads whole samples",
@@ -128,7 +128,7 @@ def relative_positions_are_of_t5(draft: Draft) -> Problems:
 @rule
 def samples_are_masked_sentences(draft: Draft) -> Problems:
     family, dataset = draft.config.model.model_family, draft.config.data.dataset
-    if family != "gpt" and dataset is not None:
+    if family not in ("gpt", "vlm") and dataset is not None:
         yield Problem(
             f"--dataset {dataset} returns samples of a GPT, and --model-family {family} masks sentences of documents",
             "remove --dataset, and name data of preprocess_data.py --split-sentences with --data-path",

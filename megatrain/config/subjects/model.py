@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
@@ -162,7 +163,7 @@ def mup_output_layer_lr_differs(draft: Draft) -> Notes:
 def flops_per_iteration(draft: Draft) -> DerivedValue:
     tokens = draft.derived.tokens_per_iteration
     operations = draft.derived.model_spec.training_flops(
-        num_tokens=tokens, sum_of_squared_lengths=tokens * draft.config.data.seq_length
+        num_tokens=tokens, sum_of_squared_lengths=tokens * sample_length(draft.config)
     )
     return DerivedValue(
         operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"

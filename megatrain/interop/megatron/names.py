@@ -48,6 +48,20 @@ _LAYER: Final = {
     "cross_attention.linear_proj": ("cross_attention.proj",),
 }
 STACKS: Final = ("encoder", "decoder")
+_VISION: Final = {
+    "vision_model.class_token": ("vision.class_token",),
+    "vision_model.conv1": ("vision.patch_embedding",),
+    "vision_model.position_embeddings": ("vision.position_embeddings",),
+    "vision_model.ln_pre": ("vision.pre_norm",),
+    "vision_model.ln_post": ("vision.final_norm",),
+    "vision_projection.encoder.linear_fc1.layer_norm": ("vision.projector.norm",),
+    "vision_projection.encoder.linear_fc1": ("vision.projector.gate", "vision.projector.up"),
+    "vision_projection.encoder.linear_fc2": ("vision.projector.down",),
+    "vision_projection.encoder": ("vision.projector.down",),
+}
+"""Modules of the vision tower and the projector; see `_LANGUAGE`."""
+_LANGUAGE: Final = "language_model."
+"""Prefix of the language model's names, if there is a vision tower."""
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
     "position_embeddings": ("embedding.position_embeddings",),
@@ -68,6 +82,11 @@ TABLE: Final = {
         for stack in STACKS
         for theirs, ours in _LAYER.items()
     },
+    **_VISION,
+    **{
+        f"vision_model.decoder.layers.{{}}.{theirs}": tuple(f"vision.layers.{{}}.{name}" for name in ours)
+        for theirs, ours in _LAYER.items()
+    },
     **{
         f"mtp.layers.{{}}.transformer_layer.{theirs}": tuple(f"mtp.layers.{{}}.{name}" for name in ours)
         for theirs, ours in _LAYER.items()
@@ -86,6 +105,9 @@ _RENAMED: Final = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "encoder.linear_fc1.layer_norm_": "encoder.linear_fc1.layer_norm.",
+    "vision_model.class_token": "vision_model.class_token.weight",
+    _LANGUAGE: "",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
 STORED_TWICE: Final = {
@@ -183,6 +205,8 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
 def family_of(names: Iterable[str]) -> str:
     """Return the `model_family` of a model from the names of its parameters, which begin with its stacks."""
     has = {name.partition(".")[0] for name in names}
+    if "vision_model" in has:
+        return "vlm"
     return "gpt" if "encoder" not in has else "t5" if "decoder" in has else "bert"
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.optim.offload import zeros_on_host
@@ -351,9 +352,11 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
-    s, model = data.seq_length, plan.config.model
+    s, model = sample_length(plan.config), plan.config.model
     if model.model_family != "gpt":
-        shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
+        vision = plan.derived.model_spec.vision
+        images = None if vision is None else vision.image_shape
+        shapes = array_shapes(model.model_family, s, model.decoder_seq_length, images)
         arrays = {
             name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()
         }
