@@ -29,6 +29,7 @@ from megatrain.data.samples.user_dataset import build_user_datasets, first_diges
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
+from megatrain.training.image_samples import with_mock_images
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.masked_samples import masked_samples
 
@@ -140,6 +141,7 @@ def build_samples(
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
     )
+    splits = with_mock_images(splits, plan.config)
     if plans.train != (0,):
         splits = builder.with_phases(splits, _phases(plan, facts), data.split, plans)
     if splits.train is not None and derived.train_start:

@@ -18,7 +18,7 @@ def masked_samples(config: Config) -> MaskedSamples | None:
         ConfigError: there is no data of sentences, or the tokenizer lacks a token that they need.
     """
     model, data = config.model, config.data
-    if model.model_family == "gpt":
+    if model.model_family in ("gpt", "vlm"):
         return None
     if data.mock_data:
         raise ConfigError(

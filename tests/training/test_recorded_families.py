@@ -117,20 +117,25 @@ def with_images(arrays: dict[str, Tensor], case: Case, first: int = 0) -> dict[s
     """Return the arrays with the recorded images, and a token for each vector of an image; `first`: number of the first sample."""
     _, folder, name = case
     flags = json.loads((folder / "flags.json").read_text())[name]
-    height, width, patch = (int(flags[flags.index(flag) + 1]) for flag in ("--img-h", "--img-w", "--patch-dim"))
+    height, width, patch = (
+        int(flags[flags.index(flag) + 1]) for flag in ("--img-h", "--img-w", "--patch-dim")
+    )
     count = (height // patch) * (width // patch) + ("--disable-vision-class-token" not in flags)
     steps, samples, length = arrays["tokens"].shape
     shape = (steps * samples, 1, 3, height, width)
     images = np.zeros(shape, np.float32)
     if "mock" not in name:
         for number in range(len(images)):
-            generator = np.random.RandomState(1000 + first + number)  # noqa: NPY002 (the recording's)
+            generator = np.random.RandomState(1000 + first + number)
             images[number] = generator.standard_normal(shape[2:])
     names = ("tokens", "labels", "loss_mask", "position_ids")
     rows = zip(*(arrays[one].flatten(0, 1).numpy() for one in names), strict=True)
     placed = [place_images(*row, tokens_per_image=count, length=length - 1 + count) for row in rows]
     found = {one: torch.from_numpy(np.stack([sample[one] for sample in placed])) for one in names}
-    return {one: x.unflatten(0, (steps, samples)) for one, x in {**found, "images": torch.from_numpy(images)}.items()}
+    return {
+        one: x.unflatten(0, (steps, samples))
+        for one, x in {**found, "images": torch.from_numpy(images)}.items()
+    }
 
 
 def train(trainer: Trainer, case: Case) -> list[StepReport]:

@@ -57,6 +57,12 @@ def sample_length(config: Config) -> int:
     return text_length(config) + config.vision.images_per_sample * tokens_per_image(config.vision)
 
 
+def num_positions(config: Config) -> int | None:
+    """Return the rows of learned positions, at least as many as a sample with its images has tokens, as in Megatron-LM."""
+    given = config.model.max_position_embeddings
+    return given if given is None or config.model.model_family != "vlm" else max(given, sample_length(config))
+
+
 def tokens_per_image(vision: VisionConfig) -> int:
     """Return the vectors of an image in the language model."""
     patches = (vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim)

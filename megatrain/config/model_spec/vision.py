@@ -44,7 +44,9 @@ class ProjectorSpec(Part):
             return
         width, kinds = self.mlp.ffn_hidden_size, ("gate", "up") if self.mlp.is_gated else ("up",)
         pieces = tuple(Piece(kind, width) for kind in kinds)
-        yield Linear(part=self.name, pieces=pieces, inputs=self.inputs, split="outputs", writes="the projector")
+        yield Linear(
+            part=self.name, pieces=pieces, inputs=self.inputs, split="outputs", writes="the projector"
+        )
         yield Linear(part=self.name, pieces=output, inputs=width, split="inputs", reads="the projector")
 
 

@@ -18,7 +18,7 @@ from megatrain.config.derive.patterns import (
     parse_layer_pattern,
     parse_window,
 )
-from megatrain.config.derive.vision import sample_length, vision_spec
+from megatrain.config.derive.vision import num_positions, vision_spec
 from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
@@ -67,12 +67,11 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
         vocab_size, model = 0, model.replaced({"padded_vocab_size": 0})
     try:
         return describe_model(
-            model,
+            model.replaced({"max_position_embeddings": num_positions(config)}),
             config.experts,
             config.vision,
             vocab_size=vocab_size,
             qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
-            num_tokens=sample_length(config) if model.model_family == "vlm" else 0,
         )
     except (LayersError, PatternError) as error:
         raise UnresolvedError from error
@@ -85,9 +84,8 @@ def describe_model(
     *,
     vocab_size: int,
     qk_norm_decays: bool = False,
-    num_tokens: int = 0,
 ) -> ModelSpec:
-    """Return the model that resolved settings describe; with images, at least `num_tokens` positions. Raises LayersError and PatternError."""
+    """Return the model that resolved settings describe. Raises LayersError and PatternError."""
     init_std = matrix_init_std(model)
     has_positions = model.position_embedding_type == "learned_absolute"
     embedding_std = model.embedding_init_method_std
@@ -108,7 +106,7 @@ def describe_model(
         embedding_init_std=embedding_std,
         head_init_std=embedding_std if model.use_mup else None,
         norm=norm,
-        num_positions=max(model.max_position_embeddings, num_tokens) if has_positions else None,
+        num_positions=model.max_position_embeddings if has_positions else None,
         num_token_types=num_token_types(model),
         head=head_of(model),
         embedding_multiplier=model.embedding_multiplier,

@@ -2,11 +2,11 @@
 
 from typing import Final
 
-from megatrain.config.derive.vision import text_length
+from megatrain.config.derive.vision import num_positions, text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import fewer_ranks, use
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Notes, Problems, derives, note, rule
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.subjects.ranks import TP
 
@@ -35,6 +35,17 @@ def vision_projection_norm(draft: Draft) -> DerivedValue:
     if draft.is_given("model.transformer_impl") and draft.config.model.transformer_impl == "local":
         return DerivedValue(False, "as in Megatron-LM with --transformer-impl local")
     return DerivedValue(True, "as in Megatron-LM with Transformer Engine, its default")
+
+
+@overrides("model.max_position_embeddings")
+def max_position_embeddings(draft: Draft) -> DerivedValue | None:
+    """Raise the number of positions to that of the tokens of a sample with its images, as Megatron-LM does."""
+    given, length = draft.config.model.max_position_embeddings, num_positions(draft.config)
+    if given == length:
+        return None
+    return DerivedValue(
+        length, f"--max-position-embeddings is {length}, the tokens of a sample with its images, not {given}"
+    )
 
 
 def _is_vlm(draft: Draft) -> bool:
@@ -104,6 +115,15 @@ def images_have_their_own_samples(draft: Draft) -> Problems:
         if draft.config.get(path):
             flag = flag_of(path.split(".")[1])
             yield Problem(f"--model-family vlm is not supported with {flag}", f"remove {flag}")
+
+
+@rule
+def images_are_mock_data(draft: Draft) -> Problems:
+    if _is_vlm(draft) and draft.facts.datasets:
+        yield Problem(
+            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone",
+            "use --mock-data, or --image-data-path with a file of conversations",
+        )
 
 
 @rule

@@ -98,7 +98,11 @@ class MockImages:
             tokens_per_image=self.tokens_per_image,
             length=self.length,
         )
-        return MaskedSample({**arrays, "images": np.zeros(self.image_shape, np.float32)})
+        return MaskedSample({**arrays, "images": self.images(k)})
+
+    def images(self, k: int) -> npt.NDArray[np.float32]:  # noqa: ARG002 (all are black)
+        """Return the images of sample k."""
+        return np.zeros(self.image_shape, np.float32)
 
     def spans(self, k: int) -> list[TokenSpan]:
         """See `SampleDataset`."""

@@ -59,8 +59,8 @@ _VISION: Final = {
     "vision_projection.encoder.linear_fc2": ("vision.projector.down",),
     "vision_projection.encoder": ("vision.projector.down",),
 }
-"""Modules of the vision tower and the projector; see `_LANGUAGE`."""
-_LANGUAGE: Final = "language_model."
+"""Modules of the vision tower and the projector; see `LANGUAGE`."""
+LANGUAGE: Final = "language_model."
 """Prefix of the language model's names, if there is a vision tower."""
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
@@ -107,7 +107,7 @@ _RENAMED: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "encoder.linear_fc1.layer_norm_": "encoder.linear_fc1.layer_norm.",
     "vision_model.class_token": "vision_model.class_token.weight",
-    _LANGUAGE: "",
+    LANGUAGE: "",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
 STORED_TWICE: Final = {

@@ -70,9 +70,7 @@ class VisionEmbedding(ShardedModule):
         if spec.has_patch_bias:
             self.add_weight("bias", stream_layout(f"{_TOWER}.patch_embedding.bias", width, Init(), tp), dtype)
 
-    def _add(
-        self, attribute: str, name: str, shape: tuple[int, ...], init: Init, tp: TensorParallel
-    ) -> None:
+    def _add(self, attribute: str, name: str, shape: tuple[int, ...], init: Init, tp: TensorParallel) -> None:
         piece = Piece(f"{_TOWER}.{name}", shape, whole_box(shape), copies=(tp.group.name,))
         layout = ParamLayout(shape=shape, pieces=(piece,), init=init, kind="positions")
         self.add_weight(attribute, layout, self.dtype)
@@ -96,7 +94,9 @@ class Projector(nn.Module):
         super().__init__()
         assert spec.vision is not None
         part, tp = spec.vision.projector, context.tp
-        norm = norm_weights(f"{_PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
+        norm = (
+            norm_weights(f"{_PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
+        )
         linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
         if part.mlp is None:
             down = linears["down"]
@@ -205,7 +205,9 @@ def vision_segments(
 
     pre = norm("pre_norm") if vision.has_pre_norm else None
     tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype), *layers]
-    of_projector = replace(context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size}))
+    of_projector = replace(
+        context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size})
+    )
     projector = Projector(spec, of_projector)
     final = norm("final_norm") if vision.has_final_norm else None
     is_inside = vision.is_tower_frozen

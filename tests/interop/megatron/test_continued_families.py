@@ -1,4 +1,4 @@
-"""Runs of BERT and T5 that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
+"""Runs of BERT, T5 and vision-language models that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
 
 From the flags of the recorded runs, with their corpus and tokenizer: samples continue where the checkpoint says.
 """
@@ -8,10 +8,15 @@ import tarfile
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megatrain.config import ConfigError, parse
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.samples import build
+from megatrain.data.samples.image_dataset import MockImages
+from megatrain.data.samples.mock import MockSequences
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.main import main
 from megatrain.training.launch import facts
@@ -20,8 +25,10 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 LOSS, NORM = 1e-6, 2e-6
-ROWS: Final = {"bert": 256, "t5": 352}
+ROWS: Final = {"bert": 256, "t5": 352, "vlm": 256}
 """Rows of the vocabulary's tensors, padding included."""
+CASES: Final = {"bert": "bert", "t5": "t5", "vlm": "llava"}
+"""Name of the recorded run of a family."""
 
 
 @pytest.fixture(params=ROWS)
@@ -33,9 +40,19 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def theirs(family: str, families: Path, tmp_path: Path) -> Path:
     """The folder of the recorded checkpoint."""
-    with tarfile.open(families / family / f"{family}.ckpt.tar.xz") as archive:
+    with tarfile.open(families / family / f"{CASES[family]}.ckpt.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    return tmp_path / f"{family}.ckpt"
+    return tmp_path / f"{CASES[family]}.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def recorded_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give sample k the random image of the recorded run."""
+
+    def images(self: MockImages, k: int) -> npt.NDArray[np.float32]:
+        return np.random.RandomState(1000 + k).standard_normal(self.image_shape).astype(np.float32)
+
+    monkeypatch.setattr(MockImages, "images", images)
 
 
 @pytest.fixture
@@ -47,15 +64,19 @@ def softmax_over_padding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer.vocab_size = ROWS[family]
         return tokenizer
 
+    def of_tokenizer(*, vocab_size: int, eod: int) -> MockSequences:
+        return MockSequences(vocab_size=vocab_size - vocab_size % 250, eod=eod)
+
     monkeypatch.setattr(facts, "load_tokenizer", padded)
+    monkeypatch.setattr(build, "MockSequences", of_tokenizer)
 
 
 def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more: str) -> list[dict[str, Any]]:
     """Train from the checkpoint to iteration 12, and return the lines of the metrics file with a loss."""
-    flags = json.loads((families / family / "flags.json").read_text())[family]
+    flags = json.loads((families / family / "flags.json").read_text())[CASES[family]]
     words = [word.replace("{sentences}", str(families / "sentences")) for word in flags]
     words += ["--model-family", family, "--device", "cpu", "--data-cache-path", str(tmp_path / "cache")]
-    words += ["--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
+    words += ["--allow-pickle", "--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
     with joined_ranks(parse(words), Phases(Console())) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
@@ -65,7 +86,7 @@ def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more:
 
 
 def assert_recorded(found: list[dict[str, Any]], families: Path, family: str) -> None:
-    expected = json.loads((families / family / f"{family}.resumed.json").read_text())
+    expected = json.loads((families / family / f"{CASES[family]}.resumed.json").read_text())
     assert (
         [line["iteration"] for line in found] == [line["iteration"] for line in expected] == [9, 10, 11, 12]
     )
@@ -76,23 +97,26 @@ def assert_recorded(found: list[dict[str, Any]], families: Path, family: str) ->
             assert ours["sop_loss"] == pytest.approx(recorded["sop loss"], rel=LOSS, abs=0)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_a_run_continues_with_the_recorded_digits(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:
     assert_recorded(continue_run(families, family, theirs, tmp_path), families, family)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.parametrize(
+    "family", ["bert", "t5"], indirect=True
+)  # a NullTokenizer says how many rows are padding
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_a_converted_run_continues_with_the_recorded_digits(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:
     ours = tmp_path / "ours"
-    assert main(["convert", "megatron-to-megatrain", str(theirs), str(ours)]) == 0
+    assert main(["convert", "megatron-to-megatrain", "--allow-pickle", str(theirs), str(ours)]) == 0
     assert_recorded(continue_run(families, family, ours, tmp_path), families, family)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_states_of_the_optimizer_are_above_the_bounds(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:
@@ -108,7 +132,7 @@ def test_rows_of_padding_are_left_out_for_the_tokens_of_the_tokenizer(
     found = continue_run(families, family, theirs, tmp_path)
     assert "rows of padding are left out" in " ".join(capsys.readouterr().out.split())
     for ours, recorded in zip(
-        found, json.loads((families / family / f"{family}.resumed.json").read_text()), strict=True
+        found, json.loads((families / family / f"{CASES[family]}.resumed.json").read_text()), strict=True
     ):
         assert 0.98 * recorded["lm loss"] < ours["lm_loss"] < recorded["lm loss"]
 
