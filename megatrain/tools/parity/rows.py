@@ -28,9 +28,11 @@ from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, 
 from megatrain.tools.parity.features import NUMBER_FORMATS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import (
+    FROZEN,
     MODELS,
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
+    WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
@@ -313,8 +315,9 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 
 @_rule_of(
-    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model"
-)
+    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model",
+    "optimizer", "optimizer state",
+)  # fmt: skip
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
@@ -322,7 +325,13 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
+    if known["model"] in FROZEN and (
+        "muon" in (known["optimizer"] or "") or known["optimizer state"] == "offload"
+    ):
+        return False
+    if known["model"] in WITHOUT_DOCUMENTS and known["documents"] == "documents":
+        return False
+    is_split = known["context parallelism"] not in (None, "cp1")
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
