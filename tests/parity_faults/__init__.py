@@ -15,6 +15,7 @@ from parity_faults.latent import LATENT_FAULTS
 from parity_faults.layout import LAYOUT_FAULTS
 from parity_faults.mtp import MTP_FAULTS
 from parity_faults.pipeline import PIPELINE_FAULTS
+from parity_faults.vision import VISION_FAULTS
 
 
 class Fault(NamedTuple):
@@ -35,6 +36,7 @@ FAULTS = {
         PIPELINE_FAULTS,
         MTP_FAULTS,
         FAMILY_FAULTS,
+        VISION_FAULTS,
     )
     for name, fault in faults.items()
 }

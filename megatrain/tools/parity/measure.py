@@ -368,7 +368,7 @@ def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
     return [
         Part(box.piece.name, box.box, _numbers(flat[place].view(box.shape)))
         for shard, flat in zip(engine.buffers.shards, flats, strict=True)
-        for _, box, place in shard.owned()
+        for _, box, place in (shard.owned() if flat.numel() else ())  # frozen weights have no gradients
     ]
 
 

@@ -116,12 +116,13 @@ def planned_resident_memory(plan: Plan, grid: RankGrid) -> ResidentMemory:
 
 def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     buffers, first = optimizer.buffers, optimizer.num_on_device
-    has_master = optimizer.master_weights[0].dtype != buffers.weights.dtype
+    has_master = optimizer.master_dtype != buffers.weights.dtype
+    masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
     on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
-        "master_weights": optimizer.master_weights[:first] if has_master else [],
+        "master_weights": [x for x, shard in masters if has_master and shard.bucket.is_trained],
         "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
         "on_host": on_host
         + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
