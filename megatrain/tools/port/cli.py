@@ -154,7 +154,7 @@ def _program_problems(file: str, launch: Launch) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(
-            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT or T5",
+            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5 or vision-language model",
             f"use a script of {_of_programs()}",
         )
 

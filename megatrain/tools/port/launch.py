@@ -10,7 +10,12 @@ from typing import Final
 
 from megatrain.tools.port.shell_script import Command, ShellScript, Word, plain
 
-FAMILIES: Final = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+FAMILIES: Final = {
+    "pretrain_gpt.py": "gpt",
+    "pretrain_bert.py": "bert",
+    "pretrain_t5.py": "t5",
+    "pretrain_vlm.py": "vlm",
+}
 """`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
 _PROGRAM: Final = re.compile(r"(?:.*/)?pretrain\w*\.py")
 _SHELLS: Final = frozenset({"sh", "bash", "zsh"})
