@@ -44,12 +44,11 @@ from megatrain.config.subjects import (
     run,
     schedule,
     transformer_engine,
-    vision,
 )
 
 _SUBJECTS: Final = (
     device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,
-    transformer_engine, attention_kernel, experts, families, vision, batches, data_plans, schedule, run, checkpoint, resume,
+    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

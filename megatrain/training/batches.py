@@ -29,9 +29,8 @@ from megatrain.data.samples.user_dataset import build_user_datasets, first_diges
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
-from megatrain.training.image_samples import with_mock_images
+from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.masked_samples import masked_samples
 
 
 class Batches(Protocol):
@@ -124,6 +123,8 @@ def build_samples(
         test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,
     )
+    if data.image_data_path is not None:
+        return image_conversations(plan, plans, log)
     function = user_function(plan.config, "data.dataset")
     if function is not None:
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)

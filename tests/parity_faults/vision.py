@@ -65,7 +65,7 @@ def _frozen_weights_decay() -> AbstractContextManager[Any]:
 def _gradients_of_own_rows_alone() -> AbstractContextManager[Any]:
     """Leave out the sum of the gradients of images over tensor ranks, each of which has its own rows."""
 
-    def alone(x: Tensor, tp: TensorParallel) -> Tensor:  # noqa: ARG001 (the signature)
+    def alone(x: Tensor, tp: TensorParallel) -> Tensor:
         return x
 
     return mock.patch.object(vision, "enter_tp_region", alone)
