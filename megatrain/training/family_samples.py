@@ -50,7 +50,7 @@ def masked_samples(config: Config) -> MaskedSamples | None:
 
 
 def with_mock_images(splits: SplitDatasets, config: Config) -> SplitDatasets:
-    """Return the splits with a black image in front of each sample of text, if the model reads images."""
+    """Return the splits with a black image before each sample of text, if the model reads images."""
     shape = image_shape(config)
     if shape is None:
         return splits

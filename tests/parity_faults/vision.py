@@ -32,10 +32,10 @@ def _images_shifted_by_one() -> AbstractContextManager[Any]:
 
 
 def _image_of_the_neighbouring_sample() -> AbstractContextManager[Any]:
-    def neighbours(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
+    def adjacent(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
         return _PUT(x, vectors.roll(1, dims=1), tokens)
 
-    return mock.patch.object(vision, "put_vectors", neighbours)
+    return mock.patch.object(vision, "put_vectors", adjacent)
 
 
 def _loss_on_image_tokens() -> AbstractContextManager[Any]:
@@ -63,7 +63,7 @@ def _frozen_weights_decay() -> AbstractContextManager[Any]:
 
 
 def _gradients_of_own_rows_alone() -> AbstractContextManager[Any]:
-    """Leave out the sum of the gradients of images over tensor ranks, each of which has its own rows."""
+    """Leave out the sum of the gradients of images over tensor ranks, which have rows of their own."""
 
     def alone(x: Tensor, tp: TensorParallel) -> Tensor:
         return x

@@ -8,8 +8,9 @@ Source: Megatron-LM, pretrain_vlm.py, core/models/multimodal, core/models/vision
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from megatrain.config.derive.layer_blocks import LayersError
 from megatrain.config.model_spec.activation import Activation
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from megatrain.config.schema.tree import Config
     from megatrain.config.schema.vision import VisionConfig
 
+TOWER, PROJECTOR = "vision", "vision.projector"
+"""Prefixes of the names of their tensors."""
 _ACTIVATIONS: Final[dict[str, Activation]] = {"clip": "quick_gelu", "siglip": "gelu_tanh"}
 _EPSILONS: Final = {"clip": 1e-5, "siglip": 1e-6}
 
@@ -75,6 +78,19 @@ def image_shape(config: Config) -> tuple[int, int, int, int] | None:
     if config.model.model_family != "vlm":
         return None
     return vision.images_per_sample, CHANNELS, vision.img_h, vision.img_w
+
+
+def is_frozen(name: str, *, tower: bool, language: bool) -> bool:
+    """Return whether a canonical tensor is not trained, if the tower or the language model is not."""
+    if name.startswith(f"{PROJECTOR}."):
+        return False
+    return tower if name.startswith(f"{TOWER}.") else language
+
+
+def is_frozen_in(config: Mapping[str, Any], name: str) -> bool:
+    """Return the same for a stored configuration."""
+    vision = config.get("vision", {})
+    return is_frozen(name, tower=vision.get("freeze_vit", False), language=vision.get("freeze_lm", False))
 
 
 def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm: NormSpec) -> VisionSpec:

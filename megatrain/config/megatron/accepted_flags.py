@@ -250,7 +250,6 @@ ACCEPTED_FLAGS: Final = (
         "--log-straggler reports slow ranks during the whole run, and no port is opened to switch it",
         "--disable-straggler-on-startup --straggler-ctrlr-port=*",
     ),
-    accepted("a sample is one sequence, with its own attention, as in a packed one", "--use-packed-sequence"),
     accepted("no barrier is used for timing", "--no-barrier-with-level-1-timing"),
     accepted("nothing is sent to NVIDIA one-logger", "--no-one-logger"),
     accepted(

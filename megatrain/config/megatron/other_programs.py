@@ -5,7 +5,7 @@
 
 from typing import Final
 
-from megatrain.config.megatron.answer import refused
+from megatrain.config.megatron.answer import accepted, refused
 
 
 def _any_values(names: str) -> str:
@@ -13,6 +13,7 @@ def _any_values(names: str) -> str:
 
 
 OTHER_PROGRAMS: Final = (
+    accepted("a sample is one sequence, with its own attention, as in a packed one", "--use-packed-sequence"),
     refused(
         "torchrun reads it, not pretrain.py",
         _any_values(

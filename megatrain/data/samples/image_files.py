@@ -1,7 +1,7 @@
 """Images from files: decoded, resized, cut and normalized as by the image processors of `transformers`.
 
     clip      the shorter side fills the image, the middle of the longer one is kept     means and deviations of CLIP
-    siglip    both sides are scaled, whatever the proportions                            (x - 0.5) / 0.5
+    siglip    each side is scaled to that of the model, without a cut                    (x - 0.5) / 0.5
 
 Both resize by Pillow's bicubic filter, on 8-bit colours.
 """

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatrain.config.derive.vision import PROJECTOR, TOWER, is_frozen
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
@@ -31,14 +32,12 @@ from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule, whole_box
 from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
 
-_TOWER, _PROJECTOR = "vision", "vision.projector"
-
 
 class _Projector(ModelSpec):
     """The projector as a part of the tower, without a layer."""
 
     def layer_name(self, number: int) -> str:  # noqa: ARG002
-        return _TOWER
+        return TOWER
 
 
 def tower_of(spec: ModelSpec) -> ModelSpec:
@@ -47,7 +46,7 @@ def tower_of(spec: ModelSpec) -> ModelSpec:
     assert vision is not None
     return ModelSpec(
         hidden_size=vision.hidden_size, vocab_size=0, padded_vocab_size=0, is_tied=False, norm=vision.norm,
-        stacks=(Stack(name=_TOWER, layers=vision.layers),),
+        stacks=(Stack(name=TOWER, layers=vision.layers),),
         init_std=spec.init_std, output_init_std=spec.output_init_std,
     )  # fmt: skip
 
@@ -68,10 +67,10 @@ class VisionEmbedding(ShardedModule):
         if spec.has_class_token:
             self._add("class_token", "class_token.weight", (1, 1, width), Init(std=1.0), tp)
         if spec.has_patch_bias:
-            self.add_weight("bias", stream_layout(f"{_TOWER}.patch_embedding.bias", width, Init(), tp), dtype)
+            self.add_weight("bias", stream_layout(f"{TOWER}.patch_embedding.bias", width, Init(), tp), dtype)
 
     def _add(self, attribute: str, name: str, shape: tuple[int, ...], init: Init, tp: TensorParallel) -> None:
-        piece = Piece(f"{_TOWER}.{name}", shape, whole_box(shape), copies=(tp.group.name,))
+        piece = Piece(f"{TOWER}.{name}", shape, whole_box(shape), copies=(tp.group.name,))
         layout = ParamLayout(shape=shape, pieces=(piece,), init=init, kind="positions")
         self.add_weight(attribute, layout, self.dtype)
 
@@ -94,15 +93,13 @@ class Projector(nn.Module):
         super().__init__()
         assert spec.vision is not None
         part, tp = spec.vision.projector, context.tp
-        norm = (
-            norm_weights(f"{_PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
-        )
+        norm = norm_weights(f"{PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
         linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
         if part.mlp is None:
             down = linears["down"]
             init = Init(std=spec.init_std)
-            weight = replicated_layout([(f"{_PROJECTOR}.down.weight", down.outputs)], down.inputs, init, tp)
-            bias = stream_layout(f"{_PROJECTOR}.down.bias", down.outputs, Init(), tp)
+            weight = replicated_layout([(f"{PROJECTOR}.down.weight", down.outputs)], down.inputs, init, tp)
+            bias = stream_layout(f"{PROJECTOR}.down.bias", down.outputs, Init(), tp)
             self.fc1 = context.builder.replicated_linear(
                 norm, LinearLayout(weight, bias if part.has_bias else None)
             )
@@ -198,7 +195,7 @@ def vision_segments(
     assert vision is not None
 
     def norm(name: str) -> nn.Module:
-        weights = norm_weights(f"{_TOWER}.{name}", vision.hidden_size, vision.norm, context.tp)
+        weights = norm_weights(f"{TOWER}.{name}", vision.hidden_size, vision.norm, context.tp)
         module = builder.norm(weights, vision.norm)
         assert isinstance(module, nn.Module)
         return module
@@ -223,11 +220,6 @@ def freeze(segments: Sequence[nn.Module], spec: ModelSpec) -> None:
     for module in (one for segment in segments for one in segment.modules()):
         for attribute, layout in module.layouts.items() if isinstance(module, ShardedModule) else ():
             names = [piece.name for piece in layout.pieces]
-            if names and _is_frozen(names[0], vision):
+            tower, language = vision.is_tower_frozen, vision.is_language_frozen
+            if names and is_frozen(names[0], tower=tower, language=language):
                 module.layouts[attribute] = replace(layout, is_trained=False)
-
-
-def _is_frozen(name: str, vision: VisionSpec) -> bool:
-    if name.startswith(f"{_PROJECTOR}."):
-        return False
-    return vision.is_tower_frozen if name.startswith(f"{_TOWER}.") else vision.is_language_frozen

@@ -119,7 +119,7 @@ WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 WITHOUT_DOCUMENTS = ("qwen3-next", *OF_FAMILIES)
 """Models whose state, padding or images need a whole sample."""
 WITHOUT_CONTEXT_RANKS = tuple(name for name in WITHOUT_DOCUMENTS if name not in IMAGES)
-"""Those that cannot split a sample over context ranks either."""
+"""Models that cannot split a sample over context ranks either."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
