@@ -79,6 +79,8 @@ class MegatronExport:
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
+        if self._family == "vlm":
+            raise _unknown(reader.path, "a vision tower")
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
