@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sentences import flags_of_sentences
 from roofline import roofline_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,13 +45,15 @@ class Case:
     """
 
     num_gpus: int
-    megatron: float
-    megatron_tflops: float
-    megatron_gb: float
+    megatron: float | None = None
+    megatron_tflops: float = 0.0
+    megatron_gb: float = 0.0
     torchtitan: float | None = None
     bare: float | None = None
     has_plain_loop: bool = False
     """True if `scripts/plain_gpt2.py` trains the same model."""
+    has_sentences: bool = False
+    """Its samples are made of sentences, for which there is no mock data (`scripts/benchmarks/sentences.py`)."""
 
 
 CASES = {
@@ -62,6 +65,8 @@ CASES = {
     "B5": Case(4, 6_899, 488, 115.4),
     "B6": Case(4, 26_200, 232, 76.7),
     "B7": Case(4, 29_050, 318, 69.1),
+    "E1": Case(1, has_sentences=True),
+    "E2": Case(1, has_sentences=True),
     "S1": Case(1, 417_000, 333, 52.4, has_plain_loop=True),
 }
 
@@ -112,6 +117,7 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
                 str(metrics),
             ),
             *("--device", "cuda", "--train-iters", str(iterations + PROFILED * arguments.profile)),
+            *(flags_of_sentences(Path(folder)) if case.has_sentences else ()),
             *flags,
         ]
         if arguments.profile:
@@ -172,7 +178,9 @@ def row(
     )
     peers = (
         f"{limit:>8,.0f} {speed / limit:6.1%}",
-        f"{case.megatron:>8,.0f} x{median('tflops_per_gpu') / case.megatron_tflops:5.3f} {case.megatron_gb:4.0f}G",
+        f"{case.megatron:>8,.0f} x{median('tflops_per_gpu') / case.megatron_tflops:5.3f} {case.megatron_gb:4.0f}G"
+        if case.megatron
+        else "-",
         f"{case.torchtitan:,.0f}" if case.torchtitan else "-",
         f"{case.bare:,.0f}" if case.bare else "-",
         f"{plain:,.0f} x{speed / plain:.3f}" if plain else "-",

@@ -21,7 +21,7 @@ from megatrain.config.megatron.flag_table import ANSWERS
 from megatrain.tools.port.launch import FAMILIES
 from megatrain.tools.port.translate import H100
 
-FILES: Final = ("gpt", "moe", "mixtral", "nemotron", "bert", "t5", "multimodal-llava")
+FILES: Final = ("gpt", "moe", "mixtral", "nemotron", "hybrid", "bert", "t5", "multimodal-llava")
 _ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = _ROOT / "docs" / "from-megatron.md"
 _FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"
@@ -30,7 +30,6 @@ STARTING: Final = _FOLDER / "starting.txt"
 _BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
-    r"--spec \S*hybrid": "Mamba layers",
     r"--fp8-recipe mxfp8": "MXFP8, which needs Blackwell GPUs",
     r"--experimental-attention-variant.* dsa": "sparse attention",
 }

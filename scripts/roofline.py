@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compute the minimum iteration time of a benchmark case: each part at the rate that it reaches alone, everything else hidden.
 
-    python3 scripts/roofline.py A1 S1
+    python3 scripts/roofline.py A1 S1 E1
 
     products        6 FLOPs per token and active weight of linear layers and head
-    attention       2 s n d FLOPs per token and layer forward (causal), 2.5 times that backward
+    attention       2 s n d FLOPs per token and layer forward (causal; else 4), 2.5 times that backward
     element-wise    bytes of norms, RoPE, activation and loss, at the memory bandwidth
     gradients       8 bytes per weight and micro-batch for fp32 accumulation, half of them hidden in the products
     optimizer       38 bytes per weight, with the gradient norm and zeroing
@@ -28,6 +28,8 @@ from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.0e12
+WORDS = 30_522
+"""BERT's vocabulary, of the cases of BERT and T5."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Rates:
 
 RATES = {
     "S1": Rates(products=674, attention=208, attention_backward=290),
+    "E1": Rates(attention=365, attention_backward=270),  # cuDNN's without a mask, 64 channels, s 512
+    "E2": Rates(attention=414, attention_backward=359),  # the same, s 1024
     "A2": Rates(products=1166),  # 1,300 in FP8, and 690 in bf16 for the head's 13 % of the FLOPs
 }
 
@@ -73,9 +77,10 @@ def roofline_of(name: str, flags: Sequence[str] = (), *, world_size: int | None 
 
 def plan_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Plan:
     """Resolve the plan of a case, on any machine."""
-    request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *flags])
-    world_size = world_size or {"A": 1, "S": 1, "B": 4}[name[0]]
-    vocabulary = request.config.tokenizer.vocab_size
+    data = ["--data-path", "sentences", "--vocab-file", "vocabulary.txt"] if name[0] == "E" else []
+    request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *data, *flags])
+    world_size = world_size or (4 if name[0] == "B" else 1)
+    vocabulary = request.config.tokenizer.vocab_size or WORDS
     facts = Facts(
         device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0, libraries=library_versions()
     )
@@ -91,23 +96,28 @@ def active_width(mlp: MlpSpec | ExpertsSpec) -> int:
 
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
-    h, s = model.hidden_size, plan.config.data.seq_length
+    h, s, spec = model.hidden_size, plan.config.data.seq_length, derived.model_spec
     has_rope = model.position_embedding_type == "rope" or model.multi_latent_attention
-    attention = linear = experts = inactive = moved = 0
-    for layer in derived.model_spec.layers:
-        mixer, mlp = layer.attention, layer.dense or layer.experts
-        inner, keys = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_query_groups))
-        f = active_width(mlp)
-        linear += layer.active_weights(h)
-        for one in layer.linears(h):
-            experts += one.num_experts * one.inputs * one.outputs
-            inactive += (one.num_experts - one.top_k) * one.inputs * one.outputs if one.num_experts else 0
-        attention += s * layer.pair_channels
-        moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
-        moved += (6 + 10) * f if mlp.is_gated else (4 + 6) * f
+    attention = linear = weights = experts = inactive = moved = 0.0
+    for stack in spec.stacks:
+        own = stack.seq_length or s
+        for layer in stack.layers:
+            mixer, mlp = layer.attention, layer.dense or layer.experts
+            inner, keys = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_query_groups))
+            f = active_width(mlp)
+            weights += layer.active_weights(h)
+            of_memory = sum(one.active_weights for one in layer.linears(h) if one.reads == "the memory")
+            linear += (layer.active_weights(h) - of_memory) * own / s + of_memory
+            for one in layer.linears(h):
+                experts += one.num_experts * one.inputs * one.outputs
+                inactive += (one.num_experts - one.top_k) * one.inputs * one.outputs if one.num_experts else 0
+            attention += own / s * (own * layer.pair_channels + s * layer.memory_channels)
+            per_token = (8 * 2 * h + 7 * h) * len(layer.parts) + (2 * 4 * (inner + keys) if has_rope else 0)
+            moved += own / s * (per_token + ((6 + 10) * f if mlp.is_gated else (4 + 6) * f))
+    of_head = (spec.stacks[-1].seq_length or s) / s
     head = h * model.padded_vocab_size
-    moved += 6 * model.padded_vocab_size
-    weights = linear + inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)
+    moved += of_head * 6 * model.padded_vocab_size
+    weights += inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)
     shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     expert_shards = (
         parallel.pipeline_model_parallel_size
@@ -117,7 +127,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     held = (weights - experts) / shards + experts / expert_shards
     tokens = derived.tokens_per_iteration / derived.world_size
     return Roofline(
-        products=6 * (linear + head) * tokens / (rates.products * 1e9),
+        products=6 * (linear + of_head * head) * tokens / (rates.products * 1e9),
         attention=attention * tokens / 1e9 * (1 / rates.attention + 2.5 / rates.attention_backward),
         element_wise=moved * tokens / BYTES_PER_SECOND * 1e3,
         gradients=4 * held * derived.num_microbatches / BYTES_PER_SECOND * 1e3,
@@ -127,7 +137,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "A2", "S1", "B1", "B3", "B4", "B5", "B6", "B7"]
+    names = sys.argv[1:] or ["A1", "A2", "S1", "B1", "B3", "B4", "B5", "B6", "B7", "E1", "E2"]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

@@ -20,6 +20,8 @@ _BATCH: Final = 8
 _LIMITS: Final = {
     # the model
     "--num-layers": 2,
+    "--encoder-num-layers": 2,
+    "--decoder-num-layers": 2,
     "--hidden-size": 64,
     "--ffn-hidden-size": 128,
     "--num-attention-heads": 8,
@@ -27,6 +29,8 @@ _LIMITS: Final = {
     "--vocab-size": 256,
     "--make-vocab-size-divisible-by": 128,
     "--seq-length": 64,
+    "--encoder-seq-length": 64,
+    "--decoder-seq-length": 32,
     "--max-position-embeddings": 64,
     "--q-lora-rank": 32,
     "--kv-lora-rank": 16,

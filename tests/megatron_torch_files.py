@@ -5,16 +5,21 @@ No recording of this format exists: the files follow what is known of Megatron-L
 
 import argparse
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatrain.interop.megatron.names import STORED_TWICE
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
 from megatrain.parallel.layout import whole_box
 
-BY_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
+BY_ROWS = re.compile(
+    r"(word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1)\.(weight|bias)"
+)
+LAYER = re.compile(r"((?:en|de)coder\.layers)\.(\d+)\.")
 BY_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight")
 KINDS = ("exp_avg", "exp_avg_sq")
 
@@ -49,14 +54,19 @@ def write_torch_files(source: Path, target: Path, *, tp: int = 1, pp: int = 1, e
                 vectors = {
                     name for name, tensor in own.items() if tensor.dim() == 1 or name.endswith(".bias")
                 }
+                trained = [name for name in own if not is_second_name(name, own)]
                 names = [
-                    [name for name in own if (name in vectors) == is_vector] for is_vector in (False, True)
+                    [name for name in trained if (name in vectors) == is_vector]
+                    for is_vector in (False, True)
                 ]
                 ids = {name: number for number, name in enumerate(name for group in names for name in group)}
                 optimizer = {
                     "state": {
-                        ids[name]: {kind: moment[name] for kind, moment in zip(KINDS, moments, strict=True)}
-                        for name in own
+                        ids[name]: {
+                            kind: moment.get(name, moment.get(second_name(name)))
+                            for kind, moment in zip(KINDS, moments, strict=True)
+                        }
+                        for name in trained
                     },
                     "param_groups": [
                         {"wd_mult": factor, "step": 8, "params": [ids[name] for name in group]}
@@ -83,17 +93,27 @@ def unstacked(whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         name = stored.removeprefix(prefix)
         if prefix and name == stored:
             continue
-        if re.match(r"decoder\.layers\.\D", name):
+        if re.match(r"(en|de)coder\.layers\.\D", name):
             found |= {name.replace("layers", f"layers.{i}", 1): one for i, one in enumerate(tensor)}
         else:
             found[name] = tensor
-    order = {"embedding": 0, "decoder": 1, "output_layer": 3}
+    order = "embedding position_embeddings encoder decoder lm_head output_layer binary_head pooler".split()
 
     def place(name: str) -> tuple[int, int]:
-        match = re.match(r"decoder\.layers\.(\d+)", name)
-        return order[name.split(".", maxsplit=1)[0]], int(match[1]) if match else 1000
+        match = LAYER.match(name)
+        return order.index(name.split(".", maxsplit=1)[0]), int(match[2]) if match else 1000
 
     return {name: found[name] for name in sorted(found, key=place)}
+
+
+def second_name(name: str) -> str:
+    """Return the other name of a module with two; the same name if it has one."""
+    first = next((one for one in STORED_TWICE if name.startswith(one)), "")
+    return name.replace(first, STORED_TWICE[first]) if first else name
+
+
+def is_second_name(name: str, names: Iterable[str]) -> bool:
+    return any(name == second_name(one) != one for one in names)
 
 
 def part(
@@ -108,15 +128,15 @@ def part(
     per_stage = arguments.num_layers // pp
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-        is_first = name.startswith("embedding")
+        layer = LAYER.match(name)
+        is_first = name.startswith(("embedding", "position_embeddings"))
         if layer is None and pp_rank != (0 if is_first else pp - 1):
             continue
         if layer is not None:
-            number = int(layer[1]) - pp_rank * per_stage
+            number = int(layer[2]) - pp_rank * per_stage
             if not 0 <= number < per_stage:
                 continue
-            name = f"decoder.layers.{number}.{name[layer.end() :]}"
+            name = f"{layer[1]}.{number}.{name[layer.end() :]}"
         if ".mlp.experts." not in name:
             found[name] = sliced(name, tensor, arguments, tp, tp_rank)
             continue

@@ -51,6 +51,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GQA, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0, 2]},
     ),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 40}),
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        {**GQA, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "linear_conv_kernel_dim": 3,
+         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 6},
+    ),
     "OLMo-2": ("Olmo2ForCausalLM", GQA),
     "OLMoE": ("OlmoeForCausalLM", {**GQA, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}),
     "GPT-2": (

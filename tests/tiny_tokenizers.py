@@ -1,10 +1,11 @@
-"""Creates files of small tokenizers: byte-level BPE, WordPiece, SentencePiece and tiktoken."""
+"""Creates files of small tokenizers: byte-level BPE, WordPiece, SentencePiece and tiktoken; sentences of letters for BERT and T5."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.indexed.writer import IndexedWriter
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -23,6 +25,10 @@ TEXTS = [
     "def f(x):\n    return x ** 2  # camelCase HTTPServer",
 ]
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = [*BERT_SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+NUM_SENTINELS = 100
+_OF_FAMILIES = {"bert": "BertWordPieceLowerCase", "t5": "BertWordPieceCase"}
 
 
 def gpt2_files(folder: Path, *, end: str | None = "<|endoftext|>") -> tuple[str, str]:
@@ -106,3 +112,33 @@ def tiny_config(kind: Any, folder: Path, **more: Any) -> TokenizerConfig:
     else:
         more = {"tokenizer_model": sentencepiece_file(folder), **more}
     return TokenizerConfig(tokenizer_type=kind, **more)
+
+
+def write_corpus(folder: Path, *, num_documents: int, num_letters: int = 26) -> None:
+    """Write vocab.txt, corpus.bin and corpus.idx; a document has 3 to 6 sentences of 2 to 6 words of the first letters."""
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    chance, first = random.Random(1), WORDS.index("a")
+    with IndexedWriter(folder / "corpus", "uint16") as writer:
+        for _ in range(num_documents):
+            writer.add_document(
+                [
+                    [
+                        token
+                        for _ in range(chance.randint(2, 6))
+                        for token in (
+                            first + chance.randrange(num_letters),
+                            first + 26 + chance.randrange(num_letters),
+                        )
+                    ]
+                    for _ in range(chance.randint(3, 6))
+                ]
+            )
+
+
+def data_flags(folder: Path, family: str) -> list[str]:
+    """Return the flags of the data and the tokenizer of a family."""
+    size = len(WORDS) + (NUM_SENTINELS if family == "t5" else 0)
+    return (
+        f"--tokenizer-type {_OF_FAMILIES[family]} --vocab-file {folder}/vocab.txt --vocab-size {size}"
+        f" --data-path {folder}/corpus --split 8,1,1"
+    ).split()

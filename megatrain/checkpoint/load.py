@@ -25,7 +25,7 @@ from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
+from megatrain.optim.sharded import WEIGHT, LoadTarget
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
@@ -47,7 +47,7 @@ class Loaded:
 
 def load_checkpoint(
     folder: Path,
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     grid: RankGrid,
     *,
     with_optimizer: bool = True,
@@ -125,7 +125,7 @@ def _nothing_intact(
 def _load_local(
     path: Path,
     node: Node,
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     grid: RankGrid,
     kinds: Sequence[str],
     load: Callable[[], Manifest],
@@ -158,7 +158,7 @@ def _as_damaged() -> Iterator[None]:
 def load_foreign_weights(
     open_reader: Callable[[], TensorReader],
     path: Path,
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     grid: RankGrid,
     *,
     adaptation: Adaptation | None = None,
@@ -239,7 +239,7 @@ def check_no_unused_tensors(
 
 def load_shards(
     reader: TensorReader,
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     *,
     with_optimizer: bool,
     adaptation: Adaptation | None = None,
@@ -273,7 +273,7 @@ def _agreed_candidates(folders: Sequence[Path], grid: RankGrid) -> list[Candidat
 
 def _load_candidate(
     candidate: Candidate,
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     grid: RankGrid,
     *,
     with_optimizer: bool,
@@ -296,7 +296,7 @@ def _load_candidate(
 
 def _load_opened(
     open_reader: Callable[[], TensorReader],
-    optimizer: ShardedOptimizer,
+    optimizer: LoadTarget,
     grid: RankGrid,
     *,
     with_optimizer: bool,

@@ -11,6 +11,7 @@ from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig, is_same_tokenizer
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.data.tokenizers.huggingface import LibraryTokenizer
 from megatrain.data.tokenizers.special_tokens import listed_end_ids
 
 
@@ -22,6 +23,8 @@ class StoredTokenizer:
     tokenizer: Tokenizer
     end_ids: tuple[int, ...]
     """Tokens that end a text: the end-of-document token, and those that the files of a model list."""
+    start_id: int | None = None
+    """First token of a decoder after an encoder: of the files of a model, or the tokenizer's [CLS]; None: there is none."""
 
 
 def stored_tokenizer(path: Path, manifest: Manifest) -> StoredTokenizer:
@@ -43,4 +46,6 @@ def stored_tokenizer(path: Path, manifest: Manifest) -> StoredTokenizer:
     listed = listed_end_ids(folder) if config.tokenizer_model is not None and folder.is_dir() else ()
     ends = (tokenizer.eod, *manifest.state.get("end_token_ids", ()), *listed)
     within = (number for number in ends if number is not None and number < tokenizer.vocab_size)
-    return StoredTokenizer(config, tokenizer, tuple(dict.fromkeys(within)))
+    roles = tokenizer.role_ids if isinstance(tokenizer, LibraryTokenizer) else {}
+    start = manifest.state.get("decoder_start_id", roles.get("cls_token"))
+    return StoredTokenizer(config, tokenizer, tuple(dict.fromkeys(within)), start)

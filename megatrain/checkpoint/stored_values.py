@@ -87,7 +87,11 @@ _STATE: Final = record(
             record_of(DatasetFacts, within=Range(at_least=0.0), may_lack=_fields_with_defaults(DatasetFacts))
         ),
     },
-    {"amax_history": map_of(list_of(_amax)), "end_token_ids": list_of(_COUNT, most=1000)},
+    {
+        "amax_history": map_of(list_of(_amax)),
+        "end_token_ids": list_of(_COUNT, most=1000),
+        "decoder_start_id": _COUNT,
+    },
 )
 _CONFIG: Final = record(
     {}, {name: record_of(section, is_complete=False) for name, section in section_types().items()}

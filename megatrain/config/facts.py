@@ -147,6 +147,26 @@ class StoredRun:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherFacts:
+    """The checkpoint of a teacher (--export-kd-teacher-load)."""
+
+    path: str
+    """Its folder, or hf:FOLDER."""
+    iteration: int
+    config: Mapping[str, Mapping[str, Any]]
+    """Sections `model` and `experts` of its configuration, from `Config.to_dict`."""
+    num_rows: int
+    """Rows of its word embedding: its tokens, and for those that other programs wrote also their padding."""
+    is_ours: bool
+    tokenizer_fingerprint: str | None
+    """None: not known."""
+    checksum: int
+    """Of its list of tensors."""
+    described: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of its model in the file of --export-kd-teacher-model-config, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """All facts, equal on all ranks. None: not known."""
 
@@ -171,6 +191,9 @@ class Facts:
     tokenizer_note: str | None = None
     """Note on the tokenizer for the user, such as the source of its end-of-document token."""
     checkpoint: StoredRun | None = None
+    teacher: TeacherFacts | None = None
+    distillation_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the file of --export-kd-cfg gives, by path."""
     described_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the run takes from a config.json (--from-hf), by path."""
     described_by: str = ""
@@ -204,6 +227,8 @@ class Facts:
             stored["sources"], stored["started"] = tuple(stored["sources"]), tuple(stored["started"])
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
+        if values["teacher"] is not None:
+            values["teacher"] = TeacherFacts(**values["teacher"])
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         if values["device_capability"] is not None:
             values["device_capability"] = tuple(values["device_capability"])

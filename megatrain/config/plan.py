@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import DataPhase, Facts
+from megatrain.config.model_spec.distillation import DistillationSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
 from megatrain.config.schema.tree import Config, Origin
@@ -35,6 +36,8 @@ class Derived(CheckedSection):
     """End-of-document token; None: there is none."""
     model_spec: ModelSpec = OPEN
     """The model as data: its layers, and what feeds and ends them."""
+    distillation: DistillationSpec | None = OPEN
+    """The teacher and its losses; None: there is no teacher."""
     kv_copies: int = OPEN
     """Number of tensor-parallel ranks with the same keys and values."""
     master_dtype: DType = OPEN

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from megatrain.config.cli.parse_value import BadValueError, require_in_range
 from megatrain.config.derive.custom_layers import called_once
+from megatrain.config.derive.families import settings_of_pattern
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
 from megatrain.config.plan import Derived, DerivedValue, Draft, Plan
@@ -45,6 +46,8 @@ def resolve(request: Request, facts: Facts) -> Plan:
     """Return the plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
     request = with_settings(request, facts.described_settings, Origin("folder", facts.described_by))
     request = with_stored_settings(request, facts.checkpoint)
+    file = request.known("distillation.export_kd_cfg")
+    request = with_settings(request, facts.distillation_settings, Origin("folder", file or ""))
     problems = [*request.problems, *facts.data_problems]
     if not request.is_complete:
         raise ConfigError.of(problems)
@@ -66,10 +69,11 @@ def resolve(request: Request, facts: Facts) -> Plan:
 
 def _drafted(request: Request, facts: Facts) -> tuple[Draft, list[str], list[Problem]]:
     """Return the draft with all values, notes on the overridden ones, and problems of missing and wrong ones."""
+    of_pattern, overridden = settings_of_pattern(request.known)
+    request = with_settings(request, of_pattern, Origin("derived", "by --hybrid-layer-pattern"))
     config, problems = _checked_values(request.config)
     origins = {**request.origins, **{f"derived.{one.name}": Origin("derived") for one in fields(Derived)}}
     draft, of_derivations = _derived(Draft(config, Derived(), facts, origins))
-    overridden: list[str] = []
     for override in OVERRIDES:
         try:
             new = override(draft)

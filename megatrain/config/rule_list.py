@@ -32,6 +32,7 @@ from megatrain.config.subjects import (
     data,
     data_plans,
     device,
+    distillation,
     experts,
     families,
     fp8,
@@ -48,7 +49,7 @@ from megatrain.config.subjects import (
 
 _SUBJECTS: Final = (
     device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,
-    transformer_engine, attention_kernel, experts, families, batches, data_plans, schedule, run, checkpoint, resume,
+    transformer_engine, attention_kernel, experts, families, distillation, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

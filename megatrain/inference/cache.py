@@ -1,9 +1,9 @@
-"""Cache memory of text generation: rows of keys and values, and states of linear attention, of a rank's layers.
+"""Cache memory of text generation: rows of keys and values, and states of linear attention and Mamba-2, of a rank's layers.
 
-    space      the layers with one window: they keep the same rows of every sequence
+    space      the layers with one window: they keep the same rows of every sequence; cross-attention keeps the rows of its memory
     sequence   a range of consecutive rows in each space, reserved before its first token; its rows are in order of position
     window     a sequence keeps the rows of its window and one pass; a full range moves the rows of the window to its start
-    state      linear attention keeps one state and the inputs of its convolution for each sequence of any length
+    state      such a layer keeps one state and the inputs of its convolution for each sequence of any length
 
 A plan has the sizes before memory is allocated. Multi-latent attention keeps the latent and the rotary channels of keys: one
 row for all heads.
@@ -15,19 +15,24 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from megatrain.config.errors import ConfigError
-from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.part import CacheSizes
 from megatrain.kernels.dtypes import accumulation_dtype
 
-Space = int | None
-"""The window of a space's layers; None: they attend to all earlier tokens."""
+MEMORY: Final = "memory"
+Space = int | Literal["memory"] | None
+"""The window of a space's layers; None: they attend to all earlier tokens; memory: to the output of the encoder."""
+
+
+def space_of(layer: CacheSizes) -> Space:
+    """Return the space of a layer."""
+    return MEMORY if layer.is_of_memory else layer.window
 
 
 @dataclass(frozen=True)
@@ -43,19 +48,25 @@ class CachePlan:
     num_sequences: int = 1
     max_sequences: int = 1
     """Most sequences at a time, of any length."""
+    max_memory: int = 0
+    """Most tokens of the encoder's part of a sequence."""
 
     @property
     def spaces(self) -> list[Space]:
         """Return the spaces of the layers with rows."""
-        return list(dict.fromkeys(layer.window for layer in self.layers if layer.rows))
+        return list(dict.fromkeys(space_of(layer) for layer in self.layers if layer.rows))
 
-    def rows_of(self, space: Space, tokens: int) -> int:
-        """Return the rows that a sequence of so many tokens reserves."""
+    def rows_of(self, space: Space, tokens: int, memory: int) -> int:
+        """Return the rows that a sequence of so many tokens reserves, with so many of the encoder's."""
+        if space == MEMORY:
+            return memory
         return tokens if space is None else min(tokens, space + self.tokens_per_pass)
 
-    def bytes_of(self, tokens: int) -> int:
-        """Return the bytes of the rows of one sequence of so many tokens."""
-        return sum(self.rows_of(layer.window, tokens) * self._row_bytes(layer) for layer in self.layers)
+    def bytes_of(self, tokens: int, memory: int = 0) -> int:
+        """Return the bytes of the rows of one sequence."""
+        return sum(
+            self.rows_of(space_of(layer), tokens, memory) * self._row_bytes(layer) for layer in self.layers
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -68,7 +79,7 @@ class CachePlan:
         """Return the bytes of all memory."""
         unused = sum(map(self._row_bytes, self.layers))
         return (
-            self.num_sequences * self.bytes_of(self.max_tokens)
+            self.num_sequences * self.bytes_of(self.max_tokens, self.max_memory)
             + self.max_sequences * self.state_bytes
             + unused
         )
@@ -79,7 +90,8 @@ class CachePlan:
         size = (
             f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes < 1e9 else f"{self.num_bytes / 1e9:,.1f} GB"
         )
-        return f"cache of {size} for {self.num_sequences} x {self.max_tokens} tokens, {self.max_sequences} sequences at most"
+        tokens = f"{self.max_tokens + self.max_memory} tokens"
+        return f"cache of {size} for {self.num_sequences} x {tokens}, {self.max_sequences} sequences at most"
 
     def _row_bytes(self, layer: CacheSizes) -> int:
         return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)
@@ -88,16 +100,15 @@ class CachePlan:
 def layer_caches(spec: ModelSpec, tp_size: int) -> tuple[CacheSizes, ...]:
     """Return the cache of each layer with a mixer, on a tensor rank. Raises ConfigError for a part that has none."""
     found = []
-    if spec.stacks[0].name == "encoder":
+    if spec.stacks[-1].name == "encoder":
         raise ConfigError(
-            "models with an encoder (--model-family bert or t5) generate no text here",
+            "an encoder alone (--model-family bert) generates no text",
             fix="export the model with megatrain convert megatrain-to-hf, or evaluate it with pretrain.py --skip-train",
         )
     for layer in spec.layers:
         for part in layer.parts:
             sizes = part.cache_sizes(tp_size)
-            is_known = part.role != "mixer" or isinstance(part, AttentionSpec | LinearAttentionSpec)
-            if sizes is None or not is_known:
+            if sizes is None or (part.role == "mixer" and type(part).module is not None):
                 raise ConfigError(
                     f"layers with {type(part).__name__} generate no text: no cached module computes the part",
                     fix="evaluate the model with pretrain.py --skip-train, or use a model without this part",
@@ -150,12 +161,13 @@ class Cache:
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.num_rows = {
-            space: plan.num_sequences * plan.rows_of(space, plan.max_tokens) for space in plan.spaces
+            space: plan.num_sequences * plan.rows_of(space, plan.max_tokens, plan.max_memory)
+            for space in plan.spaces
         }
         # The last row serves slots without a sequence, in passes with a fixed number of slots.
         self.rows = [
             [
-                torch.zeros((self.num_rows[layer.window] + 1, *shape), dtype=plan.dtype, device=device)
+                torch.zeros((self.num_rows[space_of(layer)] + 1, *shape), dtype=plan.dtype, device=device)
                 for shape in layer.rows
             ]
             for layer in plan.layers
@@ -174,14 +186,15 @@ class Cache:
         is_whole = all(one.spans == [(0, self.num_rows[space])] for space, one in self._free.items())
         return is_whole and len(self._free_states) == self.plan.max_sequences
 
-    def reserve(self, tokens: int) -> Reservation | None:
-        """Reserve memory for a sequence of so many tokens; None: not enough is free now."""
+    def reserve(self, tokens: int, memory: int = 0) -> Reservation | None:
+        """Reserve rows for a sequence of so many tokens, and of the encoder's; None: not enough are free now."""
         assert tokens <= self.plan.max_tokens
+        assert memory <= self.plan.max_memory
         if not self._free_states:
             return None
         found: dict[Space, Range] = {}
         for space, free in self._free.items():
-            size = self.plan.rows_of(space, tokens)
+            size = self.plan.rows_of(space, tokens, memory)
             start = free.take(size)
             if start is None:
                 for other, taken in found.items():
@@ -199,8 +212,12 @@ class Cache:
             self._free[space].give(taken.start, taken.capacity)
         self._free_states.append(reservation.state)
 
-    def extend(self, reservations: Sequence[tuple[Reservation, int]]) -> dict[Space, SpaceStep]:
-        """Add rows for new tokens of some sequences, and return what a pass does in each space."""
+    def extend(self, reservations: Sequence[tuple[Reservation, int, int]]) -> dict[Space, SpaceStep]:
+        """Add rows for new tokens of some sequences, and return what a pass does in each space.
+
+        Args:
+            reservations: each with its numbers of new tokens, and of new tokens of the encoder.
+        """
         return {space: self._extend(space, reservations) for space in self._free}
 
     def add_tokens(self, reservations: Sequence[Reservation]) -> bool:
@@ -212,29 +229,29 @@ class Cache:
                 rows.used += 1
         return has_moved
 
-    def _extend(self, space: Space, reservations: Sequence[tuple[Reservation, int]]) -> SpaceStep:
+    def _extend(self, space: Space, reservations: Sequence[tuple[Reservation, int, int]]) -> SpaceStep:
         extents: list[Extent] = []
         written: list[range] = []
         first = 0
-        for reservation, count in reservations:
-            rows = reservation.ranges[space]
-            self._free_rows(space, rows, count)
+        for reservation, count, of_memory in reservations:
+            rows, new = reservation.ranges[space], of_memory if space == MEMORY else count
+            self._free_rows(space, rows, new)
             end = rows.start + rows.used
-            written.append(range(end, end + count))
-            rows.used += count
+            written.append(range(end, end + new))
+            rows.used += new
             extents.append(Extent(first, count, rows.start, rows.used))
             first += count
-        flat = torch.tensor(list(itertools.chain(*written)), device=self.device)
+        flat = torch.tensor(list(itertools.chain(*written)), dtype=torch.int64, device=self.device)
         return SpaceStep(tuple(extents), flat)
 
     def _free_rows(self, space: Space, rows: Range, count: int) -> bool:
         """Move the rows of the window to the start of a range that is full with `count` more rows; return whether it was."""
         if rows.used + count <= rows.capacity:
             return False
-        assert space is not None, "the whole sequence is reserved"
+        assert isinstance(space, int), "the whole sequence is reserved"
         first = rows.start + rows.used - space
         for layer, tensors in zip(self.plan.layers, self.rows, strict=True):
-            for one in tensors if layer.window == space else ():
+            for one in tensors if space_of(layer) == space else ():
                 one[rows.start : rows.start + space] = one[first : first + space].clone()
         rows.used = space
         return True

@@ -3,9 +3,10 @@
     CachedAttention         keys and values after RoPE; normal heads, grouped queries, windows, softcaps, sinks
     CachedLatentAttention   normalized latents and rotated keys, one row for all heads
     CachedDeltaRule         state of the gated delta rule, and the last inputs of its convolution
+    CachedMamba             the same of Mamba-2
 
 Passes that add one token to each sequence have a kernel of their own (kernels/attention/decode.py), unless layers have latents or
-linear attention. In others the new tokens of all sequences are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
+states. In others the new tokens of all sequences are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
 one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels, those with
 softcaps too, compute them one by one.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +32,11 @@ from megatrain.inference.cache import Extent, Space, SpaceStep
 from megatrain.kernels.attention.backends import TritonAttention, attention_kernel
 from megatrain.kernels.attention.decode import decode_attention, write_rows
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
-from megatrain.kernels.gated_delta import continue_gated_delta_rule
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.implementations.local import LocalColumnLinear
 from megatrain.model.latent_attention import UpProjection
 from megatrain.model.linear_attention import DeltaRule
+from megatrain.model.mamba import MambaScan
 from megatrain.parallel.batch import PassInfo
 
 _MAX_FUSED_CHANNELS = 256
@@ -50,6 +51,8 @@ class CachedPass(PassInfo):
     """New tokens of each sequence."""
     states: tuple[int, ...]
     """Number of the states of each sequence."""
+    memory_lengths: list[int] = field(default_factory=list)
+    """Tokens that the encoder computes in this pass, of each sequence that begins."""
     shared: dict[Space, Packing] = field(default_factory=dict)
     """Packed documents of the spaces that layers have used in this pass."""
 
@@ -224,24 +227,25 @@ class CachedLatentAttention(RowAttention):
         return torch.einsum("tbnr,nvr->tbnv", out, to_values).flatten(2)
 
 
-class CachedDeltaRule(nn.Module):
-    """Convolution and gated delta rule of a layer.
+class CachedStates(nn.Module):
+    """Convolution and recurrence of a layer with states.
 
     Args:
-        convolved: last inputs of the convolution, [sequences, taps - 1, channels].
-        memory: states of the rule, [sequences, n, dk, dv].
+        convolved: last inputs of the convolution, [sequences, kernel size - 1, channels].
+        memory: states, [sequences, n, ...].
     """
 
-    def __init__(self, core: DeltaRule, convolved: Tensor, memory: Tensor) -> None:
+    def __init__(self, core: nn.Module, convolved: Tensor, memory: Tensor) -> None:
         super().__init__()
         self.core, self.convolved, self.memory = core, convolved, memory
 
-    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        """Map the projections of new tokens, [t, 1, channels], -> [t, 1, n, dv]; `begin_pass` comes first."""
+    def forward(self, *arguments: Tensor | PassInfo) -> Tensor:
+        """Map the projections of new tokens, [t, 1, channels], -> [t, 1, ...]; `begin_pass` comes first."""
+        projections = [one for one in arguments if isinstance(one, Tensor)]
         out = None
         for tokens, states in self._groups:
-            part = self._continue(qkv[tokens, 0], beta[tokens, 0], alpha[tokens, 0], states)
-            out = part.new_empty(len(qkv), 1, *part.shape[2:]) if out is None else out
+            part = self.continued([x[tokens, 0] for x in projections], states)
+            out = part.new_empty(len(projections[0]), 1, *part.shape[2:]) if out is None else out
             out[tokens, 0] = part
         assert out is not None
         return out
@@ -262,15 +266,39 @@ class CachedDeltaRule(nn.Module):
             for length, found in groups.items()
         ]
 
-    def _continue(self, qkv: Tensor, beta: Tensor, alpha: Tensor, states: Tensor) -> Tensor:
+    def continued(self, projections: Sequence[Tensor], states: Tensor) -> Tensor:
         """Compute sequences [s, b, channels] with as many new tokens, and keep their states."""
-        before = self.convolved[states].transpose(0, 1)
-        inputs = torch.cat((before.to(qkv.dtype), qkv))
+        raise NotImplementedError
+
+    def inputs(self, new: Tensor, states: Tensor) -> Tensor:
+        """Return the inputs of the convolution, those before the new ones first, and keep the last ones."""
+        inputs = torch.cat((self.convolved[states].transpose(0, 1).to(new.dtype), new))
         kept = inputs[len(inputs) - self.convolved.shape[1] :]
         self.convolved[states] = kept.transpose(0, 1).to(self.convolved.dtype)
-        arguments = self.core.arguments(inputs, beta, alpha)
-        out, self.memory[states] = continue_gated_delta_rule(*arguments, self.memory[states])
+        return inputs
+
+
+class CachedDeltaRule(CachedStates):
+    """Convolution and gated delta rule of a layer; states [sequences, n, dk, dv]."""
+
+    def continued(self, projections: Sequence[Tensor], states: Tensor) -> Tensor:
+        qkv, strengths = projections
+        assert isinstance(self.core, DeltaRule)
+        out, self.memory[states] = self.core.continued(
+            self.inputs(qkv, states), strengths, self.memory[states]
+        )
         return out
+
+
+class CachedMamba(CachedStates):
+    """Convolution, scan and norm of Mamba-2; states [sequences, n, p, m]."""
+
+    def continued(self, projections: Sequence[Tensor], states: Tensor) -> Tensor:
+        z, mixed, dt = projections
+        assert isinstance(self.core, MambaScan)
+        convolved = self.core.convolved(self.inputs(mixed, states))[-len(mixed) :]
+        y, self.memory[states] = self.core.scan(convolved, dt, state=self.memory[states])
+        return self.core.normed(y, z)
 
 
 def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:

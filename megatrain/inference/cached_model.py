@@ -2,13 +2,13 @@
 
     new tokens of all sequences, packed [1, t] ─> embedding ─> layers ─> hidden [t, 1, h] ─> head of some rows ─> logits
 
-RoPE tables and learned positions follow each token's position in its sequence.
+An encoder computes the packed memory of the sequences that begin, [1, t]; the decoder's layers keep its keys and values. RoPE tables and learned positions follow each token's position in its sequence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +20,24 @@ from megatrain.inference.cached_attention import (
     CachedAttention,
     CachedDeltaRule,
     CachedLatentAttention,
+    CachedMamba,
     CachedPass,
+    CachedStates,
     DecodePass,
     DecodeRows,
 )
+from megatrain.inference.memory_attention import CachedBias, CachedMemory, PackedAttention
+from megatrain.model.families.cross_attention import CrossAttention
+from megatrain.model.families.decoder_start import DecoderStart
+from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
 from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
-from megatrain.model.linear_attention import DeltaRule, LinearAttention
+from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.mamba import Mamba
 from megatrain.model.mtp import MtpLayer
-from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class NewTokens:
     first_position: int
     wants_all: bool = False
     """Logits of all of them are wanted; else of the last one alone."""
+    memory: Sequence[int] = ()
+    """Tokens of the encoder, with the first tokens of the sequence."""
 
 
 class CachedModel:
@@ -57,9 +66,12 @@ class CachedModel:
             if isinstance(module, RotaryEmbedding)
         }
         self._ropes = list(ropes.items())
-        self._delta_rules: list[CachedDeltaRule] = []
+        starts = (n for n, segment in enumerate(model.segments) if isinstance(segment, DecoderStart))
+        self._decoder_start = next(starts, None)
+        """Number of the segment after the encoder; None: the model has none."""
+        self._states: list[CachedStates] = []
         self.can_decode = True
-        """`decode` computes all layers: none has latents or linear attention."""
+        """`decode` computes all layers: none has latents, states or an encoder before it."""
         mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
         specs = [part for layer in model.spec.layers for part in layer.parts if part.role == "mixer"]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
@@ -67,12 +79,16 @@ class CachedModel:
 
     def _replace(self, mixer: nn.Module, spec: object, number: int) -> None:
         rows = self.cache.rows[number]
-        if isinstance(mixer, LinearAttention):
-            assert isinstance(mixer.core, DeltaRule)
-            core = CachedDeltaRule(mixer.core, *self.cache.states[number])
-            self._delta_rules.append(core)
+        if isinstance(mixer, LinearAttention | Mamba):
+            kind = CachedMamba if isinstance(mixer, Mamba) else CachedDeltaRule
+            core = kind(mixer.core, *self.cache.states[number])
+            self._states.append(core)
             self.can_decode = False
             mixer.core = core  # type: ignore[assignment]  # takes the same arguments
+            return
+        if isinstance(mixer, Attention | CrossAttention) and isinstance(mixer.core, MaskedAttention):
+            self.can_decode = False
+            mixer.core = _masked_core(mixer.core, rows)
             return
         assert isinstance(spec, AttentionSpec)
         if isinstance(mixer, LatentAttention):
@@ -88,18 +104,24 @@ class CachedModel:
     def logits(self, parts: Sequence[NewTokens]) -> list[Tensor]:
         """Extend sequences; return logits of the tokens after the last one, or after each one, of every part: [n, v]."""
         lengths = [len(part.tokens) for part in parts]
-        ids = torch.tensor([list(itertools.chain(*(part.tokens for part in parts)))], device=self.device)
-        spans = (range(part.first_position, part.first_position + len(part.tokens)) for part in parts)
-        positions = torch.tensor([list(itertools.chain(*spans))], device=self.device)
+        ids = self._row(part.tokens for part in parts)
+        positions = self._row(
+            range(part.first_position, part.first_position + len(part.tokens)) for part in parts
+        )
         info = CachedPass(
             is_training=False,
-            spaces=self.cache.extend([(part.reservation, len(part.tokens)) for part in parts]),
+            spaces=self.cache.extend([(one.reservation, len(one.tokens), len(one.memory)) for one in parts]),
             lengths=tuple(lengths),
             states=tuple(part.reservation.state for part in parts),
+            memory_lengths=[len(part.memory) for part in parts if part.memory],
         )
-        for rule in self._delta_rules:
-            rule.begin_pass(info)
-        hidden = self._hidden(ids, positions, info)
+        for one in self._states:
+            one.begin_pass(info)
+        memory = None
+        if self._decoder_start is not None:
+            spans = (range(length) for length in info.memory_lengths)
+            memory = EncoderTokens(self._row(part.memory for part in parts), self._row(spans))
+        hidden = self._hidden(ids, positions, info, memory)
         ends = list(itertools.accumulate(lengths))
         counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
         wanted = itertools.chain(*(range(end - n, end) for end, n in zip(ends, counts, strict=True)))
@@ -129,22 +151,54 @@ class CachedModel:
         assert isinstance(head, Head)
         return head
 
-    def _hidden(self, ids: Tensor, positions: Tensor, info: PassInfo) -> Tensor:
-        """Return the hidden states [t, 1, h] of tokens [1, t] with these positions."""
+    def _row(self, parts: Iterable[Sequence[int]]) -> Tensor:
+        """Return numbers as one row, int64 [1, t]."""
+        return torch.tensor([list(itertools.chain(*parts))], dtype=torch.int64, device=self.device)
+
+    def _hidden(
+        self, ids: Tensor, positions: Tensor, info: PassInfo, memory: EncoderTokens | None = None
+    ) -> Tensor:
+        """Return the hidden states [t, 1, h] of tokens [1, t] with these positions, after the encoder has computed its own."""
+        unused = torch.zeros_like(ids)
+        batch = Batch(
+            tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions, encoder=memory
+        )
+        hidden, layers = None, self.model.segments[:-1]
+        if self._decoder_start is not None and memory is not None:
+            start = layers[self._decoder_start]
+            assert isinstance(start, DecoderStart)
+            if memory.tokens.numel():
+                self._rotate_by(memory.position_ids)
+                hidden = _through(layers[: self._decoder_start + 1], None, batch, info)
+            else:
+                hidden = start.embedded(batch, info)
+            layers = layers[self._decoder_start + 1 :]
+        self._rotate_by(positions)
+        return _through(layers, hidden, batch, info)[: ids.shape[1]]
+
+    def _rotate_by(self, positions: Tensor) -> None:
+        """Let RoPE apply positions [1, t]."""
         for rope, (cos, sin) in self._ropes:
             rope.tables = (cos[positions[0]], sin[positions[0]])
-        unused = torch.zeros_like(ids)
-        batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
-        return hidden_states(self.model, batch, info)
 
 
 def hidden_states(model: Model, batch: Batch, info: PassInfo) -> Tensor:
     """Return the input of the head, [s, b, h]."""
-    hidden = None
-    for segment in model.segments[:-1]:
+    return _through(model.segments[:-1], None, batch, info)
+
+
+def _through(segments: Sequence[nn.Module], hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+    for segment in segments:
         hidden = segment(hidden, batch, info)
     assert hidden is not None
-    return hidden  # type: ignore[no-any-return]  # of a module
+    return hidden
+
+
+def _masked_core(core: MaskedAttention, rows: list[Tensor]) -> nn.Module:
+    """Return what replaces attention of a family with an encoder."""
+    if not rows:
+        return PackedAttention(core)
+    return CachedBias(core, rows) if core.has_bias else CachedMemory(core, rows)
 
 
 def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
@@ -155,5 +209,5 @@ def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
 
 
 def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
-    kinds = (Attention, LatentAttention, LinearAttention)
+    kinds = (Attention, CrossAttention, LatentAttention, LinearAttention, Mamba)
     return (branch for branch in layer.branches if isinstance(branch, kinds))

@@ -35,6 +35,8 @@ class Completion:
 
     prompt: tuple[int, ...]
     sampling: Sampling
+    memory: tuple[int, ...] = ()
+    """Tokens of the encoder; the prompt is the decoder's then."""
     ids: list[int] = field(init=False)
     """The prompt and the tokens after it."""
     log_probs: list[LogProb] = field(default_factory=list)
@@ -114,9 +116,9 @@ class Engine:
         """Return whether no completion waits or runs."""
         return not self.waiting and not self.running
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, memory: Sequence[int] = ()) -> Completion:
         """Add a completion, which `fits`."""
-        completion = Completion(tuple(prompt), sampling)
+        completion = Completion(tuple(prompt), sampling, tuple(memory))
         assert prompt, "a prompt has at least one token"
         assert completion.num_total <= self.model.cache.plan.max_tokens
         self.waiting.append(completion)
@@ -196,6 +198,7 @@ class Engine:
                 one.ids[one.num_cached : one.num_cached + count],
                 one.num_cached,
                 one.sampling.wants_prompt_log_probs and one.num_cached < len(one.prompt),
+                () if one.num_cached else one.memory,
             )
             for one, count in parts
             if one.reservation is not None
@@ -214,7 +217,7 @@ class Engine:
     def _admit(self) -> None:
         """Reserve memory for waiting completions, in order: a large one is not overtaken for ever."""
         while self.waiting:
-            reservation = self.model.cache.reserve(self.waiting[0].num_total)
+            reservation = self.model.cache.reserve(self.waiting[0].num_total, len(self.waiting[0].memory))
             if reservation is None:
                 return
             completion = self.waiting.popleft()
@@ -226,10 +229,10 @@ class Engine:
         left = self.model.cache.plan.tokens_per_pass
         parts = []
         for one in sorted(self.running, key=lambda one: one.num_pending > 1):
-            count = min(one.num_pending, left)
+            count = min(one.num_pending, max(left, 0))
             if count:
                 parts.append((one, count))
-                left -= count
+                left -= count if one.num_cached else count + len(one.memory)  # which is computed whole
         return parts
 
     @staticmethod

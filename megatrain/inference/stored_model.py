@@ -77,7 +77,9 @@ class LoadedModel:
     end_ids: tuple[int, ...]
     """Tokens that end a text: the end-of-document token, and those that the files of a model list."""
     max_context: int
-    """Longest context in tokens: the sequence length of training."""
+    """Longest context in tokens: the sequence length of training. Of an encoder, if the model has one."""
+    start_id: int | None
+    """First token of a decoder whose encoder reads the prompt; None: the tokenizer has none."""
     dtype: torch.dtype
     path: Path
     iteration: int
@@ -131,6 +133,7 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
         tokenizer=stored.tokenizer,
         end_ids=stored.end_ids,
         max_context=_seq_length(path, manifest),
+        start_id=stored.start_id,
         dtype=options.dtype,
         path=path,
         iteration=manifest.iteration,
@@ -153,7 +156,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         )
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
     kind: dict[str, Any] = {
-        "seq_length": _seq_length(path, manifest),
+        "seq_length": max(_seq_length(path, manifest), config.decoder_seq_length or 0),
         "sequence_parallel": False,
         "dtype": options.dtype,
     }

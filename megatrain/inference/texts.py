@@ -35,6 +35,7 @@ class TextEngine:
 
     Args:
         end_ids: tokens that end a completion, checked against the vocabulary.
+        start_id: first token of the decoder of a model whose encoder reads the prompt; None: the model has no encoder.
     """
 
     def __init__(
@@ -44,14 +45,18 @@ class TextEngine:
         plan: CachePlan,
         device: torch.device,
         end_ids: Collection[int],
+        start_id: int | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.start_id = tokenizer, start_id
         self.engine = Engine(CachedModel(model, plan, device), end_ids)
         self._texts: dict[Completion, TextCompletion] = {}
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> TextCompletion:
         """Add a completion; its tokens fit into the plan."""
-        completion = self.engine.submit(prompt, sampling)
+        if self.start_id is None:
+            completion = self.engine.submit(prompt, sampling)
+        else:
+            completion, prompt = self.engine.submit([self.start_id], sampling, prompt), ()
         text = TextCompletion(completion, TextStream(self.tokenizer, prompt, sampling.stop))
         self._texts[completion] = text
         return text
@@ -98,19 +103,28 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def plan_cache(
-    model: Model, *, dtype: torch.dtype, max_tokens: int, num_sequences: int, limit_bytes: int
+    model: Model,
+    *,
+    dtype: torch.dtype,
+    max_tokens: int,
+    num_sequences: int,
+    limit_bytes: int,
+    max_memory: int = 0,
 ) -> CachePlan:
     """Plan memory for up to `num_sequences` sequences of `max_tokens` tokens, as many as the limit allows.
+
+    Args:
+        max_memory: most tokens of the encoder's part of a sequence.
 
     Raises:
         ConfigError: not even one sequence has enough.
     """
 
     def plan(count: int) -> CachePlan:
-        fitting = min(_TOKENS_PER_PASS, _MOST_SCORES // (num_heads * max_tokens))
+        fitting = min(_TOKENS_PER_PASS, _MOST_SCORES // (num_heads * max(max_tokens, max_memory)))
         per_pass = max(fitting, _FEWEST_TOKENS_PER_PASS, num_sequences)
         most = num_sequences if not has_states else count
-        return CachePlan(layers, dtype, per_pass, max_tokens, count, most)
+        return CachePlan(layers, dtype, per_pass, max_tokens, count, most, max_memory)
 
     layers = layer_caches(model.spec, model.tp.size)
     mixers = [layer.attention for layer in model.spec.layers]
@@ -119,7 +133,7 @@ def plan_cache(
     one = plan(1).num_bytes
     if one > limit_bytes:
         raise ConfigError(
-            f"a sequence of {max_tokens} tokens needs a cache of {one / 1e9:.3g} GB, and {limit_bytes / 1e9:.3g} GB are free",
+            f"a sequence of {max_tokens + max_memory} tokens needs a cache of {one / 1e9:.3g} GB, and {limit_bytes / 1e9:.3g} GB are free",
             fix="shorten the prompt, lower --max-new-tokens (--max-context of a server), or raise --cache-gb if it is set",
         )
     return plan(min(num_sequences, limit_bytes // max(1, one)))

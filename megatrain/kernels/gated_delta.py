@@ -1,12 +1,14 @@
 """The gated delta rule: linear attention whose state forgets by a decay and replaces what it stored under a key.
 
-    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T        state [dk, dv] of each head
-    o_t = S_t^T q_t
+    S_t = exp(g_t) S_(t-1) + k_t (w_t - (exp(g_t) S_(t-1))^T e_t)^T        state [dk, dv] of each head
+    o_t = S_t^T q_t                                                       w = beta v,  e = beta k
+
+The second variant (gated delta net 2) has a decay for each channel of keys, and gates per channel: w = write * v, e = erase * k.
 
 Chunks of tokens are GEMMs; only the state passes from chunk to chunk. With the sums c_i of g within a chunk
-and D_ij = exp(c_i - c_j) for j <= i, the values that a chunk writes solve a triangular system:
+and D_ij = exp(c_i - c_j) for j <= i in the same document, the values that a chunk writes solve a triangular system:
 
-    (I + beta (K K^T * D) below the diagonal) (U, W) = (beta V, beta exp(c) K)        V' = U - W S
+    (I + (E K^T * D) below the diagonal) (U, R) = (W, exp(c) E)        V' = U - R S
     O = exp(c) Q S + (Q K^T * D) V'                     S <- exp(c_last) S + (exp(c_last - c) K)^T V'
 
 torch operators, differentiated by autograd, in the accumulation dtype, on any device.
@@ -16,6 +18,8 @@ Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks: arXiv:2
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,15 +28,34 @@ from megatrain.kernels.dtypes import accumulation_dtype
 
 CHUNK = 64
 """Tokens of a chunk."""
+_CHANNEL_CHUNK = 16
+"""Tokens of a chunk if each channel has its decay: the decays between its tokens are [c, c, dk]."""
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
     """Apply the rule to whole sequences, from an empty state: see `continue_gated_delta_rule`."""
-    return continue_gated_delta_rule(q, k, v, g, beta, None, chunk)[0]
+    return continue_gated_delta_rule(q, k, v, g, beta, None, document_ids=document_ids, chunk=chunk)[0]
 
 
 def continue_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int = CHUNK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    *,
+    document_ids: Tensor | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to the next tokens of sequences.
 
@@ -42,44 +65,124 @@ def continue_gated_delta_rule(
         g: logarithm of the decay, at most 0, [s, b, n].
         beta: strength of a write, 0 to 1, [s, b, n].
         state: state after the tokens before, [b, n, dk, dv] in the accumulation dtype; None: empty.
+        document_ids: document of each token, int [s, b], whose first token starts from an empty state; that of the first row
+            continues `state`. None: each sequence is one document.
         chunk: tokens of a chunk.
     Returns:
         Outputs [s, b, n, dv] in the dtype of v, and the state after the last token.
     """
-    s, dtype = q.shape[0], accumulation_dtype(v.dtype)
-    chunk = min(chunk, s)
-    q, k, wide_v = (_chunks(x.to(dtype), chunk) for x in (q, k, v))
-    decay, beta = (_chunks(x.to(dtype).unsqueeze(-1), chunk) for x in (g, beta))
-    sums = _running_sums(decay)  # [b, n, chunks, c, 1]
-    between = (sums - sums.transpose(-1, -2)).tril().exp().tril()
-    system = (beta * k) @ k.transpose(-1, -2) * between
-    right = torch.cat((beta * wide_v, beta * sums.exp() * k), dim=-1)
-    written, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], dim=-1
+    dtype = accumulation_dtype(v.dtype)
+    k, beta = k.to(dtype), beta.to(dtype).unsqueeze(-1)
+    out, state = delta_rule(
+        q, k, beta * v.to(dtype), g, beta * k, state, document_ids=document_ids, chunk=chunk
     )
-    within = (q @ k.transpose(-1, -2)) * between
-    q, last = q * sums.exp(), sums[..., -1:, :]
-    k, last = k * (last - sums).exp(), last.exp()
+    return out.to(v.dtype), state
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    written: Tensor,
+    g: Tensor,
+    erased: Tensor | None,
+    state: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule with any writes and erasures: see `continue_gated_delta_rule`.
+
+    Args:
+        g: logarithm of the decay, [s, b, n], or of each channel of keys, [s, b, n, dk].
+        written: values to be read under the keys, [s, b, n, dv].
+        erased: keys under which the state loses what it has, [s, b, n, dk]; None: it only decays.
+    Returns:
+        Outputs and state in the accumulation dtype.
+    """
+    s, dtype = q.shape[0], accumulation_dtype(written.dtype)
+    g = g.unsqueeze(-1) if g.dim() == k.dim() - 1 else g
+    chunk = min(chunk or (CHUNK if g.shape[-1] == 1 else _CHANNEL_CHUNK), s)
+    q, k, values = (_chunks(x.to(dtype), chunk) for x in (q, k, written))
+    decay = _Decay(_chunks(g.double(), chunk), document_ids, dtype)
+    within, read = decay.between(q, k), None
+    if erased is not None:
+        erased = _chunks(erased.to(dtype), chunk)
+        right = torch.cat((values, decay.enter * erased), dim=-1)
+        solved = torch.linalg.solve_triangular(
+            decay.between(erased, k), right, upper=False, unitriangular=True
+        )
+        values, read = solved.split([written.shape[-1], k.shape[-1]], dim=-1)
+    q, k, kept = q * decay.enter, k * decay.leave, decay.kept.transpose(-1, -2)
     if state is None:
-        state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+        state = q.new_zeros(*q.shape[:2], k.shape[-1], written.shape[-1])
     outputs = []
     for number in range(q.shape[2]):
-        new = written[:, :, number] - read[:, :, number] @ state
+        new = values[:, :, number]
+        if read is not None:
+            new = new - read[:, :, number] @ state
         outputs.append(q[:, :, number] @ state + within[:, :, number] @ new)
-        state = last[:, :, number] * state + k[:, :, number].transpose(-1, -2) @ new
-    return torch.cat(outputs, dim=2)[:, :, :s].permute(2, 0, 1, 3).to(v.dtype), state
+        state = kept[:, :, number] * state + k[:, :, number].transpose(-1, -2) @ new
+    return torch.cat(outputs, dim=2)[:, :, :s].permute(2, 0, 1, 3), state
 
 
-def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+class _Decay:
+    """Decays within chunks, 0 between documents.
+
+    Sums are fp64: small differences of large sums count, also in their gradients.
+
+    Args:
+        g: logarithms, fp64 [b, n, chunks, c, 1 or dk].
+        document_ids: [s, b].
+
+    Attributes:
+        enter: from the start of the chunk to each token, [b, n, chunks, c, 1 or dk].
+        leave: from each token to the end of the chunk, as `enter`.
+        kept: of the whole chunk, [b, n, chunks, 1, 1 or dk].
+    """
+
+    def __init__(self, g: Tensor, document_ids: Tensor | None, dtype: torch.dtype) -> None:
+        self._sums, self._dtype = _running_sums(g), dtype
+        last = self._sums[..., -1:, :]
+        enter, leave, kept = self._sums, last - self._sums, last
+        self._mask = g.new_ones(g.shape[-2], g.shape[-2], dtype=torch.bool).tril()
+        if document_ids is not None:
+            ids = _document_chunks(document_ids, g.shape[-2])
+            final = ids[..., -1:, :]
+            before = torch.cat((ids[:, :, :1, :1], final[:, :, :-1]), dim=2)
+            enter, leave = enter.where(ids == before, -torch.inf), leave.where(ids == final, -torch.inf)
+            kept = kept.where(before == final, -torch.inf)
+            self._mask = self._mask & (ids == ids.transpose(-1, -2))
+        self.enter, self.leave, self.kept = (x.to(dtype).exp() for x in (enter, leave, kept))
+
+    def between(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the products of x_i and y_j, [b, n, chunks, c, dk], decayed from j to i; 0 for j > i: [b, n, chunks, c, c]."""
+        if self._sums.shape[-1] == 1:
+            return x @ y.transpose(-1, -2) * self._pairs.squeeze(-1)
+        return torch.einsum("...id,...jd,...ijd->...ij", x, y, self._pairs)
+
+    @functools.cached_property
+    def _pairs(self) -> Tensor:
+        """Decays from token j to i, [..., i, j, 1 or dk]; that of a token to itself is 1, without a gradient."""
+        differences = self._sums.unsqueeze(-2) - self._sums.unsqueeze(-3)
+        mask = self._mask.unsqueeze(-1)
+        is_itself = torch.eye(mask.shape[-2], dtype=torch.bool, device=mask.device).unsqueeze(-1)
+        return differences.masked_fill(is_itself, 0.0).where(mask, -torch.inf).to(self._dtype).exp()
+
+
+def causal_convolution(x: Tensor, weight: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """Convolve each channel with its own kernel over its last tokens: x [s, b, c], weight [c, kernel size] -> [s, b, c].
 
-    The last weight belongs to the token itself; tokens before the sequence are 0.
+    The last weight belongs to the token itself; tokens before the sequence, or its document (int [s, b]), are 0.
     """
-    kernel_size = weight.shape[1]
+    s, kernel_size = x.shape[0], weight.shape[1]
     padded = F.pad(x, (0, 0, 0, 0, kernel_size - 1, 0))
-    total = padded[: x.shape[0]] * weight[:, 0]
-    for place in range(1, kernel_size):
-        total = total + padded[place : place + x.shape[0]] * weight[:, place]
+    total = x * weight[:, -1]
+    for distance in range(1, min(kernel_size, s)):
+        earlier = padded[kernel_size - 1 - distance :][:s]
+        if document_ids is not None:
+            same = document_ids[distance:] == document_ids[:-distance]
+            earlier = earlier * F.pad(same, (0, 0, distance, 0)).unsqueeze(-1)
+        total = total + earlier * weight[:, -1 - distance]
     return total
 
 
@@ -97,3 +200,10 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     x = x.permute(1, 2, 0, 3)
     padded: Tensor = F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
     return padded
+
+
+def _document_chunks(ids: Tensor, chunk: int) -> Tensor:
+    """[s, b] -> [b, 1, chunks, chunk, 1]; the last document goes on through the padding."""
+    padding = -len(ids) % chunk
+    padded = torch.cat((ids, ids[-1:].expand(padding, -1))) if padding else ids
+    return padded.t().unflatten(1, (-1, chunk))[:, None, ..., None]

@@ -15,4 +15,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return fused.matrix_vector(x, weight, bias)
     if bias is None:
         return torch.matmul(x, weight.t())
-    return torch.addmm(bias, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
+    return torch.addmm(bias, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))

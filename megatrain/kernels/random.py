@@ -89,8 +89,8 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
     """
     flat = rows.flatten()
     kept = torch.empty(flat.numel(), num_columns, dtype=torch.bool, device=rows.device)
-    fill = fused.keep_mask if is_fused(rows) else keep_mask_reference
-    fill(kept, flat, key, round(p * 2**32))
+    for part, words in _words_of_rows(flat, num_columns, key):
+        torch.ge(words, round(p * 2**32), out=kept[part])
     return kept.view(*rows.shape, num_columns)
 
 
@@ -125,12 +125,6 @@ def attention_keep_mask(heads: Tensor, queries: Tensor, keys: range, *, key: int
         numbers = (words[number // 2] >> 16 * (number % 2)) & 0xFFFF
         kept[..., number, :] = (numbers >= attention_dropout_threshold(p)).unflatten(-1, (blocks, 8))
     return kept.flatten(-3)[..., keys.start - KEY_BLOCK * first :][..., : len(keys)]
-
-
-def keep_mask_reference(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
-    """Fill `kept`, bool [rows, columns], with torch operators; elements are kept from `threshold` of 2^32 on."""
-    for part, words in _words_of_rows(rows, kept.shape[1], key):
-        torch.ge(words, threshold, out=kept[part])
 
 
 def _words_of_rows(rows: Tensor, num_columns: int, key: int) -> Iterator[tuple[slice, Tensor]]:

@@ -20,13 +20,15 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
+from megatrain.parallel.context.whole_keys import WholeKeys
 from megatrain.parallel.layout import Init
 
 
 def core_attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
     """Build the core attention of a layer, with its sink logits."""
     if spec.mask == "padding" or spec.relative is not None:
-        return MaskedAttention(spec, context)
+        core, cp = MaskedAttention(spec, context), context.ranks.split.cp
+        return core if cp.size == 1 else WholeKeys(core, cp)
     name = context.name(spec)
     columns, init = [Columns(f"{name}.sink", spec.num_heads)], Init(std=context.model.init_std)
     sink = columns_bias_layout(columns, context.tp, init) if spec.sink == "learned" else None

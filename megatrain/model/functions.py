@@ -79,11 +79,6 @@ def weight_of(module: ShardedModule, name: str) -> Tensor:
     return as_leaf(getattr(module, name), module.weight_grads.get(name))
 
 
-def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Return x / (1 - p) where `kept`, else 0; saves the mask."""
-    return (x / (1 - p)).masked_fill(~kept, 0)
-
-
 class _Norm(Function):
     @staticmethod
     def forward(

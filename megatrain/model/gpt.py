@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,13 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model.distillation import Distillation, DistilledHead
 from megatrain.model.embedding import Embedding
 from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform
+from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
@@ -57,7 +59,7 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
-from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.copies import peer_memory
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -87,6 +89,8 @@ class Model:
     fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
     communication: ExpertCommunication
+    distillation: Distillation | None
+    """The teacher of the run; None: it has none."""
 
 
 def equal_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -115,6 +119,8 @@ def build_model(
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
     user_loss: UserLoss | None = None,
+    distillation: Distillation | None = None,
+    teacher_parts: TeacherParts | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -134,10 +140,12 @@ def build_model(
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         user_loss: loss of the user in place of the cross-entropy (--loss).
+        distillation: the teacher whose outputs the model is trained to match.
+        teacher_parts: head and layers of a teacher in place of the model's.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    peers = PeerMemory(grid.tp) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
+    peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
     def builder_of(layer: int) -> ModuleBuilder:
@@ -155,14 +163,34 @@ def build_model(
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss
+        spec,
+        placement,
+        stages,
+        mtp_stage,
+        builder_of,
+        ranks,
+        ropes,
+        recompute,
+        user_loss,
+        distillation,
+        teacher_parts,
     )
     segments, chunks = builder.chunks(grid.pp.rank)
     freeze(segments, spec)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
-    return Model(spec, *parts, biases, fp8, communication)
+    return Model(spec, *parts, biases, fp8, communication, distillation)
+
+
+class TeacherParts(Protocol):
+    """Makes the modules in which a teacher's differ."""
+
+    def head(self, *arguments: Any) -> Head:
+        """Return the last segment; the arguments are those of `Head`."""
+
+    def layer(self, number: int, layer: nn.Module) -> nn.Module:
+        """Return a layer in place of the layer of this number."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,8 @@ class _StageBuilder:
     ropes: _RotaryEmbeddings
     recompute: Recompute
     user_loss: UserLoss | None
+    distillation: Distillation | None
+    teacher_parts: TeacherParts | None
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -218,8 +248,8 @@ class _StageBuilder:
             found.append(self._decoder_start([*earlier, *found]))
         found += layer_segments([self._layer(number) for number in of_decoder], self.recompute)
         if stage == self.mtp_stage:
-            for depth in range(self.spec.num_mtp_layers):
-                found.append(self._mtp_layer(depth, [*earlier, *found]))
+            for depths in self._depths_of_segments:
+                found.append(self._mtp_layer(depths, [*earlier, *found]))
         if stage == self.placement.num_stages - 1:
             found.append(self._head([*earlier, *found]))
         return found
@@ -264,11 +294,19 @@ class _StageBuilder:
         segments = layer_segments(layers, self.recompute)
         return vision_segments(self.spec, embedding, segments, context(0), builder, whole)
 
-    def _layer(self, number: int) -> TransformerLayer:
+    def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)
         relative = self.relative_positions.get(self.spec.stack_of(number).name)
-        return _layer(
+        layer = _layer(
             LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
+        )
+        if self.teacher_parts is not None:
+            return self.teacher_parts.layer(number, layer)
+        if self.distillation is None:
+            return layer
+        spec, ranks = self.spec, self.ranks
+        return self.distillation.matched(
+            layer, number, spec.hidden_size, spec.init_std, ranks.split.tp, ranks.dtype
         )
 
     @functools.cached_property
@@ -300,13 +338,22 @@ class _StageBuilder:
             modules.append(self.builder_of(0).dropout(spec.hidden_dropout, f"{name}.hidden"))
         return Sequential(modules)
 
-    def _mtp_layer(self, depth: int, earlier: Sequence[nn.Module]) -> nn.Module:
-        """Build the segment of a depth of multi-token prediction; it is recomputed like a chunk of layers."""
-        spec, tp = self.spec, self.ranks.split.tp
-        number, embedding = len(spec.layers) + depth, _embedding_in(earlier)
+    @property
+    def _depths_of_segments(self) -> list[range]:
+        """Depths of multi-token prediction in each of its segments: all in one, if they share their weights."""
+        count = self.spec.num_depths
+        if self.spec.mtp is not None and self.spec.mtp.is_repeated:
+            return [range(count)]
+        return [range(depth, depth + 1) for depth in range(count)]
+
+    def _mtp_layer(self, depths: range, earlier: Sequence[nn.Module]) -> nn.Module:
+        """Build a segment of multi-token prediction; it is recomputed like a chunk of layers."""
+        spec, tp, depth = self.spec, self.ranks.split.tp, depths.start
+        size, embedding = len(spec.depth_layers), _embedding_in(earlier)
+        first = len(spec.layers) + depth * size
         layer = MtpLayer(
             spec,
-            depth,
+            depths,
             model_norm=self._final_norm(spec.stacks[-1].name) if depth == 0 else None,
             embedding=embedding
             or Embedding(
@@ -314,8 +361,8 @@ class _StageBuilder:
             ),
             owns_embedding=embedding is None,
             embedding_output=self._embedding_output(f"mtp.layers.{depth}.embedding"),
-            layer=self._layer(number),
-            builder=self.builder_of(number),
+            layers=[self._layer(number) for number in range(first, first + size)],
+            builder=self.builder_of(first),
             tp=tp,
             hidden_dtype=self.hidden_dtype,
         )
@@ -334,7 +381,8 @@ class _StageBuilder:
         bias = vocab_bias_layout(OUTPUT_BIAS_NAME, spec.vocab_size, spec.padded_vocab_size, tp)
         parts = HeadParts(
             transform=HeadTransform(spec, self._plain_builder, tp) if spec.head.has_transform else None,
-            binary=BinaryHead(spec, tp, dtype) if spec.head.is_binary else None,
+            binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
+            means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:
@@ -346,7 +394,12 @@ class _StageBuilder:
         is_tied_here = spec.is_tied and embedding is not None
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
-        return Head(norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+        arguments = (norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
+        if self.teacher_parts is not None:
+            return self.teacher_parts.head(*arguments)
+        if self.distillation is not None:
+            return DistilledHead(*arguments, distillation=self.distillation)
+        return Head(*arguments)
 
     @property
     def _plain_builder(self) -> ModuleBuilder:

@@ -10,7 +10,6 @@ In evaluation only the loss is computed, and predictions for accuracy. Padded id
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,11 @@ from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
+from megatrain.kernels.logit_scaling import LogitScaling
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
-from megatrain.model.families.masked_lm import HeadParts, average_over_microbatch
+from megatrain.model.families.masked_lm import HeadParts
 from megatrain.model.user_loss import UserLoss
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
@@ -39,25 +39,6 @@ from megatrain.parallel.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logits_gradient,
 )
-
-
-@dataclass(frozen=True)
-class LogitScaling:
-    """Logits from products with the output weight: cap * tanh(scale * product / cap)."""
-
-    scale: float
-    cap: float | None
-    """Softcap; None: logits are scale * product."""
-
-    def logits(self, products: Tensor) -> Tensor:
-        """Compute the logits; `products` is overwritten."""
-        if self.scale != 1.0:
-            products *= self.scale
-        return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
-
-    def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the logits with respect to scale * product; None: it is 1."""
-        return None if self.cap is None else 1 - (logits / self.cap).square()
 
 
 class Head(ShardedModule):
@@ -85,12 +66,12 @@ class Head(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm, self.transform, self.binary = norm, parts.transform, parts.binary
+        self.norm, self.transform, self.binary, self.means = norm, parts.transform, parts.binary, parts.means
         self.spec, self.has_memory = spec.head, spec.stacks[-1].memory is not None
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
-        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
+        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_depths if spec.mtp is not None else 0.0
         self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)
@@ -107,7 +88,7 @@ class Head(ShardedModule):
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
-        A next-sentence head adds `sop_loss`; see also `average_over_microbatch`. For accuracy, evaluation writes `labels` (number
+        A next-sentence head adds `sop_loss`; see also `MicrobatchMeans`. For accuracy, evaluation writes `labels` (number
         that count) and `hits` (number of those that have the largest logit).
         """
         if self.has_memory:
@@ -136,6 +117,7 @@ class Head(ShardedModule):
             x, output.weight, output.weight_grads.get("weight"), self._bias(), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
             self.scaling, z_loss_coeff, self.user_loss and partial(self.user_loss.compute, batch=batch), info, predictions,
+            None if depth else self._further_loss(normed, x, token_scale, batch, info),
         )  # fmt: skip
         info.sums[f"{prefix}lm_loss"] = (losses * mask).sum()
         if z_loss_coeff:
@@ -143,11 +125,15 @@ class Head(ShardedModule):
         info.sums[f"{prefix}tokens"] = mask.sum()
         if predictions is not None:
             info.sums |= {"hits": ((predictions == labels) * mask).sum(), "labels": mask.sum()}
-        if self.spec.averages_microbatches:
-            average_over_microbatch(batch, info)
+        if self.means is not None:
+            self.means.apply(batch, info)
         if self.binary is None:
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]
+
+    def _further_loss(self, *_: Any) -> Callable[[Tensor, slice], Tensor] | None:
+        """Return what a subclass trains besides: see `DistilledHead`; it may change the scale of the cross-entropy."""
+        return None
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
@@ -194,8 +180,12 @@ class _HeadLoss(Function):
         user_loss: Callable[..., tuple[Tensor, Tensor]] | None,
         info: PassInfo,
         predictions: Tensor | None,
+        further_loss: Callable[[Tensor, slice], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the losses; `predictions`, int64 [t], receives the id of each token's largest logit."""
+        """Compute the losses; `predictions`, int64 [t], receives the id of each token's largest logit.
+
+        `further_loss` returns the gradient of another loss with respect to the logits of a chunk, for training.
+        """
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
         dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
@@ -207,6 +197,7 @@ class _HeadLoss(Function):
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             if predictions is not None:
                 predictions[chunk] = vocab_parallel_argmax(logits, vocab)
+            further = None if further_loss is None else further_loss(logits, chunk)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
             user_derivative: Tensor | float = 1.0
@@ -220,21 +211,21 @@ class _HeadLoss(Function):
             dlogits = vocab_parallel_logits_gradient(
                 token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
             )
+            if further is not None:
+                dlogits += further * scaling.scale
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])
-            if bias is not None and bias.grad is not None:
-                add_column_sums(bias.grad, dlogits)
             if info.splits_backward:
                 kept.append((dlogits, x[chunk]))
             else:
-                accumulate_weight_gradient(weight_grad, dlogits, x[chunk])
+                _add_weight_gradients(weight_grad, bias, dlogits, x[chunk])
 
         rows = chunk_rows(x.shape[0], vocab.rows, x.element_size())
         for start in range(0, x.shape[0], rows):
             compute(slice(start, start + rows))
         ctx.save_for_backward(dx)
-        ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
+        ctx.weight_grad, ctx.bias, ctx.info, ctx.kept = weight_grad, bias, info, kept
         ctx.mark_non_differentiable(losses, z_losses)
         return losses, z_losses, ((losses + z_losses) * token_scale).sum()
 
@@ -242,10 +233,14 @@ class _HeadLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Without split backward the weight gradient is already computed, so a loss scaled after this would be wrong.
         (dx,) = ctx.saved_tensors
-        weight_grad, kept = ctx.weight_grad, ctx.kept
+        add, kept = partial(_add_weight_gradients, ctx.weight_grad, ctx.bias), ctx.kept
         ctx.kept = []
         for dlogits, x in kept:
-            ctx.info.compute_weight_gradient(
-                lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
-            )
-        return dx * grads[2].to(dx.dtype), *[None] * 11
+            ctx.info.compute_weight_gradient(partial(add, dlogits, x))
+        return dx * grads[2].to(dx.dtype), *[None] * 12
+
+
+def _add_weight_gradients(weight_grad: Tensor, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
+    accumulate_weight_gradient(weight_grad, dlogits, x)
+    if bias is not None and bias.grad is not None:
+        add_column_sums(bias.grad, dlogits)

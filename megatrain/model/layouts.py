@@ -19,6 +19,9 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor_parallel import TensorParallel
 
+STEP_SIZES = (1e-3, 1e-1)
+"""Bounds of the initial step sizes of states: the softplus of their biases."""
+
 
 @dataclass(frozen=True)
 class LinearLayout:

@@ -1,20 +1,23 @@
-"""Linear attention by the gated delta rule (gated DeltaNet), a mixer in place of attention.
+"""Linear attention by the gated delta rule (gated delta net), a mixer in place of attention.
 
 hidden ─ + ─ norm + projection ─┬─ q, k, v ─ convolution ─ activation ─┐
-                                ├─ beta, alpha ────────────────────────┴─ gated delta rule ─ norm ─ * ─ projection ─ output
+                                ├─ decay, erase and write ─────────────┴─ gated delta rule ─ norm ─ * ─ projection ─ output
                                 └─ gate ─ activation ───────────────────────────────────────────────┘
 
     q, k            [s, b, nk, dk], divided by their length; nv / nk consecutive heads of values share one
     v, gate         [s, b, nv, dv]
     decay           g = -exp(a_log) softplus(alpha + dt_bias), per head of values
+    second variant  g per channel of keys, from [s, b, nk, dk], with a_log per head of keys; erase [s, b, nk, dk], write [s, b, nv, dv]
     over tp         heads are split, as those of attention
+    over cp         heads are exchanged for whole samples (parallel/context/head_exchange.py)
+    documents       the convolution and the state begin anew
 
-Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the model is Qwen3-Next's, as Megatron-LM has it.
+Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the models are Qwen3-Next's and gated delta net 2, as Megatron-LM has them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +26,13 @@ from torch.nn import functional as F
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule
+from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule, delta_rule
 from megatrain.model import functions
 from megatrain.model.implementations.local_builder import ACTIVATION_FUNCTIONS
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
+    STEP_SIZES,
     Columns,
     LinearLayout,
     columns_bias_layout,
@@ -38,6 +42,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.layout import Init, ShardedModule
 
 _MIN_SQUARE = 1e-6
@@ -50,10 +55,10 @@ class LinearAttention(nn.Module):
     def __init__(self, spec: LinearAttentionSpec, context: LayerContext) -> None:
         super().__init__()
         builder, tp, norm, prefix = context.builder, context.tp, context.model.norm, context.name(spec)
-        values, heads = spec.value_dim, spec.num_value_heads
         self.activation = ACTIVATION_FUNCTIONS[spec.activation]
-        self.sizes = [size // tp.size for size in (2 * spec.key_dim + values, values, heads, heads)]
         linears = context.linears(spec)
+        sizes = [piece.size // tp.size for piece in linears["q"].pieces]
+        self.sizes = [sum(sizes[:3]), sizes[3], sum(sizes[4:])]
         self.projections = context.column_linear(linears["q"], context.branch_norm(spec))
         core = DeltaRule(spec, self.activation, context)
         self.core = RecomputedModule(core) if context.recompute.has_part("core_attn") else core
@@ -66,21 +71,11 @@ class LinearAttention(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, projected = self.projections(residual, delta, info)
-        qkv, gate, beta, alpha = projected.split(self.sizes, dim=-1)
-        out = self.norm(self.core(qkv, beta, alpha), info)
+        qkv, gate, strengths = projected.split(self.sizes, dim=-1)
+        out = self.norm(self.core(qkv, strengths, info), info)
         gate = self.activation.value(gate.to(accumulation_dtype(gate.dtype)))
         out = (out.flatten(2) * gate).to(qkv.dtype)
         return residual, self.output(self.proj(out, info), info)
-
-
-class DeltaArguments(NamedTuple):
-    """Arguments of `gated_delta_rule`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
 
 
 class DeltaRule(ShardedModule):
@@ -94,35 +89,74 @@ class DeltaRule(ShardedModule):
         self, sizes: LinearAttentionSpec, activation: ActivationFunction, context: LayerContext
     ) -> None:
         super().__init__()
-        self.sizes, self.activation = sizes, activation
+        self.activation, self.has_channel_gates = activation, sizes.has_channel_gates
         prefix, tp, dtype = context.name(sizes), context.tp, context.ranks.dtype
-        heads = Columns(f"{prefix}.dt_bias", sizes.num_value_heads)
-        logs = Columns(f"{prefix}.a_log", sizes.num_value_heads)
         convolved = context.columns(context.linears(sizes)["q"], "convolution")[:3]  # queries, keys, values
-        self.widths = [columns.num_outputs // tp.size for columns in convolved]
         self.add_weight("convolution", convolution_layout(convolved, sizes.kernel_size, tp), dtype)
-        self.add_weight("dt_bias", columns_bias_layout([heads], tp, Init(mean=1.0)), dtype)
-        self.add_weight("a_log", columns_bias_layout([logs], tp, Init(log_of=(1.0, 16.0))), dtype)
+        if self.has_channel_gates:
+            biases, logs, bias_init = sizes.key_dim, sizes.num_key_heads, Init(softplus_of=STEP_SIZES)
+        else:
+            biases = logs = sizes.num_value_heads
+            bias_init = Init(mean=1.0)
+        for name, size, init in (("dt_bias", biases, bias_init), ("a_log", logs, Init(log_of=(1.0, 16.0)))):
+            layout = columns_bias_layout([Columns(f"{prefix}.{name}", size)], tp, init)
+            self.add_weight(name, layout, dtype)
+        self.exchange = HeadExchange(context.ranks.split.cp.group)
+        keys = Heads(sizes.num_key_heads // tp.size, sizes.key_head_dim)
+        values = Heads(sizes.num_value_heads // tp.size, sizes.value_head_dim)
+        one = Heads(values.count, 1)
+        self.convolved = (keys, keys, values)
+        self.strengths = (keys, keys, values) if self.has_channel_gates else (one, one)
+        self.biases, self.logs = (keys, Heads(keys.count, 1)) if self.has_channel_gates else (one, one)
 
-    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        """Map q, k, v [s, b, c/tp], beta and alpha [s, b, nv/tp] -> [s, b, nv/tp, dv]."""
-        return gated_delta_rule(*self.arguments(qkv, beta, alpha))
+    def forward(self, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
+        """Map q, k, v and the other projections but the gate, [s/cp, b, channels/tp] -> [s/cp, b, nv/tp, dv]."""
+        ids = None if info.documents is None else info.documents.document_ids.t()
+        if self.exchange.group.size > 1:
+            parts = (*self.convolved, *self.strengths)
+            whole = self.exchange.to_heads(torch.cat((qkv, strengths), dim=-1), parts)
+            qkv, strengths = whole.split([self._width(self.convolved), self._width(self.strengths)], dim=-1)
+        return self.exchange.to_rows(self.continued(qkv, strengths, None, ids)[0])
 
-    def arguments(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> DeltaArguments:
-        """Return the arguments of the rule. `qkv` may have rows before those of `beta`, which are only convolved."""
-        sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
+    def continued(
+        self, qkv: Tensor, strengths: Tensor, state: Tensor | None, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute whole samples of some heads, or their next tokens; return outputs and states.
+
+        `qkv` may have rows before those of `strengths`, which are only convolved.
+        """
+        dtype, share = accumulation_dtype(qkv.dtype), self.exchange.share
         convolution, dt_bias, a_log = (
-            functions.weight_of(self, name) for name in ("convolution", "dt_bias", "a_log")
+            functions.weight_of(self, name).to(dtype) for name in ("convolution", "dt_bias", "a_log")
         )
-        convolved = causal_convolution(qkv.to(dtype), convolution.to(dtype))[len(qkv) - len(beta) :]
-        mixed = self.activation.value(convolved)
-        q, k, v = mixed.to(qkv.dtype).split(self.widths, dim=-1)
-        q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_dim)), dtype) for x in (q, k))
-        shares = sizes.num_value_heads // sizes.num_key_heads
-        q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_dim**-0.5, k))
-        g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
-        v = v.unflatten(-1, (-1, sizes.value_head_dim))
-        return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
+        convolution = share(convolution.t(), self.convolved).t()
+        convolved = causal_convolution(qkv.to(dtype), convolution, document_ids)[-len(strengths) :]
+        mixed = self.activation.value(convolved).to(qkv.dtype)
+        q, k, v = self._heads(mixed, self.convolved)
+        q, k = (_unit_heads(x, dtype) for x in (q, k))
+        decays = -share(a_log, [self.logs]).exp().unsqueeze(-1)
+        dt_bias = share(dt_bias, [self.biases]).unflatten(-1, (len(decays), -1))
+        first, *others = self._heads(strengths.to(dtype), self.strengths)
+        copies = v.shape[2] // q.shape[2]
+        q, k = (_repeat_heads(x, copies) for x in (q * q.shape[-1] ** -0.5, k))
+        if self.has_channel_gates:
+            g, erase = (
+                _repeat_heads(x, copies) for x in (decays * F.softplus(first + dt_bias), others[0].sigmoid())
+            )
+            written = others[1].sigmoid() * v.to(dtype)
+            out, state = delta_rule(q, k, written, g, erase * k, state, document_ids=document_ids)
+            return out.to(v.dtype), state
+        beta, g = first.sigmoid().squeeze(-1), (decays * F.softplus(others[0] + dt_bias)).squeeze(-1)
+        return continue_gated_delta_rule(q, k, v, g, beta, state, document_ids=document_ids)
+
+    def _heads(self, x: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        """Split channels in the local heads of each part, [s, b, n, d]."""
+        local = [self.exchange.local(heads) for heads in parts]
+        split = x.split([heads.count * heads.channels for heads in local], dim=-1)
+        return [part.unflatten(-1, heads) for part, heads in zip(split, local, strict=True)]
+
+    def _width(self, parts: Sequence[Heads]) -> int:
+        return sum(heads.count * heads.channels for heads in map(self.exchange.local, parts))
 
 
 def _unit_heads(x: Tensor, dtype: torch.dtype) -> Tensor:

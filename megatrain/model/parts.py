@@ -18,6 +18,7 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
@@ -27,6 +28,7 @@ from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
 
 
@@ -66,6 +68,7 @@ def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
 MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = {
     AttentionSpec: _attention,
     LinearAttentionSpec: LinearAttention,
+    MambaSpec: Mamba,
     MlpSpec: _mlp,
     ExpertsSpec: expert_branch,
     CrossAttentionSpec: CrossAttention,

@@ -39,6 +39,29 @@ class TensorSource(Protocol):
         ...
 
 
+class LoadTarget(Protocol):
+    """What a checkpoint is loaded into: an optimizer, or weights alone."""
+
+    @property
+    def buffers(self) -> FlatBuffers:
+        """The weights."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Kinds of state."""
+
+    step_count: int
+
+    def kinds_of(self, layout: ParamLayout) -> Sequence[str]:
+        """Return the kinds of state of a parameter."""
+
+    def fill(self, kind: str, source: TensorSource) -> None:
+        """Fill this rank's part of a kind."""
+
+    def sync_model_weights(self) -> None:
+        """Derive the model's weights from those that were filled."""
+
+
 def fill_weights(buffers: FlatBuffers, source: TensorSource) -> None:
     """Fill the model's weights of this rank's shards from `source`, without an optimizer; padding is left as it is."""
     for shard, flat in zip(buffers.shards, buffers.weights.shards, strict=True):

@@ -12,6 +12,7 @@ Source: Megatron-LM's split.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class ContextParallel:
         return torch.cat([x.narrow(dim, number * length, length) for number in self._chunk_numbers()], dim)
 
     def shard_batch(self, batch: Batch, *, has_chunk_means: bool = False) -> Batch:
-        """Return this rank's rows of a micro-batch. Documents stay whole: attention needs all boundaries.
+        """Return this rank's rows of a micro-batch. Documents and padding stay whole: attention needs all keys.
 
         Args:
             has_chunk_means: a rank's part of the loss is the mean of its own token losses divided by cp, as in
@@ -72,12 +73,11 @@ class ContextParallel:
         """
         if self.size == 1:
             return batch
-        tokens, labels, loss_mask, position_ids = (
-            self.shard(x, 1) for x in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
-        )
+        names = ("tokens", "labels", "loss_mask", "position_ids", "types")
+        rows: dict[str, Any] = {n: self.shard(x, 1) for n in names if (x := getattr(batch, n)) is not None}
         return replace(
-            batch, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids,
-            denominator=loss_mask.sum() * self.size if has_chunk_means else batch.loss_denominator,
+            batch, **rows,
+            denominator=rows["loss_mask"].sum() * self.size if has_chunk_means else batch.loss_denominator,
             ahead=tuple(self.shard_batch(one, has_chunk_means=has_chunk_means) for one in batch.ahead),
         )  # fmt: skip
 

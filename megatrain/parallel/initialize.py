@@ -22,8 +22,13 @@ class InitialWeights:
         """Fill `out`, contiguous and of the shape of the box, with the box's initial values."""
         init, piece = layout.init, box.piece
         bounds = init.uniform or init.log_of
+        if init.softplus_of is not None:
+            bounds = (math.log(init.softplus_of[0]), math.log(init.softplus_of[1]))
         if bounds is not None:
             values = _uniform(stream_key(self.seed, piece.name), piece.shape, box.box, *bounds)
+            if init.softplus_of is not None:
+                size = values.exp()
+                values = size + (-torch.expm1(-size)).log()  # the inverse of softplus
             out.copy_(values.log() if init.log_of else values)
         elif init.std == 0.0:
             out.fill_(init.mean)

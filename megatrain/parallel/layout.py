@@ -39,6 +39,8 @@ class Init:
     """Uniform numbers between these."""
     log_of: tuple[float, float] | None = None
     """Logarithms of uniform numbers between these."""
+    softplus_of: tuple[float, float] | None = None
+    """Numbers whose softplus has uniform logarithms, between these: initial step sizes of Mamba."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.vision import image_shape, sample_length, text_length
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
@@ -219,7 +220,7 @@ def _build_in_turns(
     """
     placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
     reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
-    reads = reads or plan.config.data.has_documents or plan.config.model.model_family != "gpt"
+    reads = reads or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
     is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
@@ -327,7 +328,7 @@ class _LoaderBuilder:
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
-            family=model.model_family,
+            family="gpt" if model.model_family == "hybrid" else model.model_family,
             decoder_seq_length=model.decoder_seq_length,
             image_shape=image_shape(self.config),
         )

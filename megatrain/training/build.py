@@ -7,6 +7,8 @@ plan ─> model ─> buffers ─> data parallelism ─> optimizer
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import TypeVar
 
 import torch
 
@@ -35,14 +37,25 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
-from megatrain.parallel.pipeline.graphed_passes import Capture, GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.graphed_passes import (
+    Capture,
+    GraphedPasses,
+    Graphs,
+    MicrobatchGraphs,
+    NoHooks,
+    Recorder,
+)
+from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGraphs
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.training.distillation import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.trial_parts import try_parts
+
+AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -50,6 +63,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     config = plan.config
     if device.type != "meta":
         try_parts(plan, device)
+    communication = _expert_communication(plan)
     return build_model(
         plan.derived.model_spec,
         grid,
@@ -68,8 +82,9 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
-        communication=_expert_communication(plan),
+        communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
+        distillation=build_distillation(plan, grid, device, communication),
     )
 
 
@@ -207,8 +222,13 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
 
 
 def build_executor(
-    plan: Plan, model: Model, hooks: SegmentHooks, grid: RankGrid, device: torch.device
-) -> Executor:
+    plan: Plan,
+    model: Model,
+    hooks: SegmentHooks,
+    grid: RankGrid,
+    device: torch.device,
+    kind: type[AnyExecutor] = Executor,
+) -> AnyExecutor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
     strategy = config.parallel.data_parallel_sharding_strategy
@@ -216,7 +236,7 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
-    return Executor(
+    return kind(
         model.segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
@@ -240,7 +260,7 @@ def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple
     """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
     if mtp_stage is not None and stage == mtp_stage + 1:
-        return rows, rows * (1 + spec.num_mtp_layers)
+        return rows, rows * (1 + spec.num_depths)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length
     if start is not None and stage > start:
         assert length is not None, "a decoder after an encoder has a length of its own"
@@ -255,13 +275,26 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
-) -> Executor | GraphedPasses:
-    """Return what runs the passes of training: the executor, or CUDA graphs of them (plans record none)."""
+) -> Executor | GraphedPasses | TeacherFirst:
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
     if not plan.derived.cuda_graphs or device.type == "meta":
-        return executor
-    bare = build_executor(plan, model, NoHooks(), grid, device)
+        return after_teacher(executor, model)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
-    return GraphedPasses(executor, bare, data_parallel, num_warmup_steps, Capture(device))
+    recorder = Capture(device)
+    make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
+    return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder)
+
+
+def build_graphs(
+    plan: Plan, model: Model, grid: RankGrid, device: torch.device, recorder: Recorder
+) -> Graphs:
+    """Build what records the passes of training and replays them."""
+    build = functools.partial(build_executor, plan, model, NoHooks(), grid, device)
+    if model.placement.num_stages > 1:
+        return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers)
+    return MicrobatchGraphs(
+        build(Executor), recorder, casts_weights=model.fp8 is not None, peers=model.tp.peers
+    )
 
 
 def build_loss_scaler(plan: Plan) -> LossScaler:

@@ -29,6 +29,7 @@ from megatrain.config.subjects.resume import adapted_settings
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.storage.disk import Disk
+from megatrain.training.distillation import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener
@@ -127,6 +128,19 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
     return plan
+
+
+def load_teacher(ranks: Ranks, engine: Engine) -> str | None:
+    """Load the weights of the run's teacher, if it has one; return a line for the log. All ranks call it."""
+    distillation, config = engine.model.distillation, ranks.plan.config
+    if distillation is None:
+        return None
+    assert isinstance(distillation.teacher, RunTeacher)
+    with ranks.phases.phase("loading the teacher"):
+        loaded = distillation.teacher.load(
+            vocab_size=ranks.plan.derived.vocab_size, allows_format_torch=config.checkpoint.allow_pickle
+        )
+    return f"> teacher: loaded the weights of {loaded.path}, iteration {loaded.iteration}"
 
 
 def local_folder(checkpoint: CheckpointConfig) -> Path | None:

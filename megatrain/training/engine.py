@@ -59,7 +59,7 @@ class Engine:
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
-        self.loss_names, self.num_depths = loss_names(self.model.spec), self.model.spec.num_mtp_layers
+        self.loss_names, self.num_depths = loss_names(self.model), self.model.spec.num_depths
         self.buffers = build_buffers(plan, self.model, grid, device)
         self.data_parallel = build_data_parallel(plan, self.buffers, grid)
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)

@@ -12,6 +12,7 @@ from megatrain.config import Config, Plan
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.derive.vision import image_shape, sample_length, text_length, tokens_per_image
 from megatrain.config.errors import ConfigError
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.image_conversations import ImageConversations, ImageSamples, row_offsets
@@ -23,13 +24,13 @@ from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 
 
 def masked_samples(config: Config) -> MaskedSamples | None:
-    """Return the kind of the samples; None: they are of a GPT.
+    """Return the kind of the samples; None: they are sequences of tokens.
 
     Raises:
         ConfigError: there is no data of sentences, or the tokenizer lacks a token that they need.
     """
     model, data = config.model, config.data
-    if model.model_family in ("gpt", "vlm"):
+    if model.model_family not in MASKED_FAMILIES:
         return None
     if data.mock_data:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Losses of a step: names of the sums that the head writes to `PassInfo.sums`, and the means of these sums.
 
-lm_loss  sop_loss  z_loss  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
+lm_loss  sop_loss  z_loss  kd_loss  kd_pair_0  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
 lm_loss  sop_loss  sop_hits  hits    tokens  tokens  samples  labels                               sums over an evaluation, fp64
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatrain.config.model_spec.head import HeadSpec
-from megatrain.config.model_spec.model import ModelSpec
+from megatrain.model.gpt import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +25,21 @@ class Losses:
     """Loss of the next-sentence head; None without one."""
     z_loss: Tensor | None = None
     """None without --z-loss-coeff."""
+    distillation: Tensor | None = None
+    """Divergence from a teacher's logits, then the distance of each layer pair, without their weights, [1 + pairs]."""
     mtp: Tensor | None = None
     """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
 
 
-def loss_names(spec: ModelSpec) -> tuple[str, ...]:
+def loss_names(model: Model) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
-    depths = range(1, spec.num_mtp_layers + 1)
+    spec = model.spec
+    pairs: tuple[str, ...] = ()
+    if model.distillation is not None:
+        pairs = ("kd_loss", *(f"kd_pair_{k}" for k in range(len(model.distillation.spec.pairs))))
+    depths = range(1, spec.num_depths + 1)
     more = (*(["sop_loss"] if spec.head.is_binary else []), *(["z_loss"] if spec.z_loss_coeff else []))
-    of_model = ("lm_loss", *more, "tokens")
+    of_model = ("lm_loss", *more, *pairs, "tokens")
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))
 
 
@@ -62,4 +69,9 @@ def losses_of(names: Sequence[str], sums: Tensor) -> Losses:
     count = names.index("tokens")
     losses = dict(zip(names[:count], mean_losses(sums[: count + 1]), strict=True))
     of_depths = sums[count + 1 :]
-    return Losses(**losses, mtp=quotients(of_depths) if len(of_depths) else None)
+    of_teacher = [losses.pop(name) for name in names if name.startswith("kd_")]
+    return Losses(
+        **losses,
+        distillation=torch.stack(of_teacher) if of_teacher else None,
+        mtp=quotients(of_depths) if len(of_depths) else None,
+    )

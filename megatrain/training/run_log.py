@@ -69,6 +69,8 @@ class RunLog:
     ) -> None:
         self._ranks, self._callbacks = ranks, callbacks
         self._config, self._derived = plan.config, plan.derived
+        distillation = plan.derived.distillation
+        self._kd_names = () if distillation is None else distillation.loss_names
         self._timers = timers
         self.failure: LogError | None = None
         """The first log of this rank that could not be written, unless the run continues without it."""
@@ -244,6 +246,7 @@ class RunLog:
             "z_loss": report.z_loss,
             "routers": router_values(report.routers),
             "mtp_losses": {f"mtp_{k} loss": loss for k, loss in enumerate(report.mtp_losses, 1)} or None,
+            "kd_losses": dict(zip(self._kd_names, report.distillation_losses, strict=True)) or None,
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
@@ -355,8 +358,9 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if last["routers"] is not None:
         means = _mean_losses([values["routers"]["losses"] for values in trained])
         last["routers"] = last["routers"] | {"losses": means}
-    if last["mtp_losses"] is not None:
-        last["mtp_losses"] = _mean_losses([values["mtp_losses"] for values in trained])
+    for name in ("mtp_losses", "kd_losses"):
+        if last[name] is not None:
+            last[name] = _mean_losses([values[name] for values in trained])
     for name in ("skipped", "nan"):
         last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)

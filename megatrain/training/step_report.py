@@ -48,6 +48,8 @@ class StepReport:
     """Mean loss of the next-sentence head over the micro-batches; None without one."""
     z_loss: float | None = None
     """Mean of the z-loss over the same tokens; None without --z-loss-coeff."""
+    distillation_losses: tuple[float, ...] = ()
+    """The mean divergence from a teacher's logits, then the mean distance of each layer pair, over the same tokens."""
     mtp_losses: tuple[float, ...] = ()
     """The mean for each depth of multi-token prediction, over the tokens that count there."""
     grad_norm: float
@@ -79,6 +81,7 @@ class StepReport:
             loss_scale=loss_scale,
             is_finite=math.isfinite(grad_norm) and math.isfinite(lm_loss),
             is_updated=bool(metrics.is_updated),
+            distillation_losses=() if losses.distillation is None else tuple(losses.distillation.tolist()),
             mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
             params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
             num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),

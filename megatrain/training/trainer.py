@@ -27,7 +27,7 @@ from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.callbacks import RunCallbacks
-from megatrain.training.checkpoints import Progress, require_space, resume_run, rewind_run
+from megatrain.training.checkpoints import Progress, load_teacher, require_space, resume_run, rewind_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
@@ -85,6 +85,7 @@ class Trainer:
         """Load the checkpoint of `--load`, or draw the initial weights."""
         self._print(require_space(self.ranks, self.plan, self.engine))
         self.plan = resume_run(self.ranks, self.engine, self.progress)
+        self._print(load_teacher(self.ranks, self.engine))
 
     @cached_property
     def saves(self) -> RunSaves:

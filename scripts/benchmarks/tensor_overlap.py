@@ -21,7 +21,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.copies import peer_memory
 from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
 
 TOKENS = 8192
@@ -76,7 +76,9 @@ def main() -> None:
     kinds = {
         "alone": TensorParallel(alone, alone, sequence_parallel=False),
         "collectives": TensorParallel(grid.tp, grid.kv, sequence_parallel=True),
-        "overlapped": TensorParallel(grid.tp, grid.kv, sequence_parallel=True, peers=PeerMemory(grid.tp)),
+        "overlapped": TensorParallel(
+            grid.tp, grid.kv, sequence_parallel=True, peers=peer_memory(grid.tp, torch.device("cuda"))
+        ),
     }
     if rank == 0:
         print(f"{world_size} ranks, {torch.cuda.get_device_name()}, {TOKENS} tokens; ms, forward + backward")

@@ -99,7 +99,7 @@ def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_
         is_tied=tied,
         init_std=0.1,
         output_init_std=0.05,
-        mtp=MtpSpec(num_layers=num_depths, loss_factor=0.3) if num_depths else None,
+        mtp=MtpSpec(num_depths=num_depths, loss_factor=0.3) if num_depths else None,
     )
 
 

@@ -86,7 +86,7 @@ def test_paths_are_those_of_megatron_lm():
     mlp, router = MlpSpec(ffn_hidden_size=8), RouterSpec(num_experts=4, top_k=2)
     attention = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=8, latent=latent)
     layer = LayerSpec(parts=(attention, ExpertsSpec(router=router, expert=mlp, shared=mlp, latent_size=8)))
-    model = model_of(layer, mtp=MtpSpec(num_layers=1, loss_factor=0.1))
+    model = model_of(layer, mtp=MtpSpec(num_depths=1, loss_factor=0.1))
     found = {one.path: one.weight for one in linear_layers(model)}
     assert (
         found["decoder.layers.0.self_attention.linear_kv_up_proj"]

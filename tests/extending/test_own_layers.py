@@ -45,6 +45,8 @@ def test_split_over_ranks_equals_one_process(pool, convolutions, which):
         if which == "convolutions" and words == "cp2":
             with pytest.raises(ConfigError, match=r"ShortConvolution .* --context-parallel-size 2"):
                 plan_of(job, 2)
+            with pytest.raises(ConfigError, match=r"ShortConvolution .* --reset-attention-mask"):
+                plan_of(Job(Layout.of("dp2 documents"), spec=spec), 2)
             continue
         found = judge(alone, pool.run(2, measure, job))
         assert found.is_good, (words, found.names, found.numbers)

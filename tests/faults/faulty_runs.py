@@ -75,7 +75,7 @@ def _warned(chain: Chain, plan: KillPlan) -> str:
     found = {candidate.iteration for candidate in find_checkpoints(chain.folder)}
     expected = set(range(INTERVAL, NUM_ITERATIONS + 1, INTERVAL)) - {_FAILING}
     require(found == expected, f"there are checkpoints {found}")
-    is_equal = metrics(chain.folder) == metrics(chain.golden.run(chain.num_ranks))
+    is_equal = metrics(chain.folder) == metrics(chain.golden.run(chain.num_ranks, chain.family))
     require(is_equal, "the metrics differ from those of the unbroken run")
     return "a warning; the run ends equal to the unbroken one"
 

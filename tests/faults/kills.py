@@ -1,4 +1,4 @@
-"""Class K: processes of a run are killed during its saves, and the run is started again.
+"""Class K: processes of a run of a GPT, a BERT or a T5 are killed during its saves, and the run is started again.
 
     chain: run until a kill ─> what is on disk? ─> run again, killed in a later save ─> ... ─> run to the end: equal to the unbroken run
 
@@ -12,10 +12,12 @@ import functools
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from run_here import LAYOUTS, folder_flags, metrics
+from tiny_tokenizers import data_flags, write_corpus
 
 from faults.case import Cases, judge, problems_of, require, unexpected_names
 from faults.killed_runs import Ended, run
@@ -25,6 +27,11 @@ from megatrain.checkpoint.find import find_checkpoints, folder_name
 NUM_ITERATIONS, INTERVAL = 8, 2
 FLAGS = f"--num-layers 2 --train-iters {NUM_ITERATIONS}".split()
 LAYOUT_OF = {1: "one process", 2: "tp2"}
+FAMILIES = {
+    "gpt": "",
+    "bert": "--model-family bert",
+    "t5": "--model-family t5 --decoder-seq-length 16 --num-query-groups 4 --position-embedding-type relative",
+}
 _KILLS_PER_CHAIN = 4
 _SECONDS = 240.0
 """Limit of a case; this process only waits for the run."""
@@ -36,26 +43,36 @@ _OF_REMOVAL = {"rename": 3, "sync_folder": 4, "remove": 1}
 
 
 class Golden:
-    """The unbroken runs by their number of ranks; each is trained when it is first needed."""
+    """The unbroken runs by their number of ranks and family; each is trained when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @functools.cache  # noqa: B019 (it lives as long as the bench)
-    def run(self, num_ranks: int) -> Path:
-        folder = self.folder / str(num_ranks)
-        ended = run(run_flags(folder, num_ranks), self.folder / "logs", num_ranks=num_ranks)
+    def run(self, num_ranks: int, family: str) -> Path:
+        folder = self.folder / f"{family}-{num_ranks}"
+        ended = run(self.flags(folder, num_ranks, family), self.folder / "logs", num_ranks=num_ranks)
         assert set(ended.exit_codes) == {0}, ended.output
         return folder
 
     @functools.cache  # noqa: B019
-    def content(self, num_ranks: int, iteration: int) -> dict[str, object]:
-        return content_of(self.run(num_ranks) / folder_name(iteration))
+    def content(self, num_ranks: int, family: str, iteration: int) -> dict[str, object]:
+        return content_of(self.run(num_ranks, family) / folder_name(iteration))
 
+    def flags(self, folder: Path, num_ranks: int, family: str) -> list[str]:
+        """Return the flags of a run that saves to `folder`."""
+        layout = LAYOUTS[LAYOUT_OF[num_ranks]][1]
+        data = [] if family == "gpt" else ["--no-mock-data", *data_flags(self.sentences, family)]
+        of_family = [*FAMILIES[family].split(), *data]
+        return [*FLAGS, *of_family, *layout, *folder_flags(folder), "--save-interval", str(INTERVAL)]
 
-def run_flags(folder: Path, num_ranks: int) -> list[str]:
-    layout = LAYOUTS[LAYOUT_OF[num_ranks]][1]
-    return [*FLAGS, *layout, *folder_flags(folder), "--save-interval", str(INTERVAL)]
+    @functools.cached_property
+    def sentences(self) -> Path:
+        """The folder of the data of BERT and T5."""
+        folder = self.folder / "sentences"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_corpus(folder, num_documents=100)
+        return folder
 
 
 def content_of(path: Path) -> dict[str, object]:
@@ -75,13 +92,14 @@ class Chain:
     num_ranks: int
     is_async: bool
     keep_last: int | None
+    family: str = "gpt"
     committed: set[int] = field(default_factory=set)
     """Iterations that are committed: they must stay, except for what --keep-last removes."""
     is_done: bool = False
 
     def start(self, plan: KillPlan | None = None, more_flags: list[str] | None = None) -> Ended:
         """Run until it is killed or ends, and check what it left."""
-        flags = [*run_flags(self.folder, self.num_ranks), *(more_flags or [])]
+        flags = [*self.golden.flags(self.folder, self.num_ranks, self.family), *(more_flags or [])]
         flags += ["--async-save"] if self.is_async else []
         flags += ["--keep-last", str(self.keep_last)] if self.keep_last else []
         ended = run(flags, self.logs, num_ranks=self.num_ranks, plan=plan)
@@ -106,7 +124,7 @@ class Chain:
             require(not problems, f"{candidate.path.name} looks committed and is damaged: {problems}")
             found.add(candidate.iteration)
             if candidate.iteration not in self.committed:
-                expected = self.golden.content(self.num_ranks, candidate.iteration)
+                expected = self.golden.content(self.num_ranks, self.family, candidate.iteration)
                 is_equal = content_of(candidate.path) == expected
                 require(is_equal, f"{candidate.path.name} differs from that of the unbroken run")
         if self.keep_last:
@@ -118,7 +136,7 @@ class Chain:
 
     def check_end(self, *, has_saved: bool) -> None:
         """Check that the finished run equals the unbroken one; its last save removed what killed ones left."""
-        unbroken = self.golden.run(self.num_ranks)
+        unbroken = self.golden.run(self.num_ranks, self.family)
         require(
             metrics(self.folder) == metrics(unbroken), "the metrics differ from those of the unbroken run"
         )
@@ -126,13 +144,12 @@ class Chain:
         require(not left or not has_saved, f"leftovers at the end: {left}")
         require(max(self.committed) == NUM_ITERATIONS, f"the last checkpoint is {max(self.committed)}")
         for iteration in self.committed:
-            is_equal = content_of(self.folder / folder_name(iteration)) == self.golden.content(
-                self.num_ranks, iteration
-            )
+            expected = self.golden.content(self.num_ranks, self.family, iteration)
+            is_equal = content_of(self.folder / folder_name(iteration)) == expected
             require(is_equal, f"iteration {iteration} differs from that of the unbroken run at the end")
 
 
-def kills(count: int, folder: Path, seed: int = 0) -> Cases:
+def kills(count: int, folder: Path, seed: int = 0, families: Sequence[str] = tuple(FAMILIES)) -> Cases:
     """Yield cases until `count` processes or jobs were killed; half of the chains save in the background."""
     chance = random.Random(seed)
     golden = Golden(folder / "golden")
@@ -145,6 +162,7 @@ def kills(count: int, folder: Path, seed: int = 0) -> Cases:
             num_ranks=2 if number % 6 > 3 else 1,
             is_async=number % 2 == 0,
             keep_last=2 if number % 3 == 0 else None,
+            family=families[(number + number // 3) % len(families)],
         )
         for _ in range(min(_KILLS_PER_CHAIN, count - num_kills)):
             if chain.is_done:
@@ -225,7 +243,7 @@ def plan_of_kill(chain: Chain, chance: random.Random) -> KillPlan:
 
 
 def name_of(chain: Chain, plan: KillPlan | None) -> str:
-    kind = f"{'async' if chain.is_async else 'sync'}, {chain.num_ranks} ranks, keep-last {chain.keep_last}"
+    kind = f"{chain.family}, {'async' if chain.is_async else 'sync'}, {chain.num_ranks} ranks, keep-last {chain.keep_last}"
     if plan is None:
         return f"{kind}: resumed to the end"
     moment = (

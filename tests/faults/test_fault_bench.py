@@ -12,6 +12,7 @@ import pytest
 
 from faults.case import WrongError, judge, require
 from faults.classes import CLASSES
+from faults.kills import kills
 from faults.mutants import MUTANTS, ROOT
 from faults.power import CONTENT_MODES, Record, Recorder
 
@@ -31,6 +32,13 @@ def test_a_part_of_each_class_has_no_failure(folder: Path, kind: str) -> None:
     cases = list(CLASSES[kind](COUNTS[kind], folder, 1000))
     assert len(cases) >= COUNTS[kind]
     assert [case for case in cases if case.problem] == []
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_run_of_another_family_that_is_killed_continues(folder: Path, family: str) -> None:
+    cases = list(kills(1, folder, 1001, [family]))
+    assert [case for case in cases if case.problem] == []
+    assert any(case.outcome.startswith("resumed to the end") for case in cases)
 
 
 @pytest.mark.nightly

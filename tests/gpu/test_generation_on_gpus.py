@@ -47,7 +47,7 @@ def test_attention_to_a_cache(d: int, options: dict[str, Any]) -> None:
         parts = [whole[number][done[number] : done[number] + counts[number]] for number in order]
         q, k, v = torch.cat(parts).split((8, 2, 2), dim=2)
         info = CachedPass(
-            is_training=False, spaces=cache.extend([(reservations[number], counts[number]) for number in order]),
+            is_training=False, spaces=cache.extend([(reservations[number], counts[number], 0) for number in order]),
             lengths=tuple(counts[number] for number in order), states=(),
         )  # fmt: skip
         out = attention(q, k, v, info).split([counts[number] for number in order])

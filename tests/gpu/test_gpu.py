@@ -100,6 +100,9 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
         "--bf16 --calculate-per-token-loss --recompute-activations --eval-interval 5",
         "--fp16 --initial-loss-scale 1e12",  # the first steps are skipped, each with another scale
         "--params-dtype float32 --cuda-graph-warmup-steps 1",
+        "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 7",
+        "--bf16 --fp8-format hybrid --fp8-recipe delayed --seq-length 64 --eval-interval 7",
+        f"--bf16 --fp8-format hybrid --fp8-recipe tensorwise --seq-length 64 {SOME_EXPERTS}",
         f"--bf16 {SOME_EXPERTS} --moe-input-jitter-eps 0.1 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
         f"--bf16 {SOME_EXPERTS} --moe-router-force-load-balancing --mtp-num-layers 1 --global-batch-size 12",
     ],
@@ -115,13 +118,21 @@ def test_cuda_graphs_change_no_bit(flags: str) -> None:
         f"{SOME_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
         f"{SOME_EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
         "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "--context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --eval-interval 7",
         f"{MANY_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     ],
-    ids=["ep", "ep tp", "tp", "cp", "large ep"],
+    ids=["ep", "ep tp", "tp", "tp overlap", "cp", "pp", "large ep"],
 )
 def test_cuda_graphs_with_communication_change_no_bit(flags: str) -> None:
     compare_with_graphs(f"--bf16 {flags}", num_gpus=2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_cuda_graphs_of_sends_between_four_gpus_change_no_bit() -> None:
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --eval-interval 7"
+    compare_with_graphs(f"--bf16 {flags}", num_gpus=4)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

@@ -26,7 +26,8 @@ def sequences() -> list[list[int]]:
 def logits_by_parts(model: CachedModel, rows: list[list[int]]) -> list[Tensor]:
     """Return the logits of each sequence, extended by a random number of tokens in each pass, some by none."""
     rng = random.Random(5)
-    reservations = [model.cache.reserve(len(row)) for row in rows]
+    memories = [row[::-1] if model.cache.plan.max_memory else [] for row in rows]
+    reservations = [model.cache.reserve(len(row), len(one)) for row, one in zip(rows, memories, strict=True)]
     done, found = [0] * len(rows), [[] for _ in rows]
     while any(count < len(row) for count, row in zip(done, rows, strict=True)):
         parts = []
@@ -36,7 +37,9 @@ def logits_by_parts(model: CachedModel, rows: list[list[int]]) -> list[Tensor]:
                 reservation = reservations[number]
                 assert isinstance(reservation, Reservation)
                 tokens = rows[number][done[number] : done[number] + count]
-                parts.append((number, NewTokens(reservation, tokens, done[number], wants_all=True)))
+                memory = [] if done[number] else memories[number]
+                new = NewTokens(reservation, tokens, done[number], wants_all=True, memory=memory)
+                parts.append((number, new))
                 done[number] += count
         if parts:
             for (number, _), logits in zip(parts, model.logits([part for _, part in parts]), strict=True):
@@ -54,7 +57,8 @@ def assert_same_as_whole(name: str, found: list[Tensor]) -> None:
         assert float((logits - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
 
 
-ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "qwen3-next", "experts")
+ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "qwen3-next", "hybrid", "experts", "t5 with RoPE",
+          "t5 with relative positions")  # fmt: skip
 """Models of every test run: each kind of cache. Nightly runs have all."""
 
 

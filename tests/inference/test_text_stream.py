@@ -1,10 +1,12 @@
 """Text while tokens arrive: characters of several tokens, stop words across tokens."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import BERT_SPECIAL
 
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -83,3 +85,17 @@ def test_numbers_have_spaces_between_them() -> None:
 @pytest.mark.parametrize("context", [0, 1, 20])
 def test_the_text_does_not_depend_on_the_length_of_the_prompt(context: int) -> None:
     assert stream("né à", prompt="ü" * context)[0].text == "né à"
+
+
+def test_word_pieces_arrive_with_each_character_and_sentinel(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join([*BERT_SPECIAL, *"t',.", "do", "##n", "##ing"]))
+    config = TokenizerConfig(
+        tokenizer_type="BertWordPieceCase", vocab_file=str(file), tokenizer_hf_no_include_special_tokens=True
+    )
+    tokenizer = load_tokenizer(config)
+    ids = tokenizer.encode("<extra_id_0> don't do, doing. <extra_id_1>")
+    found = TextStream(tokenizer, [])
+    pieces = [found.add(number) for number in ids]
+    assert "".join([*pieces, found.finish()]) == tokenizer.decode(ids) == found.text
+    assert found.text == "<extra_id_0> don ' t do , doing . <extra_id_1>"

@@ -28,7 +28,13 @@ MODELS = PARITY_MODELS | {
     "mtp": f"{PARITY_MODELS['llama']} --mtp-num-layers 1",
     "window": f"{PARITY_MODELS['llama']} --window-size 3,0",
     "mla with a window": f"{PARITY_MODELS['mla']} --window-size 4,0",
-}
+    **{name: f"--model-family t5 --decoder-seq-length {SEQ} {flags}" for name, flags in {
+        "t5": f"--position-embedding-type learned_absolute --max-position-embeddings {SEQ}",
+        "t5 with RoPE": "--position-embedding-type rope",
+        "t5 with relative positions": "--position-embedding-type relative --swiglu",
+    }.items()},
+}  # fmt: skip
+"""Models with an encoder read each sequence from its last token to its first, then the sequence itself."""
 
 
 @functools.cache
@@ -66,7 +72,9 @@ def tiny_model(name: str) -> Model:
 
 def cached(name: str, *, sequences: int = 3, tokens: int = SEQ, per_pass: int = 8) -> CachedModel:
     model = tiny_model(name)
+    has_encoder = len(model.spec.stacks) > 1
     plan = CachePlan(
-        layer_caches(model.spec, 1), torch.float64, per_pass, tokens, sequences, max_sequences=sequences
-    )
+        layer_caches(model.spec, 1), torch.float64, per_pass, tokens, sequences, max_sequences=sequences,
+        max_memory=tokens if has_encoder else 0,
+    )  # fmt: skip
     return CachedModel(model, plan, torch.device("cpu"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import MODELS, tiny_model, write
 from transformers_reference import END, greedy_tokens, ids_of, write_tokenizer
 
@@ -103,10 +104,52 @@ def test_a_checkpoint_of_megatron_is_read_as_its_conversion(
     assert generated(capsys, "--load", source, *flags) == generated(capsys, "--load", str(tmp_path), *flags)
 
 
-@pytest.mark.parametrize("name", ["Megatron BERT", "T5 v1.1"])
-def test_models_with_an_encoder_generate_no_text(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+T5_PROMPTS = ["68 71 71 5 9 12", "3", "7 8 9 10 11 12 13 14 15 16 17 18 19 20"]
+
+
+@pytest.mark.parametrize("name", ["T5 v1.1", "T5, SwiGLU"])
+@pytest.mark.parametrize("sequences", ["64", "2"])
+def test_a_decoder_continues_what_an_encoder_has_read(
+    name: str, sequences: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the folder, from a checkpoint of ours, and by transformers from its export."""
+    theirs = tiny_model(name)
+    theirs.config.decoder_start_token_id = 7
+    folder, ours, back = write(theirs, tmp_path / "theirs"), str(tmp_path / "ours"), str(tmp_path / "back")
+    flags = ["--temperature", "0", "--max-new-tokens", "15", "--max-sequences", sequences]
+    assert main(["convert", "hf-to-megatrain", str(folder), ours]) == 0
+    assert main(["convert", "megatrain-to-hf", ours, back]) == 0
+    exported = type(theirs).from_pretrained(back, attn_implementation="eager").eval()
+    assert exported.generation_config.decoder_start_token_id == 7
+    for penalty in (1.0, 1.3):
+        words = [*flags, "--repetition-penalty", str(penalty), "--prompt", *T5_PROMPTS]
+        found = generated(capsys, "--load", str(folder), *words)
+        assert generated(capsys, "--load", ours, *words) == found
+        for prompt, one in zip(T5_PROMPTS, found, strict=True):
+            ids = torch.tensor([[int(word) for word in prompt.split()]])
+            ids_mask = torch.ones_like(ids)
+            whole = exported.generate(
+                ids, attention_mask=ids_mask, do_sample=False, max_new_tokens=15, repetition_penalty=penalty
+            )
+            assert [7, *one["tokens"]] == whole[0].tolist()
+            assert one["num_prompt_tokens"] == ids.shape[1]
+    starts = [tuple(one["tokens"][:3]) for one in found]
+    assert len(set(starts)) == len(starts), "the texts depend on the prompts"
+    (other,) = generated(capsys, "--load", ours, *words[:-3], T5_PROMPTS[0], "--decoder-start-id", "9")
+    assert other["tokens"] != found[0]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "problem"),
+    [
+        ("generate", "Megatron BERT", "an encoder alone (--model-family bert) generates no text"),
+        ("serve", "T5 v1.1", "a server has no requests for models whose encoder reads the prompt"),
+    ],
+)
+def test_what_generates_no_text_is_refused(
+    command: str, name: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tiny_model(name), tmp_path / "theirs")
-    assert main(["generate", "--load", str(folder), "--prompt", "68 71"]) == 2
-    assert "models with an encoder (--model-family bert or t5) generate no text" in capsys.readouterr().err
+    words = ["--prompt", "68 71"] if command == "generate" else []
+    assert main([command, "--load", str(folder), *words]) == 2
+    assert problem in capsys.readouterr().err

@@ -46,7 +46,18 @@ REQUIRED_BY = {
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "Pythia", "Gemma 3", "Phi-3", "DeepSeek-V3", "gpt-oss", *MASKED)
+ALWAYS = (
+    "Llama 3",
+    "Qwen2-MoE",
+    "Qwen3-Next",
+    "GPT-2",
+    "Pythia",
+    "Gemma 3",
+    "Phi-3",
+    "DeepSeek-V3",
+    "gpt-oss",
+    *MASKED,
+)
 """Models of every test run: each kind of fused tensor, experts, windows. Nightly runs have all."""
 every_model = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in EVERY]

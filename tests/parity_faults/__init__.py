@@ -8,11 +8,13 @@ from typing import NamedTuple
 from megatrain.tools.parity.measure import Job, Measured, RunOfRank, measure
 from megatrain.tools.parity.runs.program import Patch
 from parity_faults.attention import ATTENTION_FAULTS
+from parity_faults.distillation import DISTILLATION_FAULTS
 from parity_faults.expert import EXPERT_FAULTS
 from parity_faults.families import FAMILY_FAULTS
 from parity_faults.fp8 import FP8_FAULTS
 from parity_faults.latent import LATENT_FAULTS
 from parity_faults.layout import LAYOUT_FAULTS
+from parity_faults.mamba import MAMBA_FAULTS
 from parity_faults.mtp import MTP_FAULTS
 from parity_faults.pipeline import PIPELINE_FAULTS
 from parity_faults.vision import VISION_FAULTS
@@ -35,8 +37,10 @@ FAULTS = {
         LATENT_FAULTS,
         PIPELINE_FAULTS,
         MTP_FAULTS,
+        DISTILLATION_FAULTS,
         FAMILY_FAULTS,
         VISION_FAULTS,
+        MAMBA_FAULTS,
     )
     for name, fault in faults.items()
 }

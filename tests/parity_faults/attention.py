@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.model import functions
+from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule
+from megatrain.model import functions, linear_attention
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.tools.parity.runs.program import Patch
 
 
@@ -51,11 +56,52 @@ def _gates_of_next_head() -> AbstractContextManager[Any]:
 def _decays_of_next_head() -> AbstractContextManager[Any]:
     """Shift the decays of one rank's heads of linear attention by a head."""
 
-    def shifted(self: DeltaRule, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        return forward(self, qkv, beta, alpha if dist.get_rank() == 0 else alpha.roll(1, 2))
+    def shifted(self: DeltaRule, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
+        beta, alpha = strengths.chunk(2, dim=-1)
+        alpha = alpha if dist.get_rank() == 0 else alpha.roll(1, 2)
+        return forward(self, qkv, torch.cat((beta, alpha), dim=-1), info)
 
     forward = DeltaRule.forward
     return mock.patch.object(DeltaRule, "forward", shifted)
+
+
+def _convolutions_of_one_rank() -> AbstractContextManager[Any]:
+    """Convolve each chunk of a context rank as if no tokens came before: its last tokens are not handed to the next rank."""
+
+    def of_chunks(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        chunks = torch.arange(len(x)) // (len(x) // (2 * dist.get_world_size()))
+        return causal_convolution(x, weight, chunks[:, None].expand(x.shape[:2]))
+
+    return mock.patch.object(linear_attention, "causal_convolution", of_chunks)
+
+
+def _convolutions_over_documents() -> AbstractContextManager[Any]:
+    """Let convolutions read tokens of the document before."""
+
+    def over_all(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        return causal_convolution(x, weight)
+
+    return mock.patch.object(linear_attention, "causal_convolution", over_all)
+
+
+def _states_over_documents() -> AbstractContextManager[Any]:
+    """Let the state of delta nets go on in the next document."""
+
+    def over_all(*arguments: Any, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert document_ids is not None
+        return continue_gated_delta_rule(*arguments)
+
+    return mock.patch.object(linear_attention, "continue_gated_delta_rule", over_all)
+
+
+def _keys_of_first_context_rank() -> AbstractContextManager[Any]:
+    """Give every context rank the filters and decays of the first rank's heads."""
+
+    def of_first(self: HeadExchange, x: Tensor, parts: Sequence[Heads]) -> Tensor:
+        return share(HeadExchange(replace(self.group, rank=0)), x, parts)
+
+    share = HeadExchange.share
+    return mock.patch.object(HeadExchange, "share", of_first)
 
 
 def _branches_in_sequence() -> AbstractContextManager[Any]:
@@ -68,6 +114,10 @@ ATTENTION_FAULTS: dict[str, tuple[Patch, str]] = {
     "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
     "output gates of the next head on a tensor rank": (_gates_of_next_head, "tp2 qwen"),
     "decays of the next head on a tensor rank": (_decays_of_next_head, "tp2 qwen3-next"),
+    "last tokens of a convolution not handed to the next rank": (_convolutions_of_one_rank, "cp2 qwen3-next"),
+    "convolutions of the first context rank's heads": (_keys_of_first_context_rank, "cp2 qwen3-next"),
+    "convolutions over the end of a document": (_convolutions_over_documents, "cp2 documents qwen3-next"),
+    "states over the end of a document": (_states_over_documents, "cp2 documents qwen3-next"),
     "parallel branches in sequence": (_branches_in_sequence, "tp2 neox"),
 }
 """Context manager and layout of each fault."""

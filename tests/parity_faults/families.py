@@ -15,6 +15,9 @@ from megatrain.model import gpt
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.masked_lm import BinaryHead
 from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.context import whole_keys
+from megatrain.parallel.context_parallel import TokenSplit
+from megatrain.parallel.grid import RankGroup
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine
 from megatrain.training.engine import Engine
@@ -56,22 +59,29 @@ def _loss_over_padding() -> AbstractContextManager[Any]:
 def _gradient_of_the_pooler_twice() -> AbstractContextManager[Any]:
     forward = BinaryHead.forward
 
-    def twice(self: BinaryHead, x: Tensor, batch: Batch, info: PassInfo) -> tuple[Tensor, Tensor]:
-        mean, reported = forward(self, x, batch, info)
-        return 2 * mean - mean.detach(), reported
+    def twice(self: BinaryHead, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+        mean = forward(self, x, batch, info)
+        return 2 * mean - mean.detach()
 
     return mock.patch.object(BinaryHead, "forward", twice)
 
 
-def _pooler_of_every_tensor_rank() -> AbstractContextManager[Any]:
-    """Pool the first token of each tensor rank's rows."""
-    forward = BinaryHead.forward
+def _pooler_of_every_rank() -> AbstractContextManager[Any]:
+    """Pool the first token of the rows of each tensor and context rank."""
+    return mock.patch.object(TokenSplit, "is_first", True)
 
-    def of_own_rows(self: BinaryHead, x: Tensor, batch: Batch, info: PassInfo) -> tuple[Tensor, Tensor]:
-        with mock.patch.object(self, "tp", replace(self.tp, sequence_parallel=False)):
-            return forward(self, x, batch, info)
 
-    return mock.patch.object(BinaryHead, "forward", of_own_rows)
+def _keys_in_the_order_of_the_ranks() -> AbstractContextManager[Any]:
+    return mock.patch.object(whole_keys, "to_sequence_order", lambda x, _: x)
+
+
+def _gradients_of_keys_not_summed() -> AbstractContextManager[Any]:
+    """Keep the gradients of this context rank's queries alone."""
+
+    def local(dx: Tensor, group: RankGroup) -> Tensor:
+        return whole_keys.to_rank_order(dx, group.size).chunk(group.size)[group.rank].contiguous()
+
+    return mock.patch.object(whole_keys, "_summed", local)
 
 
 def _words_of_the_decoder_not_summed() -> AbstractContextManager[Any]:
@@ -93,7 +103,10 @@ FAMILY_FAULTS: dict[str, tuple[Patch, str]] = {
     "cross-attention reads the decoder": (_cross_attention_reads_the_decoder, "tp2 sp t5"),
     "loss over padding": (_loss_over_padding, "dp2 bert"),
     "gradient of the pooler twice": (_gradient_of_the_pooler_twice, "pp2 bert"),
-    "pooler of every tensor rank": (_pooler_of_every_tensor_rank, "tp2 sp bert"),
+    "pooler of every tensor rank": (_pooler_of_every_rank, "tp2 sp bert"),
+    "pooler of every context rank": (_pooler_of_every_rank, "cp2 bert"),
+    "keys in the order of the context ranks": (_keys_in_the_order_of_the_ranks, "cp2 bert"),
+    "gradients of keys not summed over context ranks": (_gradients_of_keys_not_summed, "cp2 mlm"),
     "words of the decoder not summed over stages": (_words_of_the_decoder_not_summed, "pp2 t5"),
     "relative positions not summed over stages": (_relative_positions_not_summed, "pp2 t5relative"),
 }

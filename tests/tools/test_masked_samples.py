@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_tokenizers import WORDS
 
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.tools.main import main
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 --lr 1e-3"
     " --micro-batch-size 2 --global-batch-size 4 --train-iters 5 --eval-iters 1 --eval-interval 5 --device cpu --seed 11"

@@ -1,4 +1,4 @@
-"""BERT, T5 and vision-language models, trained by Megatron-LM and recorded to the last digit: the same weights and batches give the same digits.
+"""BERT, T5, models with delta nets and vision-language models, trained by Megatron-LM and recorded to the last digit: the same weights and batches give the same digits.
 
 Both ran in fp32 on a CPU: sums are in another order. Batches are the recorded ones, so that this holds the models, not the data.
 """
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain.config import parse
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.data.samples.image_dataset import place_images
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
@@ -28,7 +29,8 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.step_report import StepReport
 from megatrain.training.trainer import Trainer
 
-FAMILIES: Final = ("bert", "t5", "vlm")
+FOLDERS: Final = ("bert", "t5", "gdn", "hybrid", "vlm")
+"""Folders of recordings."""
 LOSS, NORM, GRADIENT = 5e-7, 2e-6, 1e-5
 """Largest relative differences of a loss and a gradient norm, and of a gradient, relative to its largest element."""
 MICROBATCHES, ITERATIONS = 2, 8
@@ -51,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     folder: Path = metafunc.config.getoption("families") or default
     cases = [
         pytest.param((family, folder / family, case), id=case)
-        for family in FAMILIES
+        for family in FOLDERS
         if (folder / family / "flags.json").is_file()
         for case in json.loads((folder / family / "flags.json").read_text())
     ]
@@ -71,7 +73,14 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
     recorded = json.loads((folder / "flags.json").read_text())[name]
     parameters = load_file(folder / f"{name}.weights.safetensors")
     vocab_size = next(str(len(x)) for key, x in parameters.items() if key.endswith("word_embeddings.weight"))
-    flags = [*without(recorded, OF_DATA), "--model-family", family, "--device", "cpu", "--mock-data"]
+    flags = [
+        *without(recorded, OF_DATA),
+        "--model-family",
+        family_of(family, recorded),
+        "--device",
+        "cpu",
+        "--mock-data",
+    ]
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", vocab_size, *more_flags]
     if "vision_projection.encoder.linear_fc1.layer_norm_weight" in parameters:
         flags += ["--vision-projection-norm"]
@@ -86,6 +95,13 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
         yield trainer
 
 
+def family_of(folder: str, flags: Sequence[str]) -> str:
+    """Return the family of a recorded model."""
+    if folder in (*MASKED_FAMILIES, "vlm"):
+        return folder
+    return "hybrid" if "--hybrid-layer-pattern" in flags else "gpt"
+
+
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the flags without these and the word after each."""
     left_out = {place for place, flag in enumerate(flags) if flag in names}
@@ -94,10 +110,9 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def canonical(parameters: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
     """Return Megatron-LM's parameters as canonical tensors."""
-    model = trainer.plan.config.model
-    fused = FusedRows(model.num_attention_heads, model.num_query_groups, is_gated=model.swiglu)
+    fused = FusedRows.of(trainer.plan.config.model)
     return {
-        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows])
+        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows]).view(part.shape)
         for theirs, tensor in parameters.items()
         for part in parts_of(theirs, tuple(tensor.shape), fused)
     }
@@ -110,7 +125,18 @@ def batches_of(case: Case, iteration: int) -> list[Batch]:
     if family == "vlm":
         arrays = with_images(arrays, case)
     numbers = range(iteration * MICROBATCHES, (iteration + 1) * MICROBATCHES)
-    return [family_batch(family, {key: x[number] for key, x in arrays.items()}) for number in numbers]
+    samples = [{key: x[number] for key, x in arrays.items()} for number in numbers]
+    if family in (*MASKED_FAMILIES, "vlm"):
+        return [family_batch(family, sample) for sample in samples]
+    return [
+        Batch(
+            tokens=sample["tokens"].long(),
+            labels=sample["labels"].long(),
+            loss_mask=sample["loss_mask"].float(),
+            position_ids=sample["position_ids"].long(),
+        )
+        for sample in samples
+    ]
 
 
 def with_images(arrays: dict[str, Tensor], case: Case, first: int = 0) -> dict[str, Tensor]:

@@ -25,6 +25,10 @@ _PLAIN_GPT_LAYERS: Final = (
     (_MEGATRON_SPECS, "get_gpt_layer_local_spec"),
     (_MEGATRON_SPECS, "get_gpt_layer_with_transformer_engine_spec"),
 )
+_PLAIN_HYBRID_LAYERS: Final = (
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
 
 
 _ADDRESS: Final = re.compile(" at 0x[0-9a-f]+")
@@ -58,9 +62,10 @@ def called_once(function: Layers) -> Layers:
     return layers
 
 
-def is_plain_gpt_layer(words: Sequence[str]) -> bool:
-    """Return whether --spec is one of Megatron-LM's names of a plain GPT layer."""
-    return (tuple(words[0].split()) if len(words) == 1 else tuple(words)) in _PLAIN_GPT_LAYERS
+def plain_family(words: Sequence[str]) -> str | None:
+    """Return the family whose plain layers Megatron-LM's --spec of these words names; None: it names others."""
+    name = tuple(" ".join(words).strip("[]").split())
+    return "gpt" if name in _PLAIN_GPT_LAYERS else "hybrid" if name in _PLAIN_HYBRID_LAYERS else None
 
 
 def layer_function(words: Sequence[str]) -> UserFunction | None:

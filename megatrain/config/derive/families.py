@@ -4,19 +4,23 @@
     bert    encoder: the layers with attention to all tokens                    language-model head with a dense layer, pooler
     t5      encoder: the same; decoder: as many, each with cross-attention      language-model head, with a bias if it is tied
     vlm     decoder: the layers; a vision tower and a projector (`vision.py`)   never tied
+    hybrid  decoder: the layers of the pattern, each of one part
 
 Source: Megatron-LM, core/models/bert, core/models/T5, examples/bert, examples/t5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from megatrain.config.derive.hybrid_pattern import known_pattern, pattern_of_shares
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.schema.model import ModelConfig
@@ -32,9 +36,35 @@ def num_layers(model: ModelConfig) -> int:
     return model.num_layers * (2 if model.model_family == "t5" else 1)
 
 
+def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that the pattern of a hybrid decides, in place of given ones, and notes on these.
+
+    Args:
+        known: returns the value at a path, None if it is not known.
+    """
+    if known("model.model_family") != "hybrid":
+        return {}, []
+    text, num_layers = known("model.hybrid_layer_pattern"), known("model.num_layers")
+    shares = [known(f"model.hybrid_{part}_ratio") or 0.0 for part in ("attention", "mlp")]
+    if text is None and num_layers is not None and sum(shares) <= 1:
+        text = pattern_of_shares(num_layers, *shares)
+    pattern = known_pattern(text)
+    if pattern is None or not pattern.layers:
+        return {}, []
+    settings: dict[str, Any] = {"model.hybrid_layer_pattern": text, "model.num_layers": len(pattern.layers)}
+    if pattern.num_depths and known("model.mtp_num_layers") is None:
+        settings["model.mtp_num_layers"] = pattern.num_depths
+    settings = {path: value for path, value in settings.items() if known(path) != value}
+    if num_layers in (None, len(pattern.layers)):
+        return settings, []
+    return settings, [
+        f"--num-layers {num_layers} has no effect: --hybrid-layer-pattern has {len(pattern.layers)} layers"
+    ]
+
+
 def stacks_of(model: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[Stack, ...]:
     """Return the stacks of a family, from the layers of a GPT."""
-    if model.model_family in ("gpt", "vlm"):
+    if model.model_family in ("gpt", "hybrid", "vlm"):
         return (Stack(layers=tuple(layers)),)
     encoder = Stack(name="encoder", layers=tuple(_encoder_layer(model, layer) for layer in layers))
     if model.model_family == "bert":
@@ -60,6 +90,17 @@ def head_of(model: ModelConfig) -> HeadSpec:
         )
     is_t5 = model.model_family == "t5"
     return HeadSpec(has_bias=is_t5 and not model.untie_embeddings_and_output_weights, has_accuracy=is_t5)
+
+
+def mamba_of(model: ModelConfig) -> MambaSpec:
+    """Return the Mamba-2 mixer of a hybrid."""
+    heads = model.mamba_num_heads
+    return MambaSpec(
+        num_heads=2 * model.hidden_size // model.mamba_head_dim if heads is None else heads,
+        head_dim=model.mamba_head_dim,
+        num_groups=model.mamba_num_groups,
+        state_dim=model.mamba_state_dim,
+    )
 
 
 def num_token_types(model: ModelConfig) -> int | None:

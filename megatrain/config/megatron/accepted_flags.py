@@ -54,6 +54,10 @@ ACCEPTED_FLAGS: Final = (
         "--position-embedding-type alone names the position embedding (none: there is none)",
         "--no-position-embedding",
     ),
+    accepted(
+        "the scan of Mamba-2 saves the states that its backward pass reads", "--disable-mamba-mem-eff-path"
+    ),
+    accepted("the states of Mamba-2 are in fp32", "--mamba-training-ssm-states-dtype=fp32|float32"),
     # Experts
     accepted(
         "expert GEMMs are always grouped in bf16, and run one by one in other dtypes",
@@ -175,6 +179,14 @@ ACCEPTED_FLAGS: Final = (
         "--overlap-p2p-communication-warmup-flush",
     ),
     accepted("process groups use only the backend of --distributed-backend", "--disable-gloo-process-groups"),
+    accepted(
+        "--export-kd-teacher-load recognises checkpoints by their files",
+        "--export-kd-teacher-ckpt-format=*",
+    ),
+    accepted(
+        "there is one model definition, which all checkpoints load into",
+        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
+    ),
     accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
     accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),
     # Data and tokenizers

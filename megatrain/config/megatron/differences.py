@@ -68,8 +68,13 @@ DIFFERENT_DEFAULTS: Final = (
     DifferentDefault(
         "parallel.cp_comm_type",
         "p2p",
-        "p2p; all_gather with sliding windows or document masks",
+        "all_gather with sliding windows or document masks; a2a where heads divide over ranks of one host; else p2p",
         is_noted=False,
+    ),
+    DifferentDefault(
+        "parallel.tp_comm_overlap",
+        "off",
+        "it hides communication; sums of more than two ranks are rounded in another order than NCCL's",
     ),
     DifferentDefault(
         "data.data_cache_path",

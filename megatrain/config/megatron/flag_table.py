@@ -32,6 +32,8 @@ ALIASES: Final[Mapping[str, Alias]] = {
     "--disable-fp8-wgrad": Alias("precision.fp8_wgrad", "false"),
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
     "--enable-cuda-graph": Alias("training.cuda_graph_impl", "local"),
+    "--hybrid-override-pattern": Alias("model.hybrid_layer_pattern"),
+    "--is-hybrid-model": Alias("model.model_family", "hybrid"),
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
     "--freeze-LM": Alias("vision.freeze_lm", "true"),
@@ -44,7 +46,7 @@ ALIASES: Final[Mapping[str, Alias]] = {
 UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--non-persistent-ckpt-type": ("in_memory",),
     "--dataloader-type": ("external",),
-    "--experimental-attention-variant": ("dsa", "gdn2"),
+    "--experimental-attention-variant": ("dsa",),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--fp4-recipe": ("custom",),

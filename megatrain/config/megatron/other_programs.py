@@ -28,12 +28,11 @@ OTHER_PROGRAMS: Final = (
         instead="give it to preprocess_data.py, and the datasets that it makes to --data-path",
     ),
     refused(
-        "quantization, distillation and pruning after training are not part of megatrain",
+        "quantization and pruning after training are not part of megatrain",
         _any_values(
-            "export-te-mcore-model export-default-te-spec export-force-local-attention export-model-type export-kd-cfg"
-            " export-kd-teacher-load export-kd-teacher-ckpt-format export-moe-apply-probs-on-input export-qk-l2-norm"
+            "export-force-local-attention export-moe-apply-probs-on-input export-qk-l2-norm"
             " export-quant-cfg export-real-quant-cfg export-kv-cache-quant export-offline-model export-dir"
-            " export-num-medusa-heads modelopt-enabled teacher-model-config finetune-hf-dataset finetune-data-split"
+            " export-num-medusa-heads modelopt-enabled finetune-hf-dataset finetune-data-split"
         ),
     ),
     refused(

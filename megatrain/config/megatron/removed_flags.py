@@ -124,11 +124,6 @@ _UNSUPPORTED: Final = (
         "--expert-parallel --moe-extended-tp",
         instead="use --expert-model-parallel-size and --expert-tensor-parallel-size",
     ),
-    refused(
-        "Mamba layers are not supported",
-        "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
-        instead="remove the flag; all --num-layers layers have attention and an MLP",
-    ),
 )
 
 _FORKS: Final = (

@@ -55,16 +55,12 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this kind of multi-token prediction (MTP) is not supported",
-        "--mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer --mtp-hybrid-override-pattern=",
-        instead="remove the flag; each depth of --mtp-num-layers has a layer of its own",
+        "--mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern=",
+        instead="remove the flag; a hybrid has the layers of a depth after / in --hybrid-layer-pattern",
     ),
     missing(
-        "Mamba layers are not supported",
-        "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads="
-        " --mamba-head-dim= --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype="
-        " --disable-mamba-mem-eff-path --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute="
-        " --gdp-num-householder=",
-        instead="remove the flag; all --num-layers layers have attention and an MLP",
+        "gated products of Householder matrices are not supported",
+        "--gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute= --gdp-num-householder=",
     ),
     missing(
         "sparse attention is not supported",

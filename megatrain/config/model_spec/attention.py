@@ -73,7 +73,9 @@ class AttentionSpec(Part):
         return self.num_heads * (self.head_dim + self.v_head_dim) * (1 if self.mask == "causal" else 2)
 
     def cache_sizes(self, num_ranks: int) -> CacheSizes:
-        """With latents, one row for all heads: the latent and the rotary channels of keys."""
+        """With latents, one row for all heads: the latent and the rotary channels of keys. An encoder keeps nothing."""
+        if self.mask == "padding":
+            return CacheSizes()
         if self.latent is not None:
             return CacheSizes(
                 window=self.window, rows=((1, self.latent.kv_rank + self.latent.qk_rope_head_dim),)

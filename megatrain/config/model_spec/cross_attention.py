@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatrain.config.model_spec.linear import Linear, Piece
-from megatrain.config.model_spec.part import Part, Role
+from megatrain.config.model_spec.part import CacheSizes, Part, Role
 
 _HEADS = "--num-attention-heads, --kv-channels, --tensor-model-parallel-size"
 
@@ -18,7 +18,6 @@ class CrossAttentionSpec(Part):
 
     name: ClassVar[str] = "cross_attention"
     role: ClassVar[Role] = "mixer"
-    needs_whole_samples: ClassVar[bool] = True
 
     num_heads: int
     head_dim: int
@@ -33,6 +32,11 @@ class CrossAttentionSpec(Part):
     def pair_channels(self) -> int:
         """Both products of all pairs; `AttentionSpec` counts the causal half."""
         return 4 * self.num_heads * self.head_dim
+
+    def cache_sizes(self, num_ranks: int) -> CacheSizes:
+        """Keys and values of the memory, which are computed once."""
+        row = (self.num_heads // num_ranks, self.head_dim)
+        return CacheSizes(is_of_memory=True, rows=(row, row))
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs: queries, keys and values of the memory, and the output projection."""

@@ -23,13 +23,14 @@ class LinearAttentionSpec(Part):
 
     name: ClassVar[str] = "linear_attention"
     role: ClassVar[Role] = "mixer"
-    needs_whole_samples: ClassVar[bool] = True
 
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
     kernel_size: int
+    has_channel_gates: bool = False
+    """Each channel has its decay, and gates of what is erased and written: the second variant."""
     activation: Activation = "swiglu"
     """Its function is that of the convolved queries, keys and values, and of the gate."""
 
@@ -43,6 +44,10 @@ class LinearAttentionSpec(Part):
         """Channels of all heads of values."""
         return self.num_value_heads * self.value_head_dim
 
+    @property
+    def exchanged_heads(self) -> tuple[int, int]:
+        return self.num_key_heads, self.num_value_heads
+
     def other_weights(self, hidden_size: int) -> int:  # noqa: ARG002
         """Return the multiplications per token of the convolution, and of four products with the state of each head."""
         k, v = self.key_dim, self.value_dim
@@ -55,8 +60,11 @@ class LinearAttentionSpec(Part):
         return CacheSizes(states=((self.kernel_size - 1, channels), state))
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
-        """Yield the GEMMs; consecutive heads of values share one of keys, with which they are split: one to queries, keys, values, gate, beta and alpha, and the output projection."""
+        """Yield the GEMMs; consecutive heads of values share one of keys, with which they are split: one to queries, keys, values, gate and what decays, erases and writes, and the output projection."""
         k, v, keys, heads = self.key_dim, self.value_dim, self.num_key_heads, self.num_value_heads
+        strengths = (("beta", heads), ("alpha", heads))
+        if self.has_channel_gates:
+            strengths = (("decay", k), ("erase", k), ("write", v))
         yield Linear(
             part="linear_attention",
             pieces=(
@@ -64,8 +72,7 @@ class LinearAttentionSpec(Part):
                 Piece("k", k, keys, "linear attention's keys", unit=_HEADS, path=_KEYS),
                 Piece("v", v, keys, "linear attention's values", unit=_HEADS, path=_KEYS),
                 Piece("gate", v, keys, "linear attention's gate", unit=_HEADS, path=_KEYS),
-                Piece("beta", heads, keys, "beta", unit=_HEADS, path=_KEYS),
-                Piece("alpha", heads, keys, "alpha", unit=_HEADS, path=_KEYS),
+                *(Piece(name, size, keys, name, unit=_HEADS, path=_KEYS) for name, size in strengths),
             ),
             inputs=hidden_size, split="outputs", reads="hidden states", writes="linear attention's projection",
             flags="--linear-num-key-heads, --linear-num-value-heads, --linear-key-head-dim, --linear-value-head-dim",

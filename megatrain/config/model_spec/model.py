@@ -21,25 +21,34 @@ done here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.model_spec.vision import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
-    """Multi-token prediction: layers like the last one of the model; each predicts one token further ahead."""
+    """Multi-token prediction: depths of layers; each predicts one token further ahead."""
 
-    num_layers: int
+    num_depths: int
     loss_factor: float
     """Factor of the mean of their losses."""
+    layers: tuple[LayerSpec, ...] = ()
+    """Layers of a depth; empty: one like the last layer of the model."""
+    is_repeated: bool = False
+    """All depths use the weights of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +108,16 @@ class ModelSpec:
         return replace(self, stacks=tuple(stack.with_layers(rest) for stack in self.stacks))
 
     @property
-    def num_mtp_layers(self) -> int:
-        """Layers of multi-token prediction. Their numbers follow those of the other layers."""
-        return 0 if self.mtp is None else self.mtp.num_layers
+    def num_depths(self) -> int:
+        """Depths of multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.num_depths
+
+    @property
+    def depth_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers of each depth of multi-token prediction."""
+        if self.mtp is None:
+            return ()
+        return self.mtp.layers or self.layers[-1:]
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
@@ -110,8 +126,15 @@ class ModelSpec:
 
     @property
     def mtp_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers of multi-token prediction."""
-        return self.layers[-1:] * self.num_mtp_layers
+        """Layers of multi-token prediction with weights of their own. Their numbers follow those of the other layers."""
+        if self.mtp is None or not self.mtp.is_repeated:
+            return self.depth_layers * self.num_depths
+        return tuple(_of_uses(layer, self.num_depths) for layer in self.depth_layers)
+
+    @property
+    def used_mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """The same, each as often as a pass uses it."""
+        return self.mtp_layers * (len(self.depth_layers) * self.num_depths // max(len(self.mtp_layers), 1))
 
     def layer_name(self, number: int) -> str:
         """Return the prefix of the canonical names of a layer."""
@@ -119,7 +142,10 @@ class ModelSpec:
             if number < len(stack.layers):
                 return f"{stack.name}.layers.{number}"
             number -= len(stack.layers)
-        return f"mtp.layers.{number}"
+        if self.mtp is None or not self.mtp.layers:
+            return f"mtp.layers.{number}"
+        depth, number = divmod(number, len(self.mtp.layers))
+        return f"mtp.layers.{depth}.layers.{number}"
 
     def decoder_stage(self, layers: Sequence[int]) -> int | None:
         """Return the virtual stage with the first layer of a decoder after an encoder; None: the model has one stack.
@@ -165,11 +191,13 @@ class ModelSpec:
             tokens, pairs = num_tokens, sum_of_squared_lengths
             if stack.seq_length is not None:
                 tokens, pairs = num_samples * stack.seq_length, num_samples * stack.seq_length**2
-            layers = stack.layers + (self.mtp_layers if stack is self.stacks[-1] else ())
+            layers = stack.layers
+            if stack is self.stacks[-1]:
+                layers += self.depth_layers * self.num_depths
             flops += 6 * tokens * sum(layer.active_weights(self.hidden_size) for layer in layers)
             flops += 3 * pairs * sum(layer.pair_channels for layer in layers)
             flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
-        depths = self.num_mtp_layers
+        depths = self.num_depths
         head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
         images = 0 if self.vision is None else num_samples * self.vision.flops_per_sample(self.hidden_size)
         return flops + 6 * tokens * head + images
@@ -191,8 +219,9 @@ class ModelSpec:
             for layer in stack.layers
         ]
         head = 6 * h * self.padded_vocab_size
-        mtp = flops(self.layers[-1], length) + 6 * self._projection_weights + head
-        return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_mtp_layers * mtp
+        of_depth = sum(flops(layer, length) for layer in self.depth_layers)
+        mtp = of_depth + 6 * self._projection_weights + head
+        return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_depths * mtp
 
     @property
     def _projection_weights(self) -> int:
@@ -204,20 +233,38 @@ class ModelSpec:
         groups = [layer.attention.num_query_groups for layer in self.layers if layer.attention is not None]
         widths = [layer.dense.ffn_hidden_size for layer in self.layers if layer.dense is not None]
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        linear = sum(layer.linear_attention is not None for layer in self.layers)
-        own = [part for layer in self.layers for part in layer.parts if part.module is not None]
         parts = [
             f"{count} layers",
             f"query groups {_span(groups)}" if groups else "",
             f"ffn {_span(widths)}" if widths else "",
             _describe_experts(experts, count),
-            f"{linear} with linear attention" if linear else "",
-            *(f"{own.count(one)} with {type(one).__name__}" for one in dict.fromkeys(own)),
-            _missing(sum(layer.mixer is None for layer in self.layers), "attention"),
-            _missing(sum(layer.mlp is None for layer in self.layers), "MLP"),
-            f"{self.num_mtp_layers} more for multi-token prediction" if self.num_mtp_layers else "",
+            *self._counted_parts(),
+            f"{len(self.mtp_layers)} more for multi-token prediction" if self.mtp_layers else "",
         ]
         return ", ".join(part for part in parts if part)
+
+    def _counted_parts(self) -> Iterator[str]:
+        """Yield the numbers of layers with some parts and, unless each has one part as in a hybrid, without usual ones."""
+        kinds = Counter(type(part) for layer in self.layers for part in layer.parts)
+        is_hybrid = all(len(layer.parts) == 1 for layer in self.layers)
+        names: dict[type[Part], str] = {LinearAttentionSpec: "linear attention", MambaSpec: "Mamba-2"}
+        if is_hybrid:
+            names[AttentionSpec] = "attention"
+        names |= {kind: kind.__name__ for kind in kinds if kind.module is not None}
+        yield from (f"{kinds[kind]} with {name}" for kind, name in names.items() if kinds[kind])
+        if not is_hybrid:
+            yield _missing(sum(layer.mixer is None for layer in self.layers), "attention")
+            yield _missing(sum(layer.mlp is None for layer in self.layers), "MLP")
+
+
+def _of_uses(layer: LayerSpec, num_uses: int) -> LayerSpec:
+    """Return a layer that a pass uses several times: each use has an equal part of the coefficients of its router."""
+    if layer.experts is None:
+        return layer
+    router = layer.experts.router
+    losses = tuple((loss, coeff / num_uses) for loss, coeff in router.losses)
+    router = replace(router, losses=losses, z_loss_coeff=router.z_loss_coeff / num_uses)
+    return layer.replaced(layer.experts, replace(layer.experts, router=router))
 
 
 def _describe_experts(experts: Sequence[ExpertsSpec], num_layers: int) -> str:

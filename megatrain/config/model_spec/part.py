@@ -24,6 +24,8 @@ class CacheSizes:
 
     window: int | None = None
     """Number of earlier tokens whose rows it reads; None: all."""
+    is_of_memory: bool = False
+    """The rows are of the memory, the output of another stack, not of the sequence."""
     rows: tuple[tuple[int, int], ...] = ()
     """Heads and channels of each tensor with a row per token."""
     states: tuple[tuple[int, ...], ...] = ()
@@ -53,6 +55,11 @@ class Part:
     def pair_channels(self) -> int:
         """Channels of all heads in the two products of a pair of tokens: scores, and their use."""
         return 0
+
+    @property
+    def exchanged_heads(self) -> tuple[int, int] | None:
+        """Groups, and heads that share them, which context ranks exchange for whole samples; None: they do not."""
+        return None
 
     def cache_sizes(self, num_ranks: int) -> CacheSizes | None:  # noqa: ARG002 (sizes of a rank)
         """Return its memory in text generation on one of `num_ranks` tensor ranks; None: it cannot generate text."""

@@ -22,7 +22,7 @@ SOURCES: Final = (
 """Settings that name the data."""
 MASKED_FAMILIES: Final = ("bert", "t5")
 """Families of models that learn from masked sentences."""
-_GPT: Final = one_of("model.model_family", "gpt")
+_GPT: Final = none_of("model.model_family", *MASKED_FAMILIES)
 _VLM: Final = one_of("model.model_family", "vlm")
 _MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 

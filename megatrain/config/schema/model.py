@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import Conflict, Need, conflict, either, none_of, off, on, one_of
+from megatrain.config.derive.hybrid_pattern import has_same_layers
+from megatrain.config.schema.needs import Conflict, Need, conflict, contains, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import (
     FUNCTION,
     SAFE,
@@ -18,10 +19,9 @@ from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
-_LINEAR = one_of(
-    "model.experimental_attention_variant",
-    "gated_delta_net",
-    "gdn",
+_LINEAR = either(
+    one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
+    contains("model.hybrid_layer_pattern", "G"),
     words="without --experimental-attention-variant gated_delta_net",
 )
 _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
@@ -35,6 +35,8 @@ _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
 _T5 = one_of("model.model_family", "t5")
 _TWO_DEPTHS = one_of("model.model_family", "t5", "vlm")
+_HYBRID = one_of("model.model_family", "hybrid")
+_SHARES = (_HYBRID, off("model.hybrid_layer_pattern"))
 _RELATIVE = one_of("model.position_embedding_type", "relative")
 
 
@@ -46,10 +48,24 @@ def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
-    model_family: Literal["gpt", "bert", "t5", "vlm"] = "gpt"
-    """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), or a vision tower and a decoder (vlm). No flag in Megatron-LM, which has a script for each."""
+    model_family: Literal["gpt", "bert", "t5", "hybrid", "vlm"] = "gpt"
+    """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), a decoder of the layers of --hybrid-layer-pattern (hybrid), or a vision tower and a decoder (vlm). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
-    """Transformer layers of the model. T5 has as many in the encoder as in the decoder."""
+    """Transformer layers of the model. T5 has as many in the encoder as in the decoder, a hybrid those of --hybrid-layer-pattern."""
+    hybrid_layer_pattern: str | None = setting(None, adapts=has_same_layers, needs=_HYBRID)
+    """Layers of a hybrid, a letter each: M Mamba-2, G gated delta net, * attention, + multi-latent attention, - MLP, E experts. `|` ends a pipeline stage, and / precedes the layers of a depth of multi-token prediction."""
+    hybrid_attention_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_SHARES)
+    """Fraction of the --num-layers layers of a hybrid without --hybrid-layer-pattern that are attention; older form of the pattern."""
+    hybrid_mlp_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_SHARES)
+    """Fraction that are MLPs, likewise; the others are Mamba-2."""
+    mamba_num_heads: int | None = setting(None, at_least=1, needs=_HYBRID)
+    """Mamba-2: heads. none: 2 * hidden size / --mamba-head-dim."""
+    mamba_head_dim: int = setting(64, at_least=1, needs=_HYBRID)
+    """Mamba-2: channels per head."""
+    mamba_num_groups: int = setting(8, at_least=1, needs=_HYBRID)
+    """Mamba-2: groups of heads that share the projections into and out of the state, B and C."""
+    mamba_state_dim: int = setting(128, at_least=1, needs=_HYBRID)
+    """Mamba-2: state channels per channel of a head."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
     decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_TWO_DEPTHS)
@@ -136,10 +152,10 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.0, on_resume=FUNCTION, needs=on("model.swiglu", "model.geglu", "model.quick_geglu")
     )
     """GLU offset: act(gate) * (up + offset)."""
-    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = setting(
+    experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2"] | None = setting(
         None, conflicts=_excludes_latents("linear attention replaces attention by heads")
     )
-    """Linear attention in the layers that --linear-attention-freq selects: gated DeltaNet, under both names."""
+    """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G."""
     linear_attention_freq: str | None = setting(None, joins_words=True, needs=_LINEAR)
     """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
     linear_conv_kernel_dim: int = setting(4, at_least=1, needs=_LINEAR)
@@ -314,6 +330,8 @@ class ModelConfig(Section, on_resume=SHAPE):
         ),
     )
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
+    mtp_use_repeated_layer: bool = setting(False, needs=on("model.mtp_num_layers"))
+    """Use the weights of the first depth of multi-token prediction in all depths."""
     mtp_loss_scaling_factor: float = setting(
         0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
     )

@@ -60,6 +60,16 @@ def none_of(path: str, *values: str, why: str = "") -> Need:
     return Need(words, (path,), lambda value_of: not _has(value_of(path), values))
 
 
+def contains(path: str, text: str) -> Need:
+    """Need a value that contains this text."""
+
+    def holds(value_of: ValueOf) -> bool:
+        value = value_of(path)
+        return isinstance(value, str) and text in value
+
+    return Need(f"without {text} in {{}}", (path,), holds)
+
+
 def either(*needs: Need, words: str) -> Need:
     return Need(words, (), lambda value_of: any(need.holds(value_of) for need in needs))
 

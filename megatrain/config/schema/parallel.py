@@ -25,7 +25,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     pipeline_schedule: str = setting(
         AUTO, choices={name: traits.shape for name, traits in PIPELINE_SCHEDULES.items()}, needs=_PIPELINE
     )
-    """Pipeline schedule. auto: interleaved with several model chunks per rank, else 1f1b. Not in Megatron-LM."""
+    """Pipeline schedule. auto: interleaved with several model chunks per rank; on GPUs, if no flag sets the stages, zb-v or on fewer than four ranks zb-h1, with layers balanced by FLOPs; else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(
         None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
     )
@@ -53,7 +53,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     cp_comm_type: tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather"], ...] = setting(
         (), needs=_CONTEXT
     )
-    """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: p2p; all_gather with windows or documents."""
+    """Context-parallel communication, for all layers or one per layer: p2p (ring attention), all_gather (of keys and values), a2a (exchanges heads for sequence parts), a2a+p2p or a2a+all_gather (a2a within groups of adjacent ranks, the other between groups). Default: all_gather with windows or documents; a2a where heads and query groups divide over ranks of one host; else p2p."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
         (),
         needs=(
@@ -77,7 +77,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     sequence_parallel: bool = setting(False, needs=_TENSOR, taken_by=LAYOUT)
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     tp_comm_overlap: bool = setting(
-        False,
+        AUTO,
         needs=(
             on("parallel.sequence_parallel"),
             _TENSOR,
@@ -85,7 +85,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             one_of(
                 "derived.transformer_impl",
                 "local",
-                words="with {} transformer_engine, whose layers wait for their communication",
+                words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
             ),
             off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
         ),
@@ -93,7 +93,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"
         ),
     )
-    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them."""
+    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO

@@ -46,6 +46,7 @@ def _in_flight_of_interleaved(ranks: int, rank: int, chunks: int, count: int) ->
 
 ONE_CHUNK: Final = "1f1b"
 SEVERAL_CHUNKS: Final = "interleaved"
+ZERO_BUBBLE: Final = ("zb-h1", "zb-v")
 """Schedules for an open --pipeline-schedule."""
 PIPELINE_SCHEDULES: Final[Mapping[str, ScheduleTraits]] = {
     ONE_CHUNK: ScheduleTraits(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.distillation import DistillationConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.logging import LoggingConfig
 from megatrain.config.schema.model import ModelConfig
@@ -43,6 +44,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)

@@ -240,7 +240,7 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
     variant = model.experimental_attention_variant
-    if variant is not None and model.linear_attention_freq is None:
+    if variant is not None and model.linear_attention_freq is None and model.model_family != "hybrid":
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
@@ -260,6 +260,11 @@ def has_windows(draft: Draft) -> bool:
 def has_sinks(draft: Draft) -> bool:
     """Return whether the softmax of some layer has a denominator term without a key."""
     return any(mixer.sink != "none" for mixer in attentions(draft))
+
+
+def has_padding_or_bias(draft: Draft) -> bool:
+    """Return whether some layer masks padding or adds a bias to its scores, as encoders do."""
+    return any(mixer.mask == "padding" or mixer.relative is not None for mixer in attentions(draft))
 
 
 def layers_with_softcap_or_dropout(draft: Draft) -> Literal["none", "some", "all"]:

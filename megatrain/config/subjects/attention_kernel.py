@@ -2,7 +2,7 @@
 
 Megatron-LM's names     auto, flash, fused, unfused, local: preferences; the plan prints the kernel and the reason
 names of kernels        flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa (torch's choice), math (eager)
-derived                 triton (our own), for auto, flash and fused with logit softcapping or attention dropout
+derived                 triton (our own), for auto, flash and fused with logit softcapping, attention dropout or padding
 
 All layers use one kernel, which supports the features of each. A named kernel that cannot be used is an error.
 """
@@ -19,6 +19,7 @@ from megatrain.config.subjects.attention import (
     attentions,
     fits_gpu_kernels,
     has_documents,
+    has_padding_or_bias,
     has_sinks,
     has_windows,
     layers_with_softcap_or_dropout,
@@ -99,12 +100,8 @@ def _chosen(draft: Draft) -> tuple[str, str]:
     given = draft.config.model.attention_backend
     if given in EAGER_BACKENDS:
         return "math", ""
-    if (
-        given in _PREFERENCES
-        and layers_with_softcap_or_dropout(draft) != "none"
-        and not why_not_triton(draft)
-    ):
-        return "triton", f", for {softcap_or_dropout_flags(draft)}{_slow_dropout(draft)}"
+    if given in _PREFERENCES and (features := _features_of_triton(draft)) and not why_not_triton(draft):
+        return "triton", f", for {features}{_slow_dropout(draft)}"
     if why := _why_eager(draft):
         return "math", f", as {why}: memory and time grow with the square of --seq-length"
     if given in _GPU_KERNELS:
@@ -158,6 +155,14 @@ def attention_has_a_kernel(draft: Draft) -> Problems:
             f"--attention-backend {given}: {_KERNELS['flash2']}, the only kernel for {_lacking('sdpa', draft)}, {why_not}",
             "use --attention-backend math, which stores all scores of a block",
         )
+
+
+def _features_of_triton(draft: Draft) -> str:
+    """Return the features of some layer that only our kernel has; empty: none."""
+    found = [softcap_or_dropout_flags(draft)] if layers_with_softcap_or_dropout(draft) != "none" else []
+    if has_padding_or_bias(draft):
+        found.append(f"the padding of --model-family {draft.config.model.model_family}")
+    return " and ".join(found)
 
 
 def _why_eager(draft: Draft) -> str:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import lengths, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.attention import (
     all_attention_is_eager,
     fits_gpu_kernels,
     has_documents,
     has_windows,
 )
+
+_GPUS_OF_A_HOST: Final = 8
+"""Assumed for a plan of ranks that were not started."""
 
 
 @derives("derived.cp_comm_types")
@@ -29,24 +33,56 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.context_parallel_size == 1:
         return DerivedValue((), "--context-parallel-size 1: no communication")
+    if draft.config.model.model_family in MASKED_FAMILIES:
+        return DerivedValue(("all_gather",), "attention with padding masks needs keys in order")
     if not parallel.cp_comm_type:
         if has_documents(draft):
             return DerivedValue(("all_gather",), "with documents, a ring would balance its ranks badly")
         if has_windows(draft):
             return DerivedValue(("all_gather",), "with windows, a query needs keys of few ranks")
-        return DerivedValue(("p2p",), "a ring overlaps communication of keys and values with computation")
+        if reason := _why_not_heads(draft):
+            return DerivedValue(("p2p",), f"a ring of keys and values: {reason}")
+        return DerivedValue(
+            ("a2a",),
+            "heads divide over ranks of one host: one attention of whole samples, not a ring of blocks",
+        )
     comm_types = tuple(parallel.cp_comm_type)
     if reason := _why_no_ring(draft):
         return DerivedValue(tuple(each.replace("p2p", "all_gather") for each in comm_types), reason)
     return DerivedValue(comm_types, "--cp-comm-type")
 
 
+def _why_not_heads(draft: Draft) -> str:
+    """Return the reason against an exchange of heads by default; empty: none.
+
+    Sent heads are not overlapped: they cost less than a ring's smaller kernels and sums where links are fast.
+    """
+    parallel = draft.config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    per_host = draft.facts.ranks_per_node or draft.facts.devices_per_node or _GPUS_OF_A_HOST
+    if per_host % (tp * cp):
+        return f"{tp * cp} tensor and context ranks are not on one host of {per_host}"
+    for layer in draft.derived.model_spec.all_layers:
+        attention = layer.attention
+        if attention is None or attention.latent is not None or attention.mask != "causal":
+            return "not all layers have causal attention with keys and values per query group"
+        heads, groups = attention.num_heads // tp, max(1, attention.num_query_groups // tp)
+        has_copies = draft.derived.transformer_impl == "local"
+        if heads % cp or (groups % cp and (cp % groups or not has_copies)):
+            return f"{heads} heads and {groups} query groups per tensor rank do not divide over {cp} ranks"
+    return ""
+
+
 @note
 def ring_is_replaced(draft: Draft) -> Notes:
     """Note that all-gather replaces the ring of --cp-comm-type."""
     given = draft.config.parallel.cp_comm_type
-    has_ring = draft.config.parallel.context_parallel_size > 1 and any("p2p" in each for each in given)
-    if has_ring and (reason := _why_no_ring(draft)):
+    has_ranks = draft.config.parallel.context_parallel_size > 1
+    has_ring = has_ranks and any("p2p" in each for each in given)
+    is_masked = draft.config.model.model_family in MASKED_FAMILIES
+    if has_ranks and is_masked and {*given} - {*draft.derived.cp_comm_types}:
+        yield f"--cp-comm-type {' '.join(given)}: keys and values are all-gathered, as attention with padding masks needs keys in order"
+    elif has_ring and (reason := _why_no_ring(draft)):
         yield f"--cp-comm-type {' '.join(given)}: {reason}"
 
 
@@ -118,6 +154,24 @@ def heads_divide_over_context_ranks(draft: Draft) -> Problems:
                 "use --cp-comm-type p2p",
             )
             return
+
+
+@rule
+def heads_with_states_divide_over_context_ranks(draft: Draft) -> Problems:
+    """Each rank computes whole samples of some heads of delta nets and Mamba-2."""
+    parallel = draft.config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    sizes = dict.fromkeys(
+        part.exchanged_heads for layer in draft.derived.model_spec.layers for part in layer.parts
+    )
+    for groups, heads in filter(None, sizes):
+        local = max(1, groups // tp)
+        if heads // tp % cp or (local % cp and cp % local):
+            yield Problem(
+                f"--context-parallel-size {cp}: heads of layers with states are exchanged between its ranks, and {heads} heads that share"
+                f" {groups} do not divide over --tensor-model-parallel-size {tp} x {cp} ranks",
+                f"use --context-parallel-size {math.gcd(heads // tp, local, cp)}",
+            )
 
 
 class HeadExchange(NamedTuple):

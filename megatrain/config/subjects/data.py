@@ -16,7 +16,7 @@ from megatrain.config.derive.datasets import (
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
-from megatrain.config.schema.data import SOURCES
+from megatrain.config.schema.data import MASKED_FAMILIES, SOURCES
 from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
@@ -115,7 +115,7 @@ def splits_hold_sequences(draft: Draft) -> Problems:
         for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
     of_training = [is_required[0], False, False]
-    unit = "sequences" if draft.config.model.model_family == "gpt" else "documents"
+    unit = "documents" if draft.config.model.model_family in MASKED_FAMILIES else "sequences"
     for is_later, required in ((False, is_required), (True, of_training)):
         read = {
             one.prefix: getattr(one, f"num_{unit}") for one in shared if bool(one.from_iteration) == is_later

@@ -17,7 +17,7 @@ from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 WHOLE: Final = ("local", "full_iteration")
-"""Kinds of graphs that are one of a whole micro-batch."""
+"""Kinds of graphs of a whole micro-batch, or of a whole pass of a pipeline stage."""
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
@@ -168,19 +168,16 @@ def graphs_of_passes(draft: Draft) -> Notes:
 def _obstacles(draft: Draft) -> Iterator[str]:
     """Yield why a graph cannot be captured, or would repeat what must differ between micro-batches."""
     config, derived = draft.config, draft.derived
-    model = config.model
     if config.training.device != "cuda":
         yield "a CPU has none"
     if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "modules of Transformer Engine are not captured"
-    if config.precision.fp8_format is not None:
-        yield "casts of FP8 differ between micro-batches"
-    if model.hidden_dropout or model.attention_dropout:
-        yield "dropout differs between micro-batches"
+        yield "modules of Transformer Engine are not captured; --transformer-impl local is"
     if has_documents(draft):
         yield "the sizes of documents change"
-    if layer_function(model.spec) is not None:
+    if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"
+    if config.distillation.export_kd_teacher_load is not None:
+        yield "the host keeps the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
     yield from _obstacles_of_ranks(draft)
@@ -190,10 +187,6 @@ def _obstacles(draft: Draft) -> Iterator[str]:
 
 def _obstacles_of_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
-    if parallel.pipeline_model_parallel_size > 1:
-        yield "pipeline ranks communicate between passes"
-    if parallel.tp_comm_overlap:
-        yield "--tp-comm-overlap is not captured"
     if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
         yield "ZeRO-2 and ZeRO-3 communicate within the passes"
 

@@ -29,7 +29,7 @@ _CAPACITY: Final = 1.25
 @rule
 def expert_layers_are_valid(draft: Draft) -> Problems:
     experts, model = draft.config.experts, draft.config.model
-    if experts.num_experts is None:
+    if experts.num_experts is None or model.model_family == "hybrid":
         return
     try:
         found = parse_expert_pattern(experts.moe_layer_freq, model.num_layers)

@@ -3,11 +3,14 @@
 import math
 from typing import Final
 
+from megatrain.config.derive.hybrid_pattern import LETTERS, HybridPattern, parse_hybrid_pattern
+from megatrain.config.derive.patterns import PatternError
 from megatrain.config.derive.vision import num_positions, text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import fewer_ranks, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.subjects.ranks import TP
 
@@ -24,13 +27,15 @@ _WITHOUT_MASKS: Final = (
 """Settings for attention, samples and predictions of a decoder alone."""
 _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
+_PATTERN: Final = "M-M-M-M-"
+"""A pattern that needs no other flag."""
 _PER_SAMPLE: Final = "training.calculate_per_token_loss"
 
 
 @rule
 def families_have_their_own_samples(draft: Draft) -> Problems:
     family, config = draft.config.model.model_family, draft.config
-    if family in ("gpt", "vlm"):
+    if family not in MASKED_FAMILIES:
         return
     names = [*_WITHOUT_MASKS, *(["model.use_parallel_residual"] if family == "t5" else [])]
     given = [flag_of(path.split(".")[1]) for path in names if config.get(path)]
@@ -46,13 +51,128 @@ def families_have_their_own_samples(draft: Draft) -> Problems:
 
 
 @rule
-def context_ranks_have_no_padding(draft: Draft) -> Problems:
-    family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
-    if family not in ("gpt", "vlm") and cp > 1:
+def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
+    model = draft.config.model
+    is_hybrid, text = model.model_family == "hybrid", model.hybrid_layer_pattern
+    if text is not None and not is_hybrid:
         yield Problem(
-            f"--context-parallel-size {cp} is not supported with --model-family {family}: attention with padding masks"
-            " reads whole samples",
-            "use --context-parallel-size 1",
+            f"--hybrid-layer-pattern {text} names the layers of a hybrid, and --model-family is {model.model_family}",
+            "use --model-family hybrid, or remove --hybrid-layer-pattern",
+        )
+    if not is_hybrid:
+        return
+    if text is None:
+        shares = f"--hybrid-attention-ratio {model.hybrid_attention_ratio} and --hybrid-mlp-ratio {model.hybrid_mlp_ratio}"
+        yield Problem(
+            f"--model-family hybrid has no --hybrid-layer-pattern, and {shares} of --num-layers give none",
+            f"use --hybrid-layer-pattern {_PATTERN}, or another one",
+        )
+        return
+    try:
+        pattern = parse_hybrid_pattern(text)
+    except PatternError as error:
+        yield Problem(
+            f"--hybrid-layer-pattern: {error}",
+            f"use --hybrid-layer-pattern {_PATTERN}, or other letters of {' '.join(LETTERS)}",
+        )
+        return
+    if not pattern.layers:
+        yield Problem(
+            f"--hybrid-layer-pattern '{text}' has no layers",
+            f"use --hybrid-layer-pattern M{text}, or write a letter for each layer",
+        )
+        return
+    yield from _letters_without_their_part(draft, pattern, text)
+    if pattern.counts["M"]:
+        yield from _groups_of_mamba(draft)
+    yield from _settings_besides_the_pattern(draft, pattern)
+
+
+def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str) -> Problems:
+    model, experts, has = draft.config.model, draft.config.experts, pattern.counts
+    if has["D"]:
+        yield Problem(
+            "--hybrid-layer-pattern has sparse attention (D), which is not supported",
+            f"use --hybrid-layer-pattern {text.replace('D', '*')}",
+        )
+    if has["E"] and experts.num_experts is None:
+        yield Problem(
+            "--hybrid-layer-pattern has experts (E), and --num-experts is not given", "add --num-experts 8"
+        )
+    if has["+"] and not model.multi_latent_attention:
+        yield Problem(
+            "--hybrid-layer-pattern has multi-latent attention (+) without --multi-latent-attention",
+            "add --multi-latent-attention, or use attention (*)",
+        )
+    if has["*"] and model.multi_latent_attention:
+        yield Problem(
+            "--hybrid-layer-pattern has attention (*) with --multi-latent-attention",
+            "use multi-latent attention (+), or remove --multi-latent-attention",
+        )
+
+
+def _groups_of_mamba(draft: Draft) -> Problems:
+    model = draft.config.model
+    heads, groups, width = model.mamba_num_heads, model.mamba_num_groups, 2 * model.hidden_size
+    if heads is not None and heads % groups:
+        yield Problem(
+            f"--mamba-num-heads {heads} is not divisible by --mamba-num-groups {groups}",
+            f"use --mamba-num-groups {math.gcd(heads, groups)}",
+        )
+    if heads is None and width % (model.mamba_head_dim * groups):
+        more = max(1, width // (model.mamba_head_dim * groups)) * groups
+        yield Problem(
+            f"2 * --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {model.mamba_head_dim} *"
+            f" --mamba-num-groups {groups}",
+            f"use --mamba-num-heads {more}, or another --mamba-head-dim",
+        )
+
+
+def _settings_besides_the_pattern(draft: Draft, pattern: HybridPattern) -> Problems:
+    model = draft.config.model
+    depths = model.mtp_num_layers or 0
+    if depths != pattern.num_depths:
+        yield Problem(
+            f"--hybrid-layer-pattern has {pattern.num_depths} depths of multi-token prediction (/), and"
+            f" --mtp-num-layers is {depths}",
+            "write / and the layers of a depth as often as --mtp-num-layers says, or remove --mtp-num-layers",
+        )
+    for name in (
+        "use_parallel_residual",
+        "heterogeneous_layers_config_path",
+        "window_attn_skip_freq",
+        "no_rope_freq",
+    ):
+        if getattr(model, name):
+            yield Problem(
+                f"--model-family hybrid is not supported with {flag_of(name)}: the pattern describes the layers",
+                f"remove {flag_of(name)}",
+            )
+
+
+@rule
+def losses_of_repeated_layers_are_of_a_micro_batch(draft: Draft) -> Problems:
+    model, experts = draft.config.model, draft.config.experts
+    if (
+        model.mtp_num_layers
+        and model.mtp_use_repeated_layer
+        and "global_aux_loss" in experts.moe_router_load_balancing_type
+    ):
+        yield Problem(
+            "--mtp-use-repeated-layer is not supported with --moe-router-load-balancing-type global_aux_loss, which counts"
+            " the tokens of a router once per micro-batch",
+            "use --moe-router-load-balancing-type aux_loss, or remove --mtp-use-repeated-layer",
+        )
+
+
+@rule
+def context_ranks_have_one_stack(draft: Draft) -> Problems:
+    family, cp = draft.config.model.model_family, draft.config.parallel.context_parallel_size
+    if family == "t5" and cp > 1:
+        yield Problem(
+            f"--context-parallel-size {cp} is not supported with --model-family t5: the samples of its two stacks are split"
+            " over no context ranks",
+            "use --context-parallel-size 1; --tensor-model-parallel-size with --sequence-parallel splits samples, too",
         )
 
 
@@ -102,7 +222,7 @@ def cross_attention_has_all_heads(draft: Draft) -> Problems:
     if model.num_query_groups != model.num_attention_heads:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} is not supported with cross-attention, as in Megatron-LM",
-            "remove --group-query-attention",
+            "remove --group-query-attention and --num-query-groups",
         )
     if parallel.tp_comm_overlap:
         yield Problem("--tp-comm-overlap is not supported with --model-family t5", "remove --tp-comm-overlap")
@@ -131,7 +251,7 @@ def relative_positions_are_of_t5(draft: Draft) -> Problems:
 @rule
 def samples_are_masked_sentences(draft: Draft) -> Problems:
     family, dataset = draft.config.model.model_family, draft.config.data.dataset
-    if family not in ("gpt", "vlm") and dataset is not None:
+    if family in MASKED_FAMILIES and dataset is not None:
         yield Problem(
             f"--dataset {dataset} returns samples of a GPT, and --model-family {family} masks sentences of documents",
             "remove --dataset, and name data of preprocess_data.py --split-sentences with --data-path",

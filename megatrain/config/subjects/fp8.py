@@ -133,7 +133,7 @@ def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     first, last = 0, count
     if precision.first_last_layers_bf16:
         first, last = precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16
-    return (*range(first, last), *range(count, count + (draft.config.model.mtp_num_layers or 0)))
+    return (*range(first, last), *range(count, len(draft.derived.model_spec.all_layers)))
 
 
 @rule
@@ -344,7 +344,7 @@ def why_no_codes_are_gathered(draft: Draft | Plan) -> str:
     if draft.config.precision.fp8_format is None:
         return "without --fp8-format"
     if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
-        return "with --transformer-impl transformer_engine: weights are all-gathered in their dtype"
+        return "with --transformer-impl transformer_engine: weights are all-gathered in their dtype; --transformer-impl local gathers codes"
     if not is_sharded or replicas <= parallel.num_distributed_optimizer_instances:
         return "with one replica, or with --data-parallel-sharding-strategy no_shard: no weights are all-gathered"
     if not any(recipe.name in ("delayed", "tensorwise") for recipe in _recipes_outside_experts(draft)):

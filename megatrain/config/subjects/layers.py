@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import Final
 
-from megatrain.config.derive.custom_layers import differences, is_plain_gpt_layer, layer_function, values_of
+from megatrain.config.derive.custom_layers import differences, layer_function, plain_family, values_of
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
-from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
@@ -124,19 +123,13 @@ def query_groups_fit_the_heads_of_layers(draft: Draft) -> Problems:
 @rule
 def parts_read_whole_samples(draft: Draft) -> Problems:
     """Some mixers pass no state between context ranks, nor stop at the end of a document."""
-    model, data, cp = draft.config.model, draft.config.data, draft.config.parallel.context_parallel_size
+    data, cp = draft.config.data, draft.config.parallel.context_parallel_size
     parts = (part for layer in draft.derived.model_spec.layers for part in layer.parts)
     kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
     names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
     given = [flag_of(name) for name in names if getattr(data, name)]
     for kind in kinds:
-        words = (
-            f"--experimental-attention-variant {model.experimental_attention_variant}"
-            if kind is LinearAttentionSpec
-            else kind.__name__
-            if kind.module is None
-            else f"--spec: {kind.__name__}"
-        )
+        words = kind.__name__ if kind.module is None else f"--spec: {kind.__name__}"
         if cp > 1:
             yield Problem(
                 f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
@@ -174,12 +167,12 @@ def _source(draft: Draft) -> str:
 def spec_names_a_function(draft: Draft) -> Problems:
     model = draft.config.model
     words = model.spec
-    if not words or is_plain_gpt_layer(words):
+    if not words or plain_family(words) is not None:
         return
     if layer_function(words) is None and words[0].startswith("megatron."):
         yield Problem(
-            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the GPT layers are",
-            "remove --spec; the run then trains a GPT, which is another model",
+            f"--spec {' '.join(words)} is not supported: of Megatron-LM's own specs only the plain layers of GPT and hybrids are",
+            "remove --spec; flags then describe the layers, of another model",
         )
     elif layer_function(words) is None:
         yield Problem(
@@ -188,16 +181,36 @@ def spec_names_a_function(draft: Draft) -> Problems:
         )
 
 
+@rule
+def spec_is_of_the_family(draft: Draft) -> Problems:
+    words, family = draft.config.model.spec, draft.config.model.model_family
+    if _names_layers_of_others(draft):
+        yield Problem(
+            f"--spec {' '.join(words)} names layers of --model-family {plain_family(words)}, and the family is {family}",
+            f"use --model-family {plain_family(words)}, or remove --spec",
+        )
+
+
+def _names_layers_of_others(draft: Draft) -> bool:
+    """Return whether --spec names layers of hybrids for another family, or those of a GPT for a hybrid."""
+    words, family = draft.config.model.spec, draft.config.model.model_family
+    named = plain_family(words) if words else None
+    return named is not None and (named == "hybrid") != (family == "hybrid")
+
+
 @overrides("model.spec")
-def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
-    """Override a --spec that names one of Megatron-LM's plain GPT layers: flags describe these here."""
-    words = draft.config.model.spec
-    if not is_plain_gpt_layer(words):
+def plain_layers(draft: Draft) -> DerivedValue | None:
+    """Override a --spec that names Megatron-LM's plain layers of the family: flags describe these here."""
+    words, model = draft.config.model.spec, draft.config.model
+    if not words or plain_family(words) is None or _names_layers_of_others(draft):
         return None
+    described = (
+        "--hybrid-layer-pattern describes the layers"
+        if model.model_family == "hybrid"
+        else ("flags such as --normalization and --swiglu describe the GPT layer")
+    )
     return DerivedValue(
-        (),
-        f"--spec {' '.join(words)}: flags such as --normalization and --swiglu describe the GPT layer, and"
-        " --transformer-impl names its implementation",
+        (), f"--spec {' '.join(words)}: {described}, and --transformer-impl names the implementation"
     )
 
 

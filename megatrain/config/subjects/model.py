@@ -162,12 +162,13 @@ def mup_output_layer_lr_differs(draft: Draft) -> Notes:
 @derives("derived.flops_per_iteration")
 def flops_per_iteration(draft: Draft) -> DerivedValue:
     tokens = draft.derived.tokens_per_iteration
-    operations = draft.derived.model_spec.training_flops(
-        num_tokens=tokens, sum_of_squared_lengths=tokens * sample_length(draft.config)
-    )
-    return DerivedValue(
-        operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"
-    )
+    lengths = {"num_tokens": tokens, "sum_of_squared_lengths": tokens * sample_length(draft.config)}
+    operations, words = draft.derived.model_spec.training_flops(**lengths), "recomputation not counted"
+    if draft.derived.distillation is not None:
+        of_teacher = draft.derived.distillation.teacher.training_flops(**lengths) // 3  # forward
+        operations += of_teacher
+        words += f", {of_teacher / tokens:.4g} of them the teacher's"
+    return DerivedValue(operations, f"{operations / tokens:.4g} for each of {tokens} tokens, {words}")
 
 
 @derives("training.recompute_norms")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.families import head_of, num_layers, num_token_types, stacks_of
+from megatrain.config.derive.families import head_of, mamba_of, num_layers, num_token_types, stacks_of
+from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
     PatternError,
@@ -65,6 +67,8 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
         vocab_size = draft.derived.vocab_size
     except UnresolvedError:  # `vocabulary_is_known` reports it; rules about layers need no vocabulary
         vocab_size, model = 0, model.replaced({"padded_vocab_size": 0})
+    if model.model_family == "hybrid" and known_pattern(model.hybrid_layer_pattern) is None:
+        raise UnresolvedError
     try:
         return describe_model(
             model.replaced({"max_position_embeddings": num_positions(config)}),
@@ -87,10 +91,11 @@ def describe_model(
 ) -> ModelSpec:
     """Return the model that resolved settings describe. Raises LayersError and PatternError."""
     init_std = matrix_init_std(model)
+    pattern = known_pattern(model.hybrid_layer_pattern) if model.model_family == "hybrid" else None
     has_positions = model.position_embedding_type == "learned_absolute"
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
-    layers = _layers(model, experts, qk_norm_decays=qk_norm_decays)
+    layers = _layers(model, experts, pattern, qk_norm_decays=qk_norm_decays)
     norm = NormSpec(
         kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
     )
@@ -102,7 +107,7 @@ def describe_model(
         stacks=stacks_of(model, layers),
         is_tied=not model.untie_embeddings_and_output_weights and not is_vlm,
         init_std=init_std,
-        output_init_std=init_std / math.sqrt(2 * model.num_layers),
+        output_init_std=init_std / math.sqrt(model.num_layers * (2 if pattern is None else 1)),
         embedding_init_std=embedding_std,
         head_init_std=embedding_std if model.use_mup else None,
         norm=norm,
@@ -116,14 +121,49 @@ def describe_model(
         logit_scale=output_multiplier(model),
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
-        mtp=MtpSpec(num_layers=model.mtp_num_layers, loss_factor=model.mtp_loss_scaling_factor)
-        if model.mtp_num_layers
-        else None,
+        mtp=_mtp(model, experts, pattern, qk_norm_decays=qk_norm_decays),
         vision=vision_spec(model, vision, layers[0], norm) if is_vlm else None,
     )
 
 
-def _layers(model: ModelConfig, experts: ExpertsConfig, *, qk_norm_decays: bool) -> tuple[LayerSpec, ...]:
+def _mtp(
+    model: ModelConfig, experts: ExpertsConfig, pattern: HybridPattern | None, *, qk_norm_decays: bool
+) -> MtpSpec | None:
+    if not model.mtp_num_layers:
+        return None
+    head = "" if pattern is None else pattern.head or ""
+    layers = _layers_of_letters(head, model, experts, qk_norm_decays=qk_norm_decays)
+    return MtpSpec(
+        num_depths=model.mtp_num_layers,
+        loss_factor=model.mtp_loss_scaling_factor,
+        layers=layers,
+        is_repeated=model.mtp_use_repeated_layer,
+    )
+
+
+def _layers_of_letters(
+    letters: str, model: ModelConfig, experts: ExpertsConfig, *, qk_norm_decays: bool
+) -> tuple[LayerSpec, ...]:
+    """Return layers of one part each, by the letters of a pattern of a hybrid."""
+    parts: dict[str, Callable[[], Part]] = {
+        "M": lambda: mamba_of(model),
+        "G": lambda: _linear_attention(model),
+        "*": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
+        "+": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
+        "-": lambda: _mlp(model, model.ffn_hidden_size),
+        "E": lambda: _experts(model, experts),
+    }
+    if set(letters) - set(parts) or ("E" in letters and experts.num_experts is None):
+        raise UnresolvedError  # `patterns_have_their_parts` reports it
+    built = {letter: parts[letter]() for letter in dict.fromkeys(letters)}
+    return tuple(LayerSpec(parts=(built[letter],), norm_position=model.norm_position) for letter in letters)
+
+
+def _layers(
+    model: ModelConfig, experts: ExpertsConfig, pattern: HybridPattern | None, *, qk_norm_decays: bool
+) -> tuple[LayerSpec, ...]:
+    if pattern is not None:
+        return _layers_of_letters(pattern.layers, model, experts, qk_norm_decays=qk_norm_decays)
     if model.model_family == "vlm":
         model = model.replaced({"num_layers": num_layers(model)})
     is_linear = (False,) * model.num_layers
@@ -222,6 +262,7 @@ def _linear_attention(model: ModelConfig) -> LinearAttentionSpec:
         key_head_dim=model.linear_key_head_dim,
         value_head_dim=model.linear_value_head_dim,
         kernel_size=model.linear_conv_kernel_dim,
+        has_channel_gates=model.experimental_attention_variant == "gdn2",
         activation="gelu" if kind == "gelu_tanh" else kind,
     )
 

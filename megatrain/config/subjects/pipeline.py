@@ -6,6 +6,7 @@
     --num-virtual-stages-per-pipeline-rank 2                        16 layers   2  2  2  2  2  2  2  2
     --pipeline-model-parallel-layout "Ett|(tttt|)*2tttL"            13 layers   2  4  4  3
     --pipeline-model-parallel-layout "Ett|ttt|m|L"                  5 layers    2  3  0  0, multi-token prediction alone
+    --hybrid-layer-pattern "M*M-|M*M-"                              8 layers   4  4
     --pipeline-model-parallel-layout auto                           any number, balanced by FLOPs, head included
 
 The embedding is on the first virtual stage, the head on the last one, as is multi-token prediction unless the layout has it
@@ -20,15 +21,34 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
+from typing import Final
 
 from megatrain.config.derive.families import num_layers
+from megatrain.config.derive.hybrid_pattern import known_pattern
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, rule
-from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
+from megatrain.config.schema.pipeline_schedules import (
+    ONE_CHUNK,
+    PIPELINE_SCHEDULES,
+    SEVERAL_CHUNKS,
+    ZERO_BUBBLE,
+)
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
+
+_STAGES: Final = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Settings of the split of layers into stages, which a pattern of a hybrid may have itself."""
+_COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Settings of what counts in that split."""
 
 
 class PipelineError(Exception):
@@ -74,9 +94,35 @@ def pipeline_schedule(draft: Draft) -> DerivedValue:
     if draft.config.parallel.pipeline_model_parallel_size == 1:
         return DerivedValue(ONE_CHUNK, "one stage")
     chunks = draft.derived.pipeline_chunks
+    if fastest := _fastest(draft):
+        return DerivedValue(fastest, "fastest in the simulator: weight gradients run where a rank would wait")
     if chunks == 1:
         return DerivedValue(ONE_CHUNK, "1 model chunk per rank")
     return DerivedValue(SEVERAL_CHUNKS, f"{chunks} model chunks per rank")
+
+
+def _fastest(draft: Draft) -> str:
+    """Return the schedule that is the simulator's best with balanced layers; empty: flags or sizes decide.
+
+    Measured on GPUs. A V of few ranks balances worse, and few micro-batches leave no weight gradients for the bubble.
+    """
+    config, parallel = draft.config, draft.config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    is_set = draft.is_given("parallel.pipeline_schedule") or any(
+        getattr(parallel, name) for name in (*_STAGES, *_COUNTED)
+    )
+    is_other = config.model.model_family != "gpt" or draft.derived.transformer_impl != "local"
+    has_more = (
+        config.model.mtp_num_layers
+        or config.model.spec
+        or config.training.loss
+        or config.distillation.export_kd_teacher_load
+    )
+    overlaps = config.experts.overlap_moe_expert_parallel_comm
+    if pp == 1 or is_set or is_other or has_more or overlaps or config.training.device != "cuda":
+        return ""
+    per_rank = min(draft.derived.num_microbatches, num_layers(config.model)) // pp
+    return ZERO_BUBBLE[1] if pp > 3 and per_rank > 1 else ZERO_BUBBLE[0] if per_rank else ""
 
 
 @rule
@@ -128,6 +174,8 @@ def _chunks(draft: Draft) -> tuple[int, str]:
     )
     if pp == 1:
         return 1, "one stage"
+    if of_pattern := _stages_of_pattern(draft):
+        return len(of_pattern) // pp, f"{len(of_pattern)} stages in --hybrid-layer-pattern / pp {pp}"
     if layout not in (None, "auto"):
         parts = len(parse_layout(layout))
         if parts % pp:
@@ -150,12 +198,13 @@ def _chunks(draft: Draft) -> tuple[int, str]:
         units = layers + _units_besides_layers(draft)
         if units % (pp * per_stage):
             raise PipelineError(
-                f"--num-layers {layers}{_besides(draft)} is not divisible by --pipeline-model-parallel-size {pp} *"
+                f"{_counted(draft)}{_besides(draft)} is not divisible by --pipeline-model-parallel-size {pp} *"
                 f" --num-layers-per-virtual-pipeline-stage {per_stage}",
                 "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
             )
         return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
-    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else ONE_CHUNK
+    is_given = draft.is_given("parallel.pipeline_schedule")
+    schedule = parallel.pipeline_schedule if is_given else _fastest(draft) or ONE_CHUNK
     needed = PIPELINE_SCHEDULES[schedule].num_chunks or 1
     return needed, "default" if needed == 1 else f"--pipeline-schedule {schedule}"
 
@@ -169,7 +218,9 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if pp == 1:
         return (layers,), "one stage"
-    if layout == "auto":
+    if of_pattern := _stages_of_pattern(draft):
+        return of_pattern, "--hybrid-layer-pattern"
+    if layout == "auto" or _fastest(draft):
         return _balanced(draft, stages), "balanced by FLOPs, with the head"
     if layout is not None:
         return _counts_of_layout(layout, layers), "--pipeline-model-parallel-layout"
@@ -189,13 +240,37 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
             else _fewer_stages(draft, lambda ranks: units % (ranks * chunks) == 0)
         )
         raise PipelineError(
-            f"--num-layers {layers}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
+            f"{_counted(draft)}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
             ", or ".join(filter(None, (other, size))),
         )
     counts = [units // stages] * stages
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
     counts[-1] -= parallel.account_for_loss_in_pipeline_split
     return tuple(counts), f"{units} / {stages} stages{_besides(draft)}"
+
+
+def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage that the pattern of a hybrid names; empty: it names none."""
+    model, parallel = draft.config.model, draft.config.parallel
+    pattern = known_pattern(model.hybrid_layer_pattern) if model.model_family == "hybrid" else None
+    if pattern is None or len(pattern.stages) == 1:
+        return ()
+    given = [flag_of(name) for name in _STAGES if getattr(parallel, name) is not None]
+    pp, stages = parallel.pipeline_model_parallel_size, len(pattern.stages)
+    if given:
+        raise PipelineError(
+            f"--hybrid-layer-pattern {pattern.main} has {stages} stages (|), and {' and '.join(given)} splits layers, too",
+            f"remove {' and '.join(given)}, or the signs | of the pattern",
+        )
+    if stages % pp:
+        path = "parallel.pipeline_model_parallel_size"
+        fewer = ({path: size} for size in range(pp - 1, 0, -1) if stages % size == 0)
+        raise PipelineError(
+            f"--hybrid-layer-pattern {pattern.main} has {stages} stages (|), not a multiple of"
+            f" --pipeline-model-parallel-size {pp}",
+            f"{use(draft, fewer)}, or end {pp} stages by | in the pattern, or a multiple of it",
+        )
+    return tuple(map(len, pattern.stages))
 
 
 def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> tuple[int, ...]:
@@ -206,7 +281,7 @@ def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> t
     rest, others = layers - sum(given.values()), pp - len(given)
     if rest < 0 or (rest % others if others else rest):
         raise PipelineError(
-            f"--num-layers {layers} without {sum(given.values())} layers of the first and the last rank leaves {rest},"
+            f"{_counted(draft)} without {sum(given.values())} layers of the first and the last rank leaves {rest},"
             f" which do not divide over the other {others} ranks",
             "add --pipeline-model-parallel-layout auto in place of --decoder-first-pipeline-num-layers and"
             " --decoder-last-pipeline-num-layers",
@@ -350,6 +425,13 @@ def layer_ranges(counts: Sequence[int]) -> list[range]:
     """Return the numbers of the layers of each virtual stage."""
     starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
+
+
+def _counted(draft: Draft) -> str:
+    """Return the number of layers with the setting that decides it."""
+    model = draft.config.model
+    name = "--hybrid-layer-pattern, layers" if model.model_family == "hybrid" else "--num-layers"
+    return f"{name} {num_layers(model)}"
 
 
 def _units_besides_layers(draft: Draft) -> int:

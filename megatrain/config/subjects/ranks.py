@@ -16,6 +16,11 @@ from megatrain.config.schema.values import whole
 
 _MIN_STARTUP_MINUTES: Final = 60
 _INSTANCES: Final = "parallel.num_distributed_optimizer_instances"
+_MOST_OVERLAPPED_RANKS: Final = 4
+_LINKED_ARCHITECTURES: Final = (9, 10)
+"""Major compute capabilities of GPUs of data centres."""
+_SMALL_MESSAGE: Final = 2**21
+"""Numbers below which a message takes less time than its copies and flags take the host to launch."""
 TP: Final = "parallel.tensor_model_parallel_size"
 
 
@@ -129,6 +134,52 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
             f"--sequence-parallel requires {length_in_words(draft.config)} to be divisible by --tensor-model-parallel-size {tp}",
             f"{use(draft, lengths(draft, tp))}, or remove --sequence-parallel",
         )
+
+
+@derives("parallel.tp_comm_overlap")
+def tp_comm_overlap(draft: Draft) -> DerivedValue:
+    """Overlap the communication of tensor ranks where that was measured to be faster, and equal to collectives."""
+    reason = next(_why_products_wait(draft), None)
+    return DerivedValue(reason is None, reason or "copy engines send over NVLink while products are computed")
+
+
+def _why_products_wait(draft: Draft) -> Iterator[str]:
+    config, size = draft.config, draft.config.parallel.tensor_model_parallel_size
+    if size == 1:
+        yield "--tensor-model-parallel-size 1"
+    if not config.parallel.sequence_parallel:
+        yield "--no-sequence-parallel"
+    if config.training.device != "cuda":
+        yield "on a CPU: communication and products take turns"
+    if draft.derived.transformer_impl != "local":
+        yield "layers of Transformer Engine wait for their communication; --transformer-impl local overlaps it"
+    if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
+        yield "linear layers of FP8 and FP4 wait for their communication"
+    if config.model.model_family != "gpt":
+        yield "measured with layers of GPTs only"
+    if config.experts.moe_shared_expert_overlap:
+        yield "layers on two streams would use the same peer memory"
+    yield from _why_copies_are_slow(draft)
+
+
+def _why_copies_are_slow(draft: Draft) -> Iterator[str]:
+    config, facts = draft.config, draft.facts
+    size = config.parallel.tensor_model_parallel_size
+    if size > _MOST_OVERLAPPED_RANKS:
+        yield f"measured with 2 to {_MOST_OVERLAPPED_RANKS} tensor ranks only"
+    if (facts.ranks_per_node or facts.devices_per_node or size) % size:
+        yield "tensor ranks are on several hosts"
+    is_linked = facts.device_capability is None or facts.device_capability[0] in _LINKED_ARCHITECTURES
+    if not is_linked or any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
+        yield "measured on GPUs that NVLink connects all to all"
+    rows = (
+        config.data.seq_length
+        // config.parallel.context_parallel_size
+        // size
+        * config.training.micro_batch_size
+    )
+    if rows * config.model.hidden_size < _SMALL_MESSAGE:
+        yield f"messages of {rows} rows are too small"
 
 
 @rule

@@ -15,6 +15,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, derives, note, unproven
 from megatrain.config.subjects.attention import (
     has_documents,
+    has_padding_or_bias,
     has_sinks,
     layers_with_softcap_or_dropout,
     softcap_or_dropout_flags,
@@ -99,7 +100,7 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         "norms": ", ".join(_missing_in_norms(draft)),
         "norms of queries and keys": _missing_in_head_norms(draft),
         "gated delta rule": "the library has none"
-        if draft.config.model.experimental_attention_variant
+        if any(layer.linear_attention for layer in draft.derived.model_spec.all_layers)
         else "",
         "experts": "their GEMMs are grouped in one kernel" if draft.derived.model_spec.routers else "",
     }
@@ -120,6 +121,8 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
         yield f"--attention-backend {model.attention_backend}"
     if layers_with_softcap_or_dropout(draft) != "none":
         yield softcap_or_dropout_flags(draft)
+    if has_padding_or_bias(draft):
+        yield f"the padding of --model-family {model.model_family}"
     if has_sinks(draft):
         yield "sinks in the softmax"
     if draft.config.training.deterministic_mode:

@@ -128,12 +128,21 @@ class HfCheckpoint(TensorReader):
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids)),
+            state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids))
+            | self._decoder_start(),
             config=config,
             files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
+
+    def _decoder_start(self) -> dict[str, int]:
+        """Return the token with which the decoder of a model with an encoder begins."""
+        if self.plan.config.model.model_family != "t5":
+            return {}
+        check, names = integer(0, self.vocab_size - 1), ("decoder_start_token_id", "pad_token_id")
+        found = self._folder.config.checked(*names, check=check, default=0, is_optional=True)
+        return {"decoder_start_id": found or 0}
 
     def close(self) -> None:
         """Do nothing: files are open only while they are read."""
@@ -144,12 +153,17 @@ class HfCheckpoint(TensorReader):
         rest = tuple(slice(*edge) for edge in box[1:])
         stored = self._stored_names[theirs.name]
         is_plain = not theirs.is_transposed and part.place is None and out.shape[1:] == part.shape[1:]
-        is_plain = is_plain and out.is_cpu and out.dtype == self._folder.dtype(stored)
+        is_plain = is_plain and not theirs.offset and out.is_cpu and out.dtype == self._folder.dtype(stored)
         for own, found in rows_to_copy(part.rows, box):
             if is_plain and found.step == 1 and out[own].is_contiguous():
                 self._folder.read_rows(stored, found.start, out[own])
             else:
-                out[own].copy_(self._rows(theirs, part.place, found)[(slice(None), *rest)])
+                rows = self._rows(theirs, part.place, found).reshape(len(found), *part.shape[1:])
+                out[own].copy_(
+                    rows[(slice(None), *rest)] - theirs.offset
+                    if theirs.offset
+                    else rows[(slice(None), *rest)]
+                )
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
         if not theirs.is_transposed and place is None and rows.step == 1:
@@ -174,6 +188,8 @@ class HfCheckpoint(TensorReader):
 
     def _kind(self, name: str) -> StoredKind:
         theirs, _ = self._theirs[name]
+        if theirs.offset:
+            return StoredKind("F32", ())  # a difference needs more digits
         return StoredKind(self._folder.tensors[self._stored_names[theirs.name]].dtype, ())
 
     def _check_sizes(self) -> None:
@@ -261,7 +277,7 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family.modules, rows, model.num_attention_heads)
+            found = their_tensors(self.family.modules, rows, vars(model))
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(

@@ -73,7 +73,7 @@ class HfExport(TensorReader):
         self.has_mtp = len(ours) < len(manifest.tensors)
         biases = bias_shapes(self._config, self.vocab_size)
         self.tensors = {
-            **their_tensors(self.family.modules, ours | biases, model.num_attention_heads),
+            **their_tensors(self.family.modules, ours | biases, vars(model)),
             **zero_tensors(self.family.zeros, model.hidden_size),
         }
         self.tokenizer_config: TokenizerConfig = stored_section(
@@ -90,7 +90,7 @@ class HfExport(TensorReader):
         """Return the dtype of one of their tensors; it has no chunks."""
         theirs = self.tensors[name]
         assert theirs.shape == shape, name
-        first = theirs.parts[0].name if theirs.parts else EMBEDDING
+        first = theirs.parts[0].name if theirs.parts and not theirs.offset else EMBEDDING
         if first in self._biases:
             return StoredKind("F32", ())
         return StoredKind(self._reader.kind(first, self.manifest.tensors[first].shape, kind).dtype, ())
@@ -107,9 +107,15 @@ class HfExport(TensorReader):
         assert box[1:] == whole_box(shape)[1:], name
         if not theirs.parts:
             out.zero_()
+        if theirs.offset:
+            values = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+            self._read(theirs.parts[0], kind, values, low)
+            out.copy_(values + theirs.offset)
+            return
         for part in theirs.parts:
             if part.place is None:
-                self._read(part, kind, out.t() if theirs.is_transposed else out, low)
+                rows = out.t() if theirs.is_transposed else out.view(len(out), *part.shape[1:])
+                self._read(part, kind, rows, low)
             elif low <= part.place < high:
                 rows = out[part.place - low]
                 self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)
@@ -149,8 +155,9 @@ class HfExport(TensorReader):
         ends = self._end_ids()
         end = ends[0] if len(ends) == 1 else ends or None
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-        keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
-        generation = self._generation_config() | {"eos_token_id": end}
+        starts = self._start_of_decoder()
+        keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids, **starts}
+        generation = self._generation_config() | {"eos_token_id": end, **starts}
         return {CONFIG_NAME: json_bytes(keys), _GENERATION: json_bytes(generation), **files}
 
     def _stored_tokenizer(self) -> StoredTokenizer | None:
@@ -183,6 +190,13 @@ class HfExport(TensorReader):
         eod = self.tokenizer_config.null_tokenizer_eod_id
         found = [*([] if eod is None else [eod]), *self.manifest.state.get("end_token_ids", ())]
         return list(dict.fromkeys(found))
+
+    def _start_of_decoder(self) -> dict[str, int | None]:
+        """Return the key of the token with which the decoder of a model with an encoder begins."""
+        if self._config.model.model_family != "t5":
+            return {}
+        stored = self.manifest.state.get("decoder_start_id")
+        return {"decoder_start_token_id": stored if self.tokenizer is None else self.tokenizer.start_id}
 
     def _generation_config(self) -> dict[str, Any]:
         """Return the settings of the folder that the tokenizer comes from."""

@@ -131,14 +131,20 @@ class Fused:
     """Modules of ours that one of theirs holds, stacked by rows."""
 
     names: tuple[str, ...]
-    by_head: bool = False
-    """Rows of each module for the first head, then for the second ..."""
+    heads: str = ""
+    """Setting of the model with the number of heads: rows of each module for the first head, then for the second ..."""
     is_transposed: bool = False
     """Their weight is [inputs, outputs]."""
     in_turns: bool = False
     """Rows are the first of each module, then the second of each ..."""
     is_stacked: bool = False
     """One tensor holds all experts, [experts, ...]; its name has no `.weight`, and `_bias` in place of `.bias`."""
+    is_one_of: bool = False
+    """A layer has one of them."""
+    is_filter: bool = False
+    """A filter per channel: theirs is [channels, 1, kernel size]."""
+    offset: float = 0.0
+    """Their values minus ours."""
 
 
 Modules = Mapping[str, str | Fused]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from megatrain.interop.hf.family import Fused, Modules
 
@@ -42,10 +42,14 @@ class TheirTensor:
     """The rows of its parts are its columns."""
     parts: tuple[Part, ...]
     """None: it holds zeros."""
+    offset: float = 0.0
+    """Its values minus those of its parts."""
 
 
-def their_tensors(modules: Modules, ours: Mapping[str, Shape], num_heads: int) -> dict[str, TheirTensor]:
-    """Return their tensors that hold all of ours, by name.
+def their_tensors(
+    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
+) -> dict[str, TheirTensor]:
+    """Return their tensors that hold all of ours, by name. `sizes`: settings of the model.
 
     Raises:
         KeyError: the family has no place for one of our tensors; the argument is its name.
@@ -67,10 +71,11 @@ def their_tensors(modules: Modules, ours: Mapping[str, Shape], num_heads: int) -
         whole = theirs.format(*numbers) + _ending(kind, fused)
         if whole not in found:
             names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]
+            names = [name] if fused.is_one_of else names
             found[whole] = (
-                _stack(whole, names, ours, fused, num_heads)
+                _stack(whole, names, ours, fused, sizes)
                 if fused.is_stacked
-                else _their_tensor(whole, names, ours, fused, num_heads)
+                else _their_tensor(whole, names, ours, fused, sizes)
             )
     return found
 
@@ -92,27 +97,30 @@ def _ending(kind: str, fused: Fused) -> str:
 
 
 def _stack(
-    name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, num_heads: int
+    name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, sizes: Mapping[str, Any]
 ) -> TheirTensor:
     """Return the tensor of all experts; `names` belong to one of them."""
     experts: list[TheirTensor] = []
     while (numbered := [_EXPERT.sub(f".{len(experts)}.", each) for each in names])[0] in ours:
-        experts.append(_their_tensor(name, numbered, ours, fused, num_heads))
+        experts.append(_their_tensor(name, numbered, ours, fused, sizes))
     parts = [replace(part, place=place) for place, expert in enumerate(experts) for part in expert.parts]
     return replace(experts[0], shape=(len(experts), *experts[0].shape), parts=tuple(parts))
 
 
 def _their_tensor(
-    name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, num_heads: int
+    name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, sizes: Mapping[str, Any]
 ) -> TheirTensor:
     shapes = [ours[each] for each in names]
     total, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
+    num_heads = sizes[fused.heads] if fused.heads else 1
     parts, first = [], 0
     for number, (each, shape) in enumerate(zip(names, shapes, strict=True)):
-        size = shape[0] // num_heads if fused.by_head else shape[0]
-        starts = range(first, total, total // num_heads) if fused.by_head else [first]
+        size = shape[0] // num_heads
+        starts = range(first, total, total // num_heads)
         rows = tuple(slice(start, start + size) for start in starts)
         parts.append(Part(each, shape, (slice(number, total, len(names)),) if fused.in_turns else rows))
         first += size
     is_transposed = fused.is_transposed and len(rest) == 1
-    return TheirTensor(name, (*rest, total) if is_transposed else (total, *rest), is_transposed, tuple(parts))
+    rest = (1, *rest) if fused.is_filter else rest
+    theirs = (*rest, total) if is_transposed else (total, *rest)
+    return TheirTensor(name, theirs, is_transposed, tuple(parts), fused.offset)

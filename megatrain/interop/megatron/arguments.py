@@ -84,7 +84,7 @@ _LAYOUT: Final = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-_PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
+_PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 
 
 def plan_of(arguments: Mapping[str, Any], family: str, source: Path) -> Plan:

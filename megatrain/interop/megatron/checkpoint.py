@@ -29,7 +29,7 @@ from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, whole_box
+from megatrain.parallel.layout import Box, box_shape, whole_box
 
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
@@ -120,8 +120,11 @@ class MegatronCheckpoint(TensorReader):
         source = self._sources[name]
         stacked = tuple((index, index + 1) for index in source.part.place)
         for own, found in rows_to_copy(source.part.rows, box):
-            values = self._folder.read(source.tensors[kind], (*stacked, (found.start, found.stop), *box[1:]))
-            out[own].copy_(values.view(-1, *values.shape[len(stacked) + 1 :]))
+            tensor = source.tensors[kind]
+            place = (*stacked, (found.start, found.stop))
+            ones = ((0, 1),) * (len(self._folder.tensors[tensor].shape) - len(place) - len(box) + 1)
+            values = self._folder.read(tensor, (*place, *ones, *box[1:]))
+            out[own].copy_(values.view(-1, *box_shape(box[1:])))
 
     def _canonical(self) -> Iterator[tuple[str, _Source]]:
         """Yield the source of each canonical tensor.
@@ -212,6 +215,7 @@ class MegatronCheckpoint(TensorReader):
             for ending, (ours, sign) in BIASES.items():
                 if name.endswith(ending):
                     prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
+                    prefix = prefix.replace(".mtp_model_layer.", ".")
                     values = sign * self._folder.read(name, whole_box(tensor.shape))
                     stacked = values.dim() > 1
                     places = [f"{prefix}.{layer}" for layer in range(len(values))] if stacked else [prefix]

@@ -42,6 +42,8 @@ _LACKING: Final = (
     " embedding_multiplier window_rotary_base"
 ).split()
 """Settings of the model that Megatron-LM has no argument for; without them another function would be computed there."""
+_NORMS: Final = ("layernorm", "final_norm", "enorm", "hnorm")
+"""Ends of Transformer Engine's norms."""
 _SHARDED_BACKEND: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -81,6 +83,9 @@ class MegatronExport:
         self._family = model.model_family
         if self._family == "vlm":
             raise _unknown(reader.path, "a vision tower")
+        self._is_fused = model.experimental_attention_variant is not None or self._family == "hybrid"
+        """Its modules there are Transformer Engine's."""
+        self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused
         self._params_dtype = _dtype(self._manifest.config["precision"])
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
@@ -90,7 +95,8 @@ class MegatronExport:
                 shapes,
                 FusedRows.of(model),
                 is_latent=model.multi_latent_attention,
-                is_uniform=self._experts.moe_layer_freq == "1",
+                is_hybrid=self._family == "hybrid",
+                is_uniform=self._is_stacked,
                 padded_vocab_size=self.padded_vocab_size,
             )
         except KeyError as error:
@@ -170,7 +176,8 @@ class MegatronExport:
     ) -> Tensor:
         """Return the values of a chunk; rows of padding are zero."""
         out = torch.zeros(box_shape(box), dtype=dtype)
-        rows, first = out.view(out.shape[num_stacked:]), box[num_stacked][0]
+        first, last = box[num_stacked]
+        rows = out.view(last - first, *self._manifest.tensors[parts[0].name].shape[1:])
         for part in parts:
             shape = self._manifest.tensors[part.name].shape
             is_whole = len(parts) == 1 and shape == rows.shape
@@ -185,14 +192,16 @@ class MegatronExport:
 
     def _of_biases(self) -> Iterator[_Chunk]:
         """Yield the biases of experts, which are state of the run here and tensors there."""
-        is_stacked = self._experts.moe_layer_freq == "1"
+        is_stacked = self._is_stacked
         biases: dict[str, list[list[float]]] = {}
         for name, values in self._manifest.state["expert_biases"].items():
             ours = next(one for one in BIASES.values() if name.endswith(one[0]))
             theirs = next(one for one, found in BIASES.items() if found == ours)
             layer = name.removesuffix(ours[0])
             if layer.startswith("mtp."):
-                layer += ".transformer_layer"
+                depth, inner, rest = layer.partition(".layers.")[2].partition(".")
+                of_hybrid = f"mtp.layers.{depth}.mtp_model_layer.{rest}"
+                layer = of_hybrid if inner else f"{layer}.transformer_layer"
             elif is_stacked:
                 layer = layer.rpartition(".")[0]
             biases.setdefault(layer + theirs, []).append([ours[1] * value for value in values])
@@ -210,7 +219,9 @@ class MegatronExport:
         modules = {name.rpartition(".")[0] for tensor in self.tensors for name in self._names(tensor.name)}
         for module in modules:
             key, (stack, _, last) = f"{module}._extra_state/shard_0_1", module.rpartition(".")
-            if last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None:
+            if self._is_fused and last.endswith(_NORMS):
+                found[key] = None
+            elif last == "final_layernorm" and stack in STACKS and self._experts.num_experts is None:
                 found[key] = torch.empty(0, dtype=torch.uint8)
             elif last == "output_layer" and self._family != "gpt":
                 found[key] = None

@@ -6,6 +6,11 @@ decoder.layers.1.mlp.experts.experts.linear_fc1.weight [experts, rows, h]    the
 linear_qkv, 2 query groups     rows  q0 q1 k0 v0 | q2 q3 k1 v1   ->  q: q0 q1 q2 q3,  k: k0 k1,  v: v0 v1
 with an output gate            rows  q0 q1 g0 g1 k0 v0 | ...
 linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
+in_proj of a delta net         rows  q k v z beta alpha, which checkpoints store one by one: in_proj.weight.query ...
+in_proj of Mamba-2             rows  z x b c dt, likewise
+
+decoder.layers.3.mixer.norm.weight                   layers of a hybrid are numbered
+mtp.layers.0.mtp_model_layer.layers.1.mlp.router     a depth of a hybrid has several
 """
 
 from __future__ import annotations
@@ -13,11 +18,28 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from megatrain.config.derive.families import mamba_of
 from megatrain.config.schema.model import ModelConfig
+
+_DELTA_ROWS: Final = (
+    ("query", "q"), ("key", "k"), ("value", "v"), ("z", "gate"), ("beta", "beta"), ("alpha", "alpha"),
+)  # fmt: skip
+"""Rows of a delta net's first projection: Megatron-LM's name and ours."""
+_CHANNEL_ROWS: Final = (*_DELTA_ROWS[:4], ("f", "decay"), ("b", "erase"), ("w", "write"))
+"""The same of the second variant."""
+_MAMBA_ROWS: Final = (("z", "z"), ("x", "x"), ("B", "b"), ("C", "c"), ("dt", "dt"))
+"""The same of Mamba-2."""
+
+
+def _fused(module: str, ours: str, rows: Sequence[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Return the entries of a module whose rows checkpoints store one by one: of the whole, then of each."""
+    whole = {module: tuple(ours.format(name) for _, name in rows)}
+    return whole | {f"{module}.{theirs}": (ours.format(name),) for theirs, name in rows}
+
 
 _LAYER: Final = {
     "input_layernorm": ("attention.norm",),
@@ -31,6 +53,24 @@ _LAYER: Final = {
     "self_attention.linear_kv_up_proj": ("attention.kv_up",),
     "self_attention.kv_layernorm": ("attention.kv_norm",),
     "self_attention.linear_proj": ("attention.proj",),
+    "self_attention.in_proj_layernorm": ("linear_attention.norm",),
+    "self_attention.in_proj_channels": tuple(f"linear_attention.{name}" for _, name in _CHANNEL_ROWS),
+    **_fused("self_attention.in_proj", "linear_attention.{}", _DELTA_ROWS),
+    **{f"self_attention.in_proj.{rows}": (f"linear_attention.{name}",) for rows, name in _CHANNEL_ROWS[4:]},
+    **_fused("self_attention.conv1d", "linear_attention.{}.convolution", _DELTA_ROWS[:3]),
+    "self_attention.dt_bias": ("linear_attention.dt_bias",),
+    "self_attention.A_log": ("linear_attention.a_log",),
+    "self_attention.out_norm": ("linear_attention.out_norm",),
+    "self_attention.out_proj": ("linear_attention.proj",),
+    "mixer.in_proj_layernorm": ("mamba.norm",),
+    **_fused("mixer.in_proj", "mamba.{}", _MAMBA_ROWS),
+    **_fused("mixer.conv1d", "mamba.{}.convolution", _MAMBA_ROWS[1:4]),
+    **_fused("mixer.conv1d_bias", "mamba.{}.convolution_bias", _MAMBA_ROWS[1:4]),
+    "mixer.dt_bias": ("mamba.dt_bias",),
+    "mixer.A_log": ("mamba.a_log",),
+    "mixer.D": ("mamba.d",),
+    "mixer.norm": ("mamba.gate_norm",),
+    "mixer.out_proj": ("mamba.proj",),
     "pre_mlp_layernorm": ("mlp.norm",),
     "mlp.linear_fc1": ("mlp.gate", "mlp.up"),
     "mlp.linear_fc2": ("mlp.down",),
@@ -82,13 +122,15 @@ TABLE: Final = {
         for stack in STACKS
         for theirs, ours in _LAYER.items()
     },
+    "decoder.final_norm": ("decoder.final_norm",),
     **_VISION,
     **{
         f"vision_model.decoder.layers.{{}}.{theirs}": tuple(f"vision.layers.{{}}.{name}" for name in ours)
         for theirs, ours in _LAYER.items()
     },
     **{
-        f"mtp.layers.{{}}.transformer_layer.{theirs}": tuple(f"mtp.layers.{{}}.{name}" for name in ours)
+        f"mtp.layers.{{}}.{theirs_of}{theirs}": tuple(f"mtp.layers.{{}}.{ours_of}{name}" for name in ours)
+        for theirs_of, ours_of in (("transformer_layer.", ""), ("transformer_layer.layers.{}.", "layers.{}."))
         for theirs, ours in _LAYER.items()
     },
     "mtp.layers.{}.enorm": ("mtp.layers.{}.embedding_norm",),
@@ -104,6 +146,10 @@ _RENAMED: Final = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    ".in_proj.layer_norm_": ".in_proj_layernorm.",
+    ".conv1d.weight": ".conv1d",
+    ".conv1d_weight": ".conv1d",
+    ".conv1d.bias": ".conv1d_bias",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "encoder.linear_fc1.layer_norm_": "encoder.linear_fc1.layer_norm.",
     "vision_model.class_token": "vision_model.class_token.weight",
@@ -119,6 +165,10 @@ GATED: Final = ("swiglu", "geglu", "quick_geglu")
 """Settings, named as Megatron-LM's arguments, with which fc1 has a gate."""
 GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
+_CHANNELS: Final = "_channels"
+"""Ending of `in_proj` here if its other rows are per channel."""
+_STORED_ROWS: Final = re.compile(r"in_proj\.weight\.(\w+)$")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(\w+)\.(weight|bias)(\d+)$")
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -145,6 +195,8 @@ class FusedRows:
     """MLPs are gated: `linear_fc1` holds gate and up."""
     has_output_gate: bool = False
     """Attention is gated: `linear_qkv` holds queries, gates, keys and values."""
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of each canonical tensor in the `in_proj` and `conv1d` of delta nets and Mamba-2, by the module below the layer."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> FusedRows:
@@ -154,6 +206,7 @@ class FusedRows:
             model.num_query_groups or model.num_attention_heads,
             is_gated=any(getattr(model, name) for name in GATED),
             has_output_gate=model.attention_output_gate,
+            sizes=_sizes_of_mixers(model),
         )
 
 
@@ -181,29 +234,41 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
         KeyError: the name is not known.
         ValueError: more layers, experts or query groups than any model has.
     """
-    module, kind = _unstacked(name).rsplit(".", 1)
+    module, kind = module_and_kind(_unstacked(name))
     numbers = NUMBER.findall(module)
     pattern = NUMBER.sub("{}", module)
     if "layers." in pattern and "layers.{}." not in pattern:
         pattern = pattern.replace("layers.", "layers.{}.")
     pattern = pattern.replace("mlp.experts.linear", "mlp.experts.{}.linear")
+    if pattern.rpartition("{}.")[2] + _CHANNELS in fused.sizes:
+        pattern += _CHANNELS
     names = TABLE[pattern]
     num_stacked = pattern.count("{}") - len(numbers)
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
     if math.prod(shape[:num_stacked]) > _MAX_STACKED or fused.num_query_groups > _MAX_QUERY_GROUPS:
         raise ValueError(f"{shape[:num_stacked]} layers and experts, {fused.num_query_groups} query groups")
-    fused_rows = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)]
-    found = (_keys_and_values if pattern.endswith("linear_kv") else fused_rows)(size, fused)
+    found = _rows_of(pattern, size, fused)
+    if "conv1d" in pattern:
+        rest = rest[-1:]  # theirs is [channels, 1, tokens]
     for place in itertools.product(*map(range, shape[:num_stacked])):
         for one, rows in zip(names, found, strict=True):
             if rows:
                 num_rows = sum(part.stop - part.start for part in rows)
                 ours = one.format(*numbers, *place)
-                yield Part(f"{ours}.{kind}", (num_rows, *rest), name, place, rows)
+                yield Part(".".join(filter(None, (ours, kind))), (num_rows, *rest), name, place, rows)
+
+
+def module_and_kind(name: str) -> tuple[str, str]:
+    """Split the name of a parameter: `attention.q.weight` in `attention.q` and `weight`; others are whole, with an empty kind."""
+    module, _, kind = name.rpartition(".")
+    return (module, kind) if kind.startswith(("weight", "bias")) else (name, "")
 
 
 def family_of(names: Iterable[str]) -> str:
     """Return the `model_family` of a model from the names of its parameters, which begin with its stacks."""
+    names = set(names)
+    if "decoder.final_norm.weight" in names:
+        return "hybrid"
     has = {name.partition(".")[0] for name in names}
     if "vision_model" in has:
         return "vlm"
@@ -213,10 +278,56 @@ def family_of(names: Iterable[str]) -> str:
 def _unstacked(name: str) -> str:
     for stored, module in _RENAMED.items():
         name = name.replace(stored, module)
+    name = _EXPERT.sub(r"mlp.experts.\3.\1.\2", _STORED_ROWS.sub(r"in_proj.\1.weight", name))
     return _EXPERTS.sub("mlp.experts.", name.replace(*GATE_NAMES))
 
 
 _Rows = tuple[slice, ...]
+
+
+def _sizes_of_mixers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    is_hybrid = model.model_family == "hybrid"
+    delta_nets = is_hybrid or model.experimental_attention_variant is not None
+    return {
+        **(_sizes_of_delta_nets(model) if delta_nets else {}),
+        **(_sizes_of_mamba(model) if is_hybrid else {}),
+    }
+
+
+def _sizes_of_mamba(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    mamba = mamba_of(model)
+    inner, group = mamba.inner_dim, mamba.group_dim
+    convolved = (inner, group, group)
+    return {
+        "mixer.in_proj": (inner, *convolved, mamba.num_heads),
+        "mixer.conv1d": convolved,
+        "mixer.conv1d_bias": convolved,
+    }
+
+
+def _sizes_of_delta_nets(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    heads = model.linear_num_value_heads
+    convolved = (keys, keys, values)
+    sizes: dict[str, tuple[int, ...]] = {"self_attention.conv1d": convolved}
+    if model.experimental_attention_variant == "gdn2":
+        return sizes | {f"self_attention.in_proj{_CHANNELS}": (*convolved, values, *convolved)}
+    return sizes | {"self_attention.in_proj": (*convolved, values, heads, heads)}
+
+
+def _rows_of(pattern: str, num_rows: int, fused: FusedRows) -> tuple[_Rows, ...]:
+    """Return the rows of each canonical tensor in a module."""
+    names = TABLE[pattern]
+    sizes = fused.sizes.get(pattern.rpartition("{}.")[2])
+    if sizes is not None:
+        ends = list(itertools.accumulate(sizes))
+        if ends[-1] != num_rows:
+            raise ValueError(f"{num_rows} rows where {ends[-1]} were expected")
+        return tuple((slice(end - size, end),) for end, size in zip(ends, sizes, strict=True))
+    if pattern.endswith("linear_kv"):
+        return _keys_and_values(num_rows, fused)
+    return {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)](num_rows, fused)
 
 
 def _whole(num_rows: int, _: FusedRows) -> tuple[_Rows]:

@@ -35,7 +35,7 @@ from megatrain.interop.megatron.archive import (
     tensor_record,
 )
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import GATED, LANGUAGE
+from megatrain.interop.megatron.names import GATED, LANGUAGE, STORED_TWICE
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 FILE_NAME: Final = "model_optim_rng.pt"
@@ -43,13 +43,14 @@ _FOLDER: Final = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _MAX_FILE_BYTES: Final = 1 << 42
 _MAX_RANKS: Final = 1 << 14
 _BY_ROWS: Final = re.compile(
-    r"(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(weight|bias)\d*"
+    r"(word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj"
+    r"|eh_proj)\.(weight|bias)\d*"
 )
 """Column-parallel layers and vocabularies: tensor ranks hold rows."""
 _BY_COLUMNS: Final = re.compile(r"(linear_proj|linear_fc2)\.weight\d*")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _MODEL: Final = re.compile(r"model\d*")
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER: Final = re.compile(r"((?:en|de)coder\.layers)\.(\d+)\.")
 _BUFFERS: Final = (".expert_bias", ".qb_beta", ".local_tokens_per_expert")
 """Tensors of the model that the optimizer does not have."""
 _UNEVEN: Final = (
@@ -60,6 +61,13 @@ _UNEVEN: Final = (
     "account_for_loss_in_pipeline_split",
 )
 """Arguments that divide layers unevenly over stages."""
+_WITH_OTHER_ROWS: Final = (
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+"""Arguments of models whose parameters tensor ranks hold in pieces that are not joined here."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +226,7 @@ class TorchFiles:
                 if record is None:
                     continue
                 match = _LAYER.match(name)
-                whole = f"decoder.layers.{int(match[1]) + first}.{name[match.end() :]}" if match else name
+                whole = f"{match[1]}.{int(match[2]) + first}.{name[match.end() :]}" if match else name
                 expert, index = _EXPERT.search(whole), None
                 if expert:
                     index = int(expert[1] or expert[3]) + ep * (sizes.num_experts // sizes.ep)
@@ -314,8 +322,8 @@ def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterato
         yield f"num_layers {arguments['num_layers']}"
     if (arguments.get("expert_tensor_parallel_size") or tp) != tp:
         yield "expert_tensor_parallel_size"
-    if tp > 1 and arguments.get("multi_latent_attention"):
-        yield "multi_latent_attention"
+    if tp > 1:
+        yield from (name for name in _WITH_OTHER_ROWS if arguments.get(name))
     groups = arguments.get("num_query_groups") or arguments.get("num_attention_heads") or tp
     if groups % tp:
         yield f"num_query_groups {groups}"
@@ -334,7 +342,7 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
     groups, states = inner.get("param_groups"), inner.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return
-    trained = [one for one in parameters if not one.name.endswith(_BUFFERS)]
+    trained = list(_trained(parameters))
     of_groups = [_members(group, groups, trained) for group in groups]
     if [len(group["params"]) for group in groups] != list(map(len, of_groups)):
         return
@@ -350,6 +358,18 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
                 if size_of(record) != parameter.size:
                     raise ValueError(f"{kind} of {parameter.name} has size {list(size_of(record))}")
                 yield replace(parameter, name=f"optimizer.state.{kind}.{parameter.name}", record=record)
+
+
+def _trained(parameters: Sequence[_Local]) -> Iterator[_Local]:
+    """Yield the parameters that the optimizer has; of one with two names in the model the first."""
+    found = {one.name for one in parameters}
+    twice = {
+        name.replace(first, second)
+        for first, second in STORED_TWICE.items()
+        for name in found
+        if name.startswith(first)
+    }
+    yield from (one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in twice)
 
 
 def _members(

@@ -212,7 +212,8 @@ class TritonAttention:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return fused.backward(dout, q, k, v, out, lse, mask, scale=self.scale, softcap=self.softcap)
+        grads = fused.backward(dout, q, k, v, out, lse, mask, scale=self.scale, softcap=self.softcap)
+        return grads.q, grads.k, grads.v
 
 
 def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -24,8 +24,8 @@ class Dropout:
     """Key of the layer's stream, from `stream_key`."""
     num_heads: int
     """Heads of the whole layer."""
-    first_sample: int = 0
-    """Index in the run of the block's first sample."""
+    first_sample: int | Tensor = 0
+    """Index in the run of the block's first sample, or int64 [], which CUDA graphs read at each replay."""
     first_head: int = 0
     """Index in the layer of the block's first head."""
     queries: tuple[range, ...] = ()

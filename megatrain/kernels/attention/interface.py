@@ -34,6 +34,15 @@ class CuSeqlens(NamedTuple):
     """Upper bound of a document's keys."""
 
 
+class DistanceBias(NamedTuple):
+    """Numbers that are added to scaled scores, a function of head and distance, key - query."""
+
+    values: Tensor
+    """[n, sq + sk - 1], of the distances from 1 - sq on."""
+    reach: int
+    """Distance from which on they are constant, in each direction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskSpec:
     """The keys that each query of a block attends to; by default all of them.
@@ -48,6 +57,8 @@ class MaskSpec:
     """Keys before the query's own position, with `is_causal`; None: all."""
     cu_seqlens: CuSeqlens | None = None
     """Only keys of the query's document."""
+    is_token: Tensor | None = None
+    """True for keys that are no padding, bool [b, sk], with one for each sample; None: all. Only megatrain's kernel reads it."""
     explicit: Tensor | None = None
     """True for keys to attend to, bool [b or 1, 1, sq, sk]; replaces all other rules."""
     dropout: Dropout | None = None

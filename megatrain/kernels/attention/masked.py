@@ -1,15 +1,24 @@
-"""Attention with a mask of keys and a bias of scores, for any numbers of queries and keys, differentiated by torch.
+"""Attention with a mask of keys and a bias of scores, for any numbers of queries and keys.
+
+    fused_masked_attention     on GPUs, in bf16 and fp16: no scores in memory, padding, a bias of distances, dropout
+    masked_attention           torch's SDPA, with a mask and a bias in memory
+    eager_masked_attention     all scores in memory; the reference
 
 Shapes: q and the result [sq, b, n, d], k and v [sk, b, g, d]. Every query has a key.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused import attention as fused
 
 
 def masked_attention(
@@ -56,3 +65,45 @@ def eager_masked_attention(
     if kept is not None:
         probs = probs * kept.to(kind)
     return (probs @ values).permute(2, 0, 1, 3).to(q.dtype)
+
+
+def fused_masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, scale: float
+) -> Tensor:
+    """Compute attention by megatrain's kernel.
+
+    Args:
+        mask: causality, padding and dropout.
+        bias: added to scaled scores, in fp32; None: none.
+    """
+    values, reach = (None, 0) if bias is None else bias
+    out: Tensor = _FusedMaskedAttention.apply(q, k, v, values, reach, mask, scale)
+    return out
+
+
+class _FusedMaskedAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        values: Tensor | None,
+        reach: int,
+        mask: MaskSpec,
+        scale: float,
+    ) -> Tensor:
+        bias = None if values is None else DistanceBias(values, reach)
+        out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias)
+        ctx.save_for_backward(q, k, v, out, lse, values)
+        ctx.reach, ctx.mask, ctx.scale = reach, mask, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, values = ctx.saved_tensors
+        bias = None if values is None else DistanceBias(values, ctx.reach)
+        found = fused.backward(
+            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias
+        )
+        return *found, None, None, None

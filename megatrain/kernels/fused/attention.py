@@ -1,8 +1,9 @@
-"""Attention of a block of queries to a block of keys, with dropout and softcaps, without scores in memory.
+"""Attention of a block of queries to a block of keys, with dropout, softcaps and a bias of distances, without scores in memory.
 
     forward          a tile of queries, all their keys                            -> out, lse
     dq_of_queries    a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
     dkdv_of_keys     a tile of keys, all their queries in all heads of the group  -> dk, dv
+    bias_gradient    a diagonal of tiles in all samples, with a bias only         -> its gradient: `fused/attention_bias.py`
 
 Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
 has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
@@ -13,13 +14,18 @@ Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.dropout import Dropout
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.fused import attention_kernels as kernels
+from megatrain.kernels.fused.attention_bias import bias_gradient
+from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
 
@@ -40,22 +46,43 @@ class Tiles(NamedTuple):
     forward: Tile
     dq: Tile
     dkdv: Tile
+    bias: Tile = Tile(64, 64, 4, 3)
+    """As many queries as keys."""
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 """Tiles by the least power of two that is at least the head width."""
 
+_MARGIN = 128
+"""A multiple of the queries and of the keys of all tiles."""
+_MAX_KEPT_BYTES = 2**29
+"""Bytes of the dropout mask of one launch, unless a group of heads needs more."""
 _LOG2_E = 1.4426950408889634
 
 
+class Gradients(NamedTuple):
+    """Gradients of a block's inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    """Of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, scale: float, softcap: float | None, tiles: Tiles | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Implement `AttentionKernel.forward`; masks have no `explicit`."""
+    """Implement `AttentionKernel.forward`; masks have no `explicit`.
+
+    Args:
+        bias: added to the scaled scores; None: none.
+    """
     (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -63,36 +90,81 @@ def forward(
     first = _first_keys(q, k, mask)
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
-        *_with_strides(q, k, v, out), lse, lse if first is None else first, *_numbers(q, k, mask, scale, softcap),
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, tile),
+        *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
+        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), HAS_FIRST=first is not None,
+        IS_ALIGNED=_is_aligned(mask.dropout), **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Implement `AttentionKernel.backward`."""
-    (sq, b, n, _), (sk, _, g, _) = q.shape, k.shape
-    _, of_queries, of_keys = tiles or tiles_of(q)
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
+) -> Gradients:  # fmt: skip
+    """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
+    (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
+    width = cdiv(sk, _MARGIN) * _MARGIN // 8
+    if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
+        return _backward_by_group(
+            dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
+        )
+    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if sq == sk:  # views of one tensor: the gradient of a joint projection
+        dq, dk, dv = q.new_empty(sq, b, n + 2 * g, q.shape[3]).split((n, g, g), dim=2)
+    else:
+        dq, (dk, dv) = torch.empty_like(out), k.new_empty(sk, b, 2 * g, q.shape[3]).chunk(2, dim=2)
     dout_dot_out = torch.empty_like(lse)
-    first, numbers = _first_keys(q, k, mask), _numbers(q, k, mask, scale, softcap)
+    far = lse if bias is None else lse.new_empty(b, n, 2, sq)
+    first, masks, numbers = (
+        _first_keys(q, k, mask),
+        _masks(q, k, mask, bias),
+        _numbers(q, k, mask, scale, softcap),
+    )
+    dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, lse if first is None else first, scale, *numbers,
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, of_queries),
+        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
+        HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
+    kept = lse
+    if rule is not None:
+        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
+    of_rows = lse, dout_dot_out, kept, width
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
-        *_with_strides(q, k, v, dout, dk, dv), lse, dout_dot_out, lse if end is None else end, scale, *numbers,
-        HAS_END=end is not None, **_constants(q, k, mask, softcap, of_keys),
+        *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,
+        HAS_END=end is not None, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
-    return dq, dk, dv
+    dbias = None
+    if bias is not None:
+        assert first is None, "a bias with windows or documents"
+        assert softcap is None, "a bias with a softcap"
+        dbias = bias_gradient(
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), far, of_queries[:2], bias.reach, sk,
+            **_constants(q, k, mask, softcap, bias, of_diagonals),
+        ).to(bias.values.dtype)  # fmt: skip
+    return Gradients(dq, dk, dv, dbias)
+
+
+def _backward_by_group(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, **options: Any
+) -> Gradients:  # fmt: skip
+    """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
+    groups, rule = k.shape[2], mask.dropout
+    assert rule is not None
+    parts = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
+    found = []
+    for number, (dout, q, k, v, out, lse) in enumerate(parts):  # noqa: PLR1704
+        heads = q.shape[2]
+        of_group = replace(mask, dropout=replace(rule, first_head=rule.first_head + number * heads))
+        values = None if bias is None else bias.values[number * heads : (number + 1) * heads]
+        own = None if bias is None or values is None else DistanceBias(values, bias.reach)
+        found.append(backward(dout, q, k, v, out, lse, of_group, bias=own, **options))
+    dq, dk, dv = (torch.cat([one[place] for one in found], dim=2) for place in range(3))
+    return Gradients(dq, dk, dv, None if bias is None else torch.cat([one.bias for one in found]))
 
 
 def tiles_of(q: Tensor) -> Tiles:
@@ -108,6 +180,19 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
     yield from tensors
     for x in tensors:
         yield x.stride()[:3]
+
+
+def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> tuple[Any, ...]:
+    """Return the mask of padding, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
+
+    The bias gets distances that only rows outside have, so that tiles load it without a mask.
+    """
+    tokens = q if mask.is_token is None else mask.is_token.contiguous().view(torch.uint8)
+    if bias is None:
+        return tokens, q, (0, 0, 0)
+    before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
+    wide = pad(bias.values.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
+    return tokens, wide, (before + after, before, bias.reach)
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
@@ -134,25 +219,27 @@ def _query_ends(first: Tensor, sk: int) -> Tensor:
 
 
 def _numbers(q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> tuple[float, ...]:
-    """Return the sizes, the factors of scores and the numbers of dropout."""
+    """Return the sizes, the factors of scores and that of probabilities that dropout keeps."""
     assert scale > 0, f"scale {scale}"
-    sizes = (q.shape[0], k.shape[0], q.shape[2] // k.shape[2])
     into_tanh = 0.0 if softcap is None else 2 * _LOG2_E * scale / softcap
-    factors = (into_tanh, (scale if softcap is None else softcap) * _LOG2_E)
-    rule = mask.dropout
+    factor = (scale if softcap is None else softcap) * _LOG2_E
+    keep_factor = 1.0 if mask.dropout is None else mask.dropout.factor
+    return q.shape[0], k.shape[0], q.shape[2] // k.shape[2], into_tanh, factor, keep_factor
+
+
+def _dropout(rule: Dropout | None, unused: Tensor) -> tuple[Any, ...]:
+    """Return the first sample, in memory that CUDA graphs read at each replay, and the numbers of dropout."""
     if rule is None:
-        return (*sizes, *factors, *[0] * 5, 1.0, *[0] * 7)
-    first_head = halves("<Q", rule.first_sample * rule.num_heads + rule.first_head)
-    streams = (*first_head, rule.num_heads, *halves("<Q", rule.key))
-    return (
-        *sizes,
-        *factors,
-        *streams,
-        rule.factor,
-        rule.threshold,
-        *_spans(rule.queries),
-        *_spans(rule.keys),
-    )
+        return (unused, *[0] * 11)
+    first = rule.first_sample
+    if not isinstance(first, Tensor):  # the same kernels then run in a graph: they are compiled once
+        first = torch.full((), first, dtype=torch.int64, device=unused.device)
+    streams = (first, rule.first_head, rule.num_heads, *halves("<Q", rule.key))
+    return (*streams, rule.threshold, *_spans(rule.queries), *_spans(rule.keys))
+
+
+def _is_aligned(rule: Dropout | None) -> bool:
+    return rule is not None and rule.has_whole_blocks
 
 
 def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
@@ -162,8 +249,10 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
     return first.start, len(first), second.start - first.stop if len(ranges) > 1 else 0
 
 
-def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile: Tile) -> dict[str, Any]:
-    channels, rule = q.shape[-1], mask.dropout
+def _constants(
+    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: DistanceBias | None, tile: Tile
+) -> dict[str, Any]:
+    channels = q.shape[-1]
     return {
         "CHANNELS": channels,
         "PADDED": max(power_of_two(channels), 16),
@@ -171,8 +260,9 @@ def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile
         "KEYS": tile.keys,
         "IS_CAUSAL": mask.is_causal,
         "HAS_SOFTCAP": softcap is not None,
-        "HAS_DROPOUT": rule is not None,
-        "IS_ALIGNED": rule is not None and rule.has_whole_blocks,
+        "HAS_DROPOUT": mask.dropout is not None,
+        "HAS_PADDING": mask.is_token is not None,
+        "HAS_BIAS": bias is not None,
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

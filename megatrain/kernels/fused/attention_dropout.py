@@ -10,15 +10,78 @@ instructions give a thread two of 8 adjacent columns, and the same two of every 
     rounds 4 to 7   2 products of 32 x 32 -> 64 bits and 2 three-way xor each: 16
     20 per counter = 2.5 per score; extraction, comparison, selection: 2.5          5 per score in all
 
-In tiles of keys by queries a thread has 2 of the 8 keys, and Triton computes most counters four times. On one H200 both passes
-together reach 64 to 69 % of their speed without dropout with 128 channels, 60 % with 64. A counter of Philox2x32 for the keys k, k + 8 and
-the queries q, q + 8, which a thread has in both kinds of tiles, would compile to fewer instructions in dk and dv (858 instead of 1,375), and to
-more in the other two kernels.
+In tiles of keys by queries a thread has 2 of the 8 keys, and Triton would compute most counters four times. So a kernel of the
+backward pass stores the mask for them, one bit a score: a byte has the keys k, k + 8, .., k + 56 of 64 rows.
 """
 
 from __future__ import annotations
 
-from megatrain.kernels.fused.launching import jit, tl
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+
+_QUERIES, _BYTES = 32, 64
+"""Sizes of a tile of the stored mask."""
+STREAM = ("first_head", "num_heads", "key_low", "key_high", "threshold")
+POSITIONS = ("query_start", "query_middle", "query_jump", "key_start", "key_middle", "key_jump")
+"""Arguments of kernels with dropout."""
+
+
+def stored_mask(
+    sizes: tuple[int, int, int],
+    width: int,
+    arguments: tuple[Any, ...],
+    *,
+    is_aligned: bool,
+) -> Tensor:
+    """Return the mask of all scores as bits, uint8 [b, n, sq, width].
+
+    Args:
+        sizes: b, n, sq.
+        width: an eighth of the keys, rounded up to whole blocks of 64.
+        arguments: of the kernels, from the first sample to the ranges of keys.
+        is_aligned: see `keeps`.
+    """
+    b, n, sq = sizes
+    kept = torch.empty(b, n, sq, width, dtype=torch.uint8, device=arguments[0].device)
+    grid = (cdiv(sq, _QUERIES), n, b)
+    launch(
+        _store_mask, grid, kept, sq, width, *arguments, IS_ALIGNED=is_aligned, QUERIES=_QUERIES, BYTES=_BYTES
+    )
+    return kept
+
+
+@functools.partial(jit, any_value=(*STREAM, *POSITIONS))
+def _store_mask(
+    KEPT, rows, width, FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
+    query_start, query_middle, query_jump, key_start, key_middle, key_jump,
+    IS_ALIGNED: tl.constexpr, QUERIES: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    row, head, sample = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.program_id(1), tl.program_id(2)
+    stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
+    query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
+    KEPT += (sample.to(tl.int64) * tl.num_programs(1) + head) * rows * width
+    for start in tl.range(0, width, BYTES):
+        byte = start + tl.arange(0, BYTES)
+        bits = tl.zeros([QUERIES, BYTES], dtype=tl.int32)
+        for number in tl.static_range(8):
+            place = position(byte // 8 * 64 + byte % 8 + (0 if IS_ALIGNED else 8 * number), spans)[None, :]
+            word = number if IS_ALIGNED else place % 64 // 8
+            kept = _keeps(place // 64 * 8 + place % 8, query[:, None], word, stream, key, threshold)
+            bits |= kept.to(tl.int32) << number
+        inside = (row < rows)[:, None] & (byte < width)[None, :]
+        tl.store(KEPT + row.to(tl.int64)[:, None] * width + byte[None, :], bits.to(tl.uint8), mask=inside)
+
+
+@jit
+def stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads):
+    """Return the halves of the index of a head in the run."""
+    index = (tl.load(FIRST_SAMPLE) + sample) * num_heads + first_head + head
+    return index.to(tl.uint32), (index >> 32).to(tl.uint32)
 
 
 @jit
@@ -50,17 +113,27 @@ def keeps(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_
 
 
 @jit
-def keeps_by_key(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return the same mask transposed, bool [keys, queries]."""
-    if IS_ALIGNED:
-        block = position(first_key + tl.arange(0, KEYS // 64) * 64, spans) // 8
-        column = block[:, None, None, None] + tl.arange(0, 8)[None, None, :, None]
-        number = tl.arange(0, 8)[None, :, None, None]
-        return tl.reshape(
-            _keeps(column, query[None, None, None, :], number, head, key, threshold), [KEYS, query.shape[0]]
-        )
-    row = position(first_key + tl.arange(0, KEYS), spans)[:, None]
-    return _keeps(row // 64 * 8 + row % 8, query[None, :], row % 64 // 8, head, key, threshold)
+def load_kept(KEPT, row, rows, first_key, width, KEYS: tl.constexpr):
+    """Load a stored mask, bool [queries, keys]."""
+    queries: tl.constexpr = row.shape[0]
+    query, key = row[:, None, None, None], _bytes_of_keys(first_key, KEYS)[None, :, None, :]
+    bits = tl.load(KEPT + tl.cast(query, tl.int64) * width + key, mask=query < rows, other=0)
+    return tl.reshape(bits.to(tl.int32) >> tl.arange(0, 8)[None, None, :, None] & 1, [queries, KEYS]) != 0
+
+
+@jit
+def load_kept_by_key(KEPT, row, rows, first_key, width, KEYS: tl.constexpr):
+    """Load a stored mask transposed, bool [keys, queries]."""
+    queries: tl.constexpr = row.shape[0]
+    query, key = row[None, None, None, :], _bytes_of_keys(first_key, KEYS)[:, None, :, None]
+    bits = tl.load(KEPT + tl.cast(query, tl.int64) * width + key, mask=query < rows, other=0)
+    return tl.reshape(bits.to(tl.int32) >> tl.arange(0, 8)[None, :, None, None] & 1, [KEYS, queries]) != 0
+
+
+@jit
+def _bytes_of_keys(first_key, KEYS: tl.constexpr):
+    """Return the places of the bytes of a tile in the row of a query, [blocks of 64, 8]."""
+    return first_key // 8 + tl.arange(0, KEYS // 64)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @jit

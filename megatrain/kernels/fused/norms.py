@@ -80,17 +80,17 @@ def norm_backward(
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
     programs = min(cdiv(count, rows), _WARPS // warps)
-    dweight = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
-    dbias = None if mean is None else torch.empty_like(dweight)
+    sums = torch.empty(programs, 1 if mean is None else 2, columns, dtype=torch.float32, device=x.device)
     launch(
         _backward, (programs,),
         dy.contiguous(), dy if dy_term is None else dy_term, dy if dtotal is None else dtotal.contiguous(),
-        x, weight, rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
+        x, weight, rstd if mean is None else mean, rstd, dx, sums,
         count, columns, offset, programs,
         HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
         ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
+    dweight, *dbias = sums.sum(0)
+    return dx, dweight, dbias[0] if dbias else None
 
 
 def _tile(columns: int) -> tuple[int, int, int]:
@@ -149,7 +149,7 @@ def _forward(
 
 @jit
 def _backward(
-    DY, DY2, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
+    DY, DY2, DT, X, W, M, R, DX, SUMS, count, columns, offset, programs,
     HAS_TERM: tl.constexpr, HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -188,6 +188,7 @@ def _backward(
         if HAS_TOTAL:
             dx += dtotal.to(tl.float32)
         tl.store(DX + index, dx.to(DX.dtype.element_ty), mask=inside)
-    tl.store(DW + first * columns + column, dweight, mask=is_column)
+    SUMS += first * (2 if IS_CENTRED else 1) * columns + column
+    tl.store(SUMS, dweight, mask=is_column)
     if IS_CENTRED:
-        tl.store(DB + first * columns + column, dbias, mask=is_column)
+        tl.store(SUMS + columns, dbias, mask=is_column)

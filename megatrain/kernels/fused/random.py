@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import struct
 
+import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _BLOCK = 512
+_COUNTERS = 256
+"""Elements of a program: normal numbers, and counters of dropout, which have four each."""
 
 
 def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
@@ -23,14 +26,17 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     )  # fmt: skip
 
 
-def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
-    """Implement `kernels.random.keep_mask`: fill `kept`, bool [rows, columns], for row numbers int64 [rows]."""
-    assert all(x.is_contiguous() for x in (kept, rows))
-    columns = kept.shape[1]
+def drop(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+    """Implement `kernels.dropout.drop`."""
+    x, rows = x.contiguous(), rows.contiguous()
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
+    counters = cdiv(columns, 4)
     launch(
-        _kept, (rows.numel(), cdiv(columns, _BLOCK)),
-        kept, rows, columns, cdiv(columns, 4), *halves("<Q", key), threshold, BLOCK=_BLOCK,
+        _drop, (rows.numel(), cdiv(counters, _COUNTERS)),
+        x, out, rows, columns, counters, *halves("<Q", key), round(p * 2**32), 1 - p, COUNTERS=_COUNTERS,
     )  # fmt: skip
+    return out
 
 
 def halves(kind: str, number: float) -> tuple[int, ...]:
@@ -48,8 +54,8 @@ def _long(low, high):
 
 
 @jit
-def _word(counter, word, key_low, key_high):
-    """Return one of the four words of Philox4x32-10 at these counters."""
+def _words(counter, key_low, key_high):
+    """Return the four words of Philox4x32-10 at these counters."""
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
@@ -60,6 +66,13 @@ def _word(counter, word, key_low, key_high):
         low_0, low_1 = c0 * m0, c2 * m1
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
         k0, k1 = k0 + w0, k1 + w1
+    return c0, c1, c2, c3
+
+
+@jit
+def _word(counter, word, key_low, key_high):
+    """Return one of the four words."""
+    c0, c1, c2, c3 = _words(counter, key_low, key_high)
     return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
 
 
@@ -136,9 +149,14 @@ def _normal(
 
 
 @functools.partial(jit, any_value=("key_low", "key_high"))
-def _kept(KEPT, ROW, columns, counters_per_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
+def _drop(
+    X, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, kept_share, COUNTERS: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    counter = tl.load(ROW + program) * counters_per_row + column // 4
-    word = _word(counter, column % 4, key_low, key_high)
-    tl.store(KEPT + program * columns + column, word.to(tl.int64) >= threshold, mask=column < columns)
+    counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
+    column = tl.program_id(1) * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
+    c0, c1, c2, c3 = _words(tl.load(ROW + program) * counters_per_row + counter, key_low, key_high)
+    word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
+    x = tl.load(X + program * columns + column, mask=column < columns, other=0).to(tl.float32)
+    out = tl.where(word.to(tl.int64) >= threshold, tl.div_rn(x, kept_share), 0)
+    tl.store(OUT + program * columns + column, out.to(OUT.dtype.element_ty), mask=column < columns)

@@ -53,6 +53,7 @@ from megatrain.parallel.tensor_parallel import Bias
 
 ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
 """Metrics of a router: dropped assignments, sum of the tokens' entropies, and this rank's parts of losses without coefficients."""
+_LOSSES = slice(ROUTER_METRICS.index("z_loss"), None)
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -250,6 +251,12 @@ class Router(ShardedModule):
             total = all_reduce(loads.clone(), self.dp)
             self.cumulative_loads.append(total + self.cumulative_loads[-1] if number else total)
         return self.cumulative_loads[number].double() / (self.dp.size * (number + 1))
+
+
+def mean_losses(metrics: Tensor, num_uses: int) -> Tensor:
+    """Return the sum of the metrics of a router over its uses in a pass with the means of its losses."""
+    metrics[: len(ROUTER_METRICS)][_LOSSES] /= num_uses
+    return metrics
 
 
 class _Logits(Function):

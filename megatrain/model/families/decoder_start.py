@@ -42,7 +42,11 @@ class DecoderStart(ShardedModule):
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         memory = self.norm(hidden, info).to(self.hidden_dtype)
+        return torch.cat((self.embedded(batch, info), memory))
+
+    def embedded(self, batch: Batch, info: PassInfo) -> Tensor:
+        """Return the embedding of the decoder's tokens, [s/tp, b, h]."""
         embedding = self.tied_to[0]
         assert isinstance(embedding, Embedding)
-        x = self.output(embedding.embed(batch, info), info)
-        return torch.cat((x, memory))
+        x: Tensor = self.output(embedding.embed(batch, info), info)
+        return x

@@ -17,7 +17,12 @@ from torch import Tensor
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.kernels.attention.dropout import Dropout
-from megatrain.kernels.attention.masked import eager_masked_attention, masked_attention
+from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.masked import (
+    eager_masked_attention,
+    fused_masked_attention,
+    masked_attention,
+)
 from megatrain.kernels.random import stream_key
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.layer_context import LayerContext
@@ -30,53 +35,59 @@ class MaskedAttention(ShardedModule):
 
     def __init__(self, spec: AttentionSpec | CrossAttentionSpec, context: LayerContext) -> None:
         super().__init__()
-        self.tp = context.tp
+        self.tp, self.cp = context.tp, context.ranks.split.cp
         self.num_heads, self.p = spec.num_heads, spec.dropout
         self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
         self.dropout_key = stream_key(context.ranks.seed, f"{context.name(spec)}.dropout")
-        self.is_eager = context.builder.attention == "math"
+        self.kernel = context.builder.attention
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
         self.has_bias = isinstance(spec, AttentionSpec) and spec.relative is not None
         if isinstance(spec, AttentionSpec) and spec.relative is not None:
             self.tied_to = (context.relative_positions,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        mask, bias, kept = self.mask(q, info), self.bias(q, k), self.kept(q, k, info)
-        if self.is_eager or kept is not None:
+        is_token, dropout = self.is_token(info), self.dropout(q, k, info)
+        if self.kernel == "triton":
+            spec = MaskSpec(is_causal=self.is_causal, is_token=is_token, dropout=dropout)
+            by_distance = self.positions.bias_of_distances(q.shape[0], k.shape[0]) if self.has_bias else None
+            return fused_masked_attention(q, k, v, spec, bias=by_distance, scale=self.scale).flatten(2)
+        mask = None if is_token is None else is_token[:, None, None]
+        if self.is_causal:
+            mask = torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()
+        bias = self.positions.bias(q.shape[0], k.shape[0]) if self.has_bias else None
+        if dropout is not None or self.kernel == "math":
+            kept = (
+                None if dropout is None else dropout.mask(q.shape[1], q.shape[2], q.device) * dropout.factor
+            )
             out = eager_masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale, kept=kept)
         else:
             out = masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale)
         return out.flatten(2)
 
-    def mask(self, q: Tensor, info: PassInfo) -> Tensor | None:
-        """Return True where a query attends to a key, bool [b or 1, 1, sq or 1, sk]; None: everywhere."""
-        if self.is_causal:
-            return torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()
-        if info.is_token is None:
+    def is_token(self, info: PassInfo) -> Tensor | None:
+        """Return True for keys to attend to, bool [b, sk]; None: all, or those up to the query."""
+        if self.is_causal or info.is_token is None:
             return None
         # The first token of a sample is none of padding; of a sample that is all padding, queries need a key.
-        return (info.is_token | (torch.arange(info.is_token.shape[1], device=q.device) == 0))[:, None, None]
+        return info.is_token | (torch.arange(info.is_token.shape[1], device=info.is_token.device) == 0)
 
-    def bias(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return the relative position bias of this rank's heads, [1, n/tp, sq, sk]; None: there is none."""
-        if not self.has_bias:
-            return None
+    @property
+    def positions(self) -> RelativePositions:
+        """The relative position bias of the stack."""
         (relative_positions,) = self.tied_to
         assert isinstance(relative_positions, RelativePositions)
-        return relative_positions.bias(q.shape[0], k.shape[0])
+        return relative_positions
 
-    def kept(self, q: Tensor, k: Tensor, info: PassInfo) -> Tensor | None:
-        """Return the factors of dropout, [b, n/tp, sq, sk]; None: no dropout."""
+    def dropout(self, q: Tensor, k: Tensor, info: PassInfo) -> Dropout | None:
+        """Return the dropout rule of this rank's heads; None: no dropout."""
         if not self.p or not info.is_training:
             return None
-        assert isinstance(info.first_sample, int), "CUDA graphs have no dropout"
-        dropout = Dropout(
+        return Dropout(
             p=self.p,
             key=self.dropout_key,
             num_heads=self.num_heads,
             first_sample=info.first_sample,
             first_head=self.tp.rank * q.shape[2],
-            queries=(range(q.shape[0]),),
+            queries=self.cp.position_ranges(q.shape[0]),
             keys=(range(k.shape[0]),),
         )
-        return dropout.mask(q.shape[1], q.shape[2], q.device) * dropout.factor

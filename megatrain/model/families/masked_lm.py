@@ -21,6 +21,7 @@ from megatrain.model.implementations.module_builder import ModuleBuilder
 from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.layout import Init, ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
@@ -45,11 +46,12 @@ class HeadTransform(nn.Module):
 
 
 class BinaryHead(ShardedModule):
-    """Pooler and two classes; its tensors are on every tensor rank."""
+    """Pooler and two classes; its tensors are on every tensor rank. The first context rank has the first token."""
 
-    def __init__(self, spec: ModelSpec, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, split: TokenSplit, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tp = tp
+        self.split, self.tp = split, split.tp
+        tp = split.tp
         h, init = spec.hidden_size, Init(std=spec.init_std)
         for name, rows in (("pooler.dense", h), ("binary_head", _CLASSES)):
             attribute = name.partition(".")[0]
@@ -60,8 +62,8 @@ class BinaryHead(ShardedModule):
     def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Return the mean loss of the samples, as this rank differentiates it; write `sop_loss` to `info.sums`.
 
-        With sequence parallelism the first tensor rank has the first token: others return 0. Evaluation also writes `samples`,
-        and `sop_hits`, the number of them whose class has the larger logit.
+        The ranks without the first token return 0, and context ranks of them write 0. Evaluation also writes `samples`, and
+        `sop_hits`, the number of them whose class has the larger logit.
         """
         assert batch.are_swapped is not None, "the batch of a model with a next-sentence head"
         logits = self.logits(x)
@@ -70,18 +72,16 @@ class BinaryHead(ShardedModule):
         )
         count = len(losses) if info.num_samples is None else info.num_samples
         mean = losses[:count].sum() / max(count, 1)
-        is_split = self.tp.sequence_parallel and self.tp.size > 1
-        if is_split:
-            mean = mean * (self.tp.rank == 0)
+        mean = mean * self.split.is_first
         sums = {"sop_loss": mean.detach()}
         if not info.is_training:
             hits = (logits.argmax(-1) == batch.are_swapped)[:count].sum().to(mean.dtype)
-            sums["sop_hits"] = hits * (self.tp.rank == 0) if is_split else hits
-        if is_split:
+            sums["sop_hits"] = hits * self.split.is_first
+        if self.tp.sequence_parallel:
             sums = {name: all_reduce(x.clone(), self.tp.group) for name, x in sums.items()}
         info.sums |= sums
         if not info.is_training:
-            info.sums["samples"] = torch.full_like(mean, count)
+            info.sums["samples"] = torch.full_like(mean, count * (self.split.cp.rank == 0))
         return mean
 
     def logits(self, x: Tensor) -> Tensor:
@@ -90,6 +90,20 @@ class BinaryHead(ShardedModule):
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, weight_of(self, f"{name}_weight"), weight_of(self, f"{name}_bias"))
+
+
+@dataclass(frozen=True)
+class MicrobatchMeans:
+    """Means of micro-batches in place of the sums of token losses in `PassInfo.sums`; context ranks have parts of them."""
+
+    cp: ContextParallel
+
+    def apply(self, batch: Batch, info: PassInfo) -> None:
+        """Divide the sums by the tokens of the micro-batch; it counts as one, on the first context rank, or as 0 if it is all padding."""
+        for name in {"lm_loss", "z_loss"} & info.sums.keys():
+            info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
+        counts = self.cp.rank == 0 and info.num_samples != 0
+        info.sums["tokens"] = torch.full_like(info.sums["tokens"], counts)
 
 
 @dataclass(frozen=True)
@@ -102,12 +116,7 @@ class HeadParts:
     """Next-sentence head, whose loss is added."""
     bias: ParamLayout | None = None
     """Layout of the bias of the logits."""
+    means: MicrobatchMeans | None = None
+    """Means of micro-batches in place of sums of tokens."""
     owns_embedding: bool = False
     """The tied embedding belongs to this segment."""
-
-
-def average_over_microbatch(batch: Batch, info: PassInfo) -> None:
-    """Make the sums of token losses in `info.sums` means of the micro-batch, which counts as one, or 0 if it is all padding."""
-    for name in {"lm_loss", "z_loss"} & info.sums.keys():
-        info.sums[name] = info.sums[name] / batch.loss_denominator.clamp(min=1)
-    info.sums["tokens"] = torch.full_like(info.sums["tokens"], info.num_samples != 0)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
+from megatrain.kernels.attention.interface import DistanceBias
+from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model import functions
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -44,15 +46,35 @@ class RelativePositions(ShardedModule):
         )
 
     def bias(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the bias of the scores, [1, n/tp, sq, sk]."""
+        """Return the bias of the scores, [1, n/tp, sq, sk]; the queries are the last ones of as many positions as keys."""
         weight = functions.weight_of(self, "weight")
         buckets = _buckets(self.spec, num_queries, num_keys, weight.device)
         return weight[buckets].permute(2, 0, 1).unsqueeze(0)
 
+    def bias_of_distances(self, num_queries: int, num_keys: int) -> DistanceBias:
+        """Return the same by distance, in the accumulation dtype.
+
+        It is a product, whose gradient is deterministic and takes one product too.
+        """
+        weight = functions.weight_of(self, "weight")
+        kind = accumulation_dtype(weight.dtype)
+        of_buckets = _selection(self.spec, num_queries, num_keys, weight.device, kind)
+        return DistanceBias(weight.to(kind).t() @ of_buckets, self.spec.max_distance)
+
+
+@functools.lru_cache(maxsize=8)
+def _selection(
+    spec: RelativePositionSpec, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return 1 for the bucket of each distance, else 0: [buckets, sq + sk - 1]."""
+    buckets = bucket_of(torch.arange(1 - num_queries, num_keys, device=device), spec)
+    return (torch.arange(spec.num_buckets, device=device)[:, None] == buckets).to(dtype)
+
 
 @functools.lru_cache(maxsize=8)
 def _buckets(spec: RelativePositionSpec, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    keys, queries = (torch.arange(count, device=device) for count in (num_keys, num_queries))
+    keys = torch.arange(num_keys, device=device)
+    queries = keys[num_keys - num_queries :]
     return bucket_of(keys - queries.unsqueeze(1), spec)
 
 

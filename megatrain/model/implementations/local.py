@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
-from megatrain.kernels.random import keep_mask
+from megatrain.kernels.dropout import drop
 from megatrain.model import functions
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
@@ -169,6 +169,6 @@ class LocalDropout(nn.Module):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         if not info.is_training:
             return x
-        rows, samples, channels = x.shape
+        rows, samples, _ = x.shape
         tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
-        return functions.drop(x, keep_mask(tokens, channels, key=self.key, p=self.p), self.p)
+        return drop(x, tokens, key=self.key, p=self.p)

@@ -69,7 +69,7 @@ class ContextAttention:
         copies = max(1, size // k.shape[2])
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
         parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
-        out = conjugate(torch.cat(parts, dim=3), self.heads, _heads_of, _rows_of)
+        out = conjugate(torch.cat(parts, dim=3), self.heads, heads_of, rows_of)
         local_q, local_k, local_v = out.split([x.shape[3] for x in parts], dim=2)
         return local_q, local_k, local_v
 
@@ -77,7 +77,7 @@ class ContextAttention:
         """Trade all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
         if self.heads.size == 1:
             return out
-        return conjugate(out, self.heads, _rows_of, _heads_of).flatten(2, 3)
+        return conjugate(out, self.heads, rows_of, heads_of).flatten(2, 3)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kernel: AttentionKernel, masks: BlockMasks
@@ -212,11 +212,11 @@ def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Blo
     return _Block(second, whole, masks.between(local[1:], theirs))
 
 
-def _heads_of(x: Tensor, group: RankGroup) -> Tensor:
+def heads_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s/c, b, c, heads/c, d] -> [s, b, heads/c, d]."""
     return to_sequence_order(exchange(x.movedim(2, 0), group).flatten(0, 1), group.size)
 
 
-def _rows_of(x: Tensor, group: RankGroup) -> Tensor:
+def rows_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s, b, heads/c, d] -> [s/c, b, c, heads/c, d]."""
     return exchange(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)

@@ -143,7 +143,8 @@ class AmaxHistory:
     def _update_scales(self) -> None:
         """Compute the scales of the next step."""
         decisive = self._amaxes.amax(dim=1) if self.algorithm == "max" else self._amaxes[:, 0]
-        self._scales = pad(scale_of(decisive, self._largest, self.margin), (0, _ROW - 2))
+        # In place: CUDA graphs read them here.
+        self._scales.copy_(pad(scale_of(decisive, self._largest, self.margin), (0, _ROW - 2)))
         if self._of_library:
             scales = self._scales[:, 1].unbind()
             torch._foreach_copy_(

@@ -48,6 +48,13 @@ def add_flags(commands: Any) -> None:
         "--prompt-file", metavar="FILE", help='file with one prompt a line, as JSON: {"prompt": "..."}'
     )
     parser.add_argument(
+        "--decoder-start-id",
+        type=int,
+        metavar="ID",
+        help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
+        " decoder_start_token_id of a model's config.json)",
+    )
+    parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
     )
     parser.add_argument(
@@ -99,8 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
         ids = [_encode(loaded, prompt) for prompt in prompts]
+        start = _start_id(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
-        engine = _engine(arguments, process, loaded, ids, samplings)
+        engine = _engine(arguments, process, loaded, ids, samplings, start)
         texts = [engine.submit(*one) for one in zip(ids, samplings, strict=True)]
         write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
@@ -116,13 +124,17 @@ def _engine(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
+    start: int | None,
 ) -> TextEngine:
     """Plan the cache for these prompts, print the plan, and allocate it."""
-    completions = [Completion(tuple(ids), one) for ids, one in zip(prompts, samplings, strict=True)]
+    longest = max(map(len, prompts))
+    firsts = prompts if start is None else [[start]] * len(prompts)
+    completions = [Completion(tuple(ids), one) for ids, one in zip(firsts, samplings, strict=True)]
     plan = plan_cache(
         loaded.model,
         dtype=loaded.dtype,
         max_tokens=max(one.num_total for one in completions),
+        max_memory=0 if start is None else longest,
         num_sequences=min(len(prompts), check_max_sequences(arguments)),
         limit_bytes=cache_limit(arguments, process),
     )
@@ -130,10 +142,38 @@ def _engine(
     shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
     if shorter:
         process.note(
-            f"{shorter} of {len(prompts)} prompts: the context of {loaded.max_context} tokens ends the text before"
+            f"{shorter} of {len(prompts)} prompts: the context of {_text_context(loaded)} tokens ends the text before"
             f" --max-new-tokens {arguments.max_new_tokens}"
         )
-    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_tokens(arguments, loaded))
+    ends = end_tokens(arguments, loaded)
+    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, ends, start)
+
+
+def _start_id(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
+    """Return the first token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
+    size, given = loaded.model.spec.vocab_size, arguments.decoder_start_id
+    if len(loaded.model.spec.stacks) == 1:
+        if given is not None:
+            raise ConfigError(
+                f"--decoder-start-id {given}: the model has no decoder after an encoder",
+                fix="remove --decoder-start-id",
+            )
+        return None
+    start: int | None = loaded.start_id if given is None else given
+    if start is None or not 0 <= start < size:
+        problem = "the tokenizer has no [CLS], with which the decoder begins"
+        raise ConfigError(
+            problem
+            if given is None
+            else f"--decoder-start-id {given}: the vocabulary has ids 0 to {size - 1}",
+            fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
+        )
+    return start
+
+
+def _text_context(loaded: LoadedModel) -> int:
+    """Return the context that the text is in: of the decoder, if an encoder reads the prompt."""
+    return loaded.model.spec.stacks[-1].seq_length or loaded.max_context
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
@@ -197,7 +237,8 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
 
 def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequence[int]) -> Sampling:
     """Return the sampling of a prompt: its seed, and as many new tokens as the context has left."""
-    most = min(sampling.max_new_tokens, loaded.max_context + 1 - len(ids))
+    has_encoder = len(loaded.model.spec.stacks) > 1
+    most = min(sampling.max_new_tokens, _text_context(loaded) + 1 - (1 if has_encoder else len(ids)))
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 
@@ -209,15 +250,16 @@ def _run_to_text(
     engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion], write: Callable[[str], None]
 ) -> None:
     """Run the engine and write the texts; the text of a single prompt while it is sampled."""
+    between = "" if engine.start_id is None else "\n"
     if len(texts) == 1:
-        write(prompts[0])
+        write(prompts[0] + between)
     while not engine.engine.is_idle:
         for _, new in engine.step():
             if len(texts) == 1:
                 write(new)
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if len(texts) > 1:
-            write(f"> prompt {number} of {len(texts)}\n{prompt}{text.stream.text}")
+            write(f"> prompt {number} of {len(texts)}\n{prompt}{between}{text.stream.text}")
         write("\n")
         for one in text.completion.log_probs:
             write(f"> {_log_prob(one, engine.tokenizer)}\n")
@@ -241,7 +283,7 @@ def _run_to_json(
             "prompt": prompt,
             "text": text.stream.text,
             "finish_reason": one.finish_reason,
-            "num_prompt_tokens": len(one.prompt),
+            "num_prompt_tokens": len(one.memory or one.prompt),
             "tokens": one.tokens,
         }
         if one.sampling.num_log_probs is not None:

@@ -111,6 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
+        if len(loaded.model.spec.stacks) > 1:
+            raise ConfigError(
+                f"{loaded.path}: a server has no requests for models whose encoder reads the prompt (--model-family t5)",
+                fix="use megatrain generate",
+            )
         end_ids = end_tokens(arguments, loaded)
         most = arguments.max_context or loaded.max_context
         if most > loaded.max_context:

@@ -96,7 +96,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "tensor communication",
         "parallel.tp_comm_overlap",
-        Feature("tpwaits"),
+        Feature("tpwaits", "--no-tp-comm-overlap"),
         Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
     ),
     _layout(
@@ -364,7 +364,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _option("z-loss", "model.z_loss_coeff", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
     _option(
         "multi-token prediction",
-        "model.mtp_num_layers",
+        "model.mtp_num_layers model.mtp_use_repeated_layer",
         Feature("onetoken"),
         Feature(
             "mtp",
@@ -372,6 +372,34 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "mtp1": "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
                 "mtp2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
             },
+        ),
+        Feature(
+            "mtprepeated",
+            "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-use-repeated-layer",
+            excludes=("globalauxloss", "severallosses"),
+        ),
+    ),
+    _option(
+        "distillation",
+        "distillation.export_kd_teacher_load",
+        Feature("noteacher"),
+        Feature(
+            "teacher",
+            {
+                "teacher": "--export-kd-teacher-load drawn --kd-temperature 2 --no-kd-skip-lm-loss --kd-layer-pairs final:final",
+                "reverseteacher": (
+                    "--export-kd-teacher-load drawn --kd-loss reverse_kl --kd-temperature 0.7 --no-kd-skip-lm-loss"
+                    " --no-kd-balance-losses --kd-loss-scale 3"
+                ),
+            },
+            excludes=tuple(
+                word_of_schedule(name) for name, traits in PIPELINE_SCHEDULES.items() if traits.is_v
+            ),
+        ),
+        Feature(
+            "matchedlayers",
+            "--export-kd-teacher-load drawn --kd-layer-pairs 0:2:mse 2:5:cosine final:final:mse",
+            needs=("pp1",),
         ),
     ),
     _option("loss scale", "precision.loss_scale", Feature("noscale"), Feature("scale", "--loss-scale 30000")),

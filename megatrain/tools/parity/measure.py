@@ -25,6 +25,7 @@ from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.models import IMAGE_SIZE, IMAGES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
+from megatrain.tools.parity.teachers import draw_teacher, teacher_of
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
@@ -155,7 +156,7 @@ def chunked_loss() -> AbstractContextManager[Any]:
 def _losses_of(report: StepReport) -> Iterator[float]:
     """Yield the losses of a step and its router metrics."""
     yield from (loss for loss in (report.lm_loss, report.sop_loss, report.z_loss) if loss is not None)
-    yield from report.mtp_losses
+    yield from (*report.mtp_losses, *report.distillation_losses)
     if report.routers is not None:
         yield from report.routers.losses.values()
         for layer in report.routers.layers:
@@ -184,6 +185,7 @@ def engine_of(plan: Plan, rank: int) -> Engine:
     grid = build_grid(grid_shape(plan), rank, kept_group)
     engine = Engine(plan, grid, device)
     engine.initialize()
+    draw_teacher(engine)
     return engine
 
 
@@ -214,6 +216,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
     libraries = {name: found for name, found in library_versions().items() if name == "transformer_engine"}
+    has_teacher = request.known("distillation.export_kd_teacher_load") is not None
     has_modules = request.known("precision.te_precision_config_file") is not None
     facts = Facts(
         world_size=world_size,
@@ -222,6 +225,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
         device=device,
         libraries=libraries,
         module_precision=FP8_MODULES if has_modules else None,
+        teacher=teacher_of(layout, vocab_size=_VOCAB, seq_length=_SEQ) if has_teacher else None,
     )
     return resolve(request, add_user_files(request, facts))
 

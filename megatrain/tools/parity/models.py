@@ -5,6 +5,7 @@ from __future__ import annotations
 _GQA = "--group-query-attention --num-query-groups 24"
 _NO_DROPOUT = "--hidden-dropout 0"
 _LATENTS = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
+_PATTERN = "MG*-"
 _ROPE = "--position-embedding-type rope"
 
 MODELS = {
@@ -65,7 +66,14 @@ MODELS = {
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
         "--rotary-percent 0.5 --attention-output-gate --init-method-std 0.1 "
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3 "
-        "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 24 --linear-value-head-dim 4"
+        "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 48 --linear-value-head-dim 4"
+    ),
+    # Layers of one part: Mamba-2, a delta net of the second variant, attention, an MLP or experts.
+    "hybrid": (
+        f"--model-family hybrid --hybrid-layer-pattern {_PATTERN} --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} "
+        f"{_NO_DROPOUT} --position-embedding-type none --init-method-std 0.1 --mamba-num-heads 48 --mamba-head-dim 2 "
+        "--mamba-num-groups 24 --mamba-state-dim 3 --experimental-attention-variant gdn2 --linear-num-key-heads 24 "
+        "--linear-key-head-dim 8 --linear-num-value-heads 48 --linear-value-head-dim 4"
     ),
     "neox": (
         f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "
@@ -106,6 +114,8 @@ OF_FAMILIES = {
 """Models of other families than GPT, with the family."""
 WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
 """Models with learned positions, which multi-token prediction does not support, and those of other families."""
+WITHOUT_TEACHERS = tuple(OF_FAMILIES)
+"""Models that distillation does not train."""
 WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
 """Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
 FROZEN = ("llava", "projector")
@@ -116,11 +126,20 @@ IMAGE_SIZE = (8, 12)
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_DOCUMENTS = ("qwen3-next", *OF_FAMILIES)
-"""Models whose state, padding or images need a whole sample."""
-WITHOUT_CONTEXT_RANKS = tuple(name for name in WITHOUT_DOCUMENTS if name not in IMAGES)
-"""Models that cannot split a sample over context ranks either."""
+WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
+"""Models of two stacks, whose samples are split over no context ranks."""
+WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)
+"""Models whose padding stops at no document's end, or whose images need whole samples."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
 """Models whose products have different numbers of rows."""
+
+
+def flags_of_hybrid(flags: str, *, has_experts: bool, num_depths: int) -> str:
+    """Return the flags of a hybrid whose pattern has experts in place of MLPs, and heads of an attention layer and that one."""
+    if "--hybrid-layer-pattern" not in flags:
+        return flags
+    before, pattern, after = flags.partition(f" {_PATTERN}")
+    last = "E" if has_experts else "-"
+    return before + pattern.replace("-", last) + f"/*{last}" * num_depths + after

@@ -34,8 +34,10 @@ from megatrain.tools.parity.models import (
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
+    WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
+    flags_of_hybrid,
 )
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
@@ -50,8 +52,12 @@ ALWAYS = (
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
+    "tp2 sp cp2 pp2 bert attentiondropout",
+    "pp2 dp2 zero1 tokens tails t5 instances2",
+    "dp2 pp2 zero2 dualpipev tied bert",
+    "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
 )
-"""Rows that combine all axes."""
+"""Rows that combine all axes, and those of other families than GPT."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
@@ -122,7 +128,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
@@ -238,7 +244,12 @@ class Layout:
     def flags(self) -> list[str]:
         """Return the flags of `pretrain.py`; the model's come first, so that an option can override them."""
         texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
-        model = texts.pop(_NAMES.index("model"))
+        (experts, depths) = self.words_of("experts", "multi-token prediction")
+        model = flags_of_hybrid(
+            texts.pop(_NAMES.index("model")),
+            has_experts=experts != "dense",
+            num_depths={"onetoken": 0, "mtp1": 1}.get(depths, 2),
+        )
         return " ".join([model, *texts]).split()
 
 
@@ -315,24 +326,33 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 
 @_rule_of(
-    "key-value replication", "context parallelism", "documents", "loss", "tensor communication", "model",
-    "optimizer", "optimizer state",
-)  # fmt: skip
+    "key-value replication",
+    "context parallelism",
+    "documents",
+    "loss",
+    "tensor communication",
+    "distillation",
+    "optimizer",
+    "optimizer state",
+    "model",
+)
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
         return False
+    if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
+        return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
     if known["model"] in FROZEN and (
         "muon" in (known["optimizer"] or "") or known["optimizer state"] == "offload"
     ):
         return False
-    if known["model"] in WITHOUT_DOCUMENTS and known["documents"] == "documents":
-        return False
     is_split = known["context parallelism"] not in (None, "cp1")
+    has_documents = known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    is_possible &= not (has_documents and known["model"] in WITHOUT_DOCUMENTS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
@@ -340,7 +360,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
     word, may_have = known["multi-token prediction"], known["model"] not in WITHOUT_MTP
-    if word in ("mtp1", "mtp2") and not may_have:
+    if word not in (None, "onetoken") and not may_have:
         return False
     return known["pipeline split"] != "mtpalone" or (word in (None, "mtp2") and may_have)
 

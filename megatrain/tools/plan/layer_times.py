@@ -67,14 +67,11 @@ class LayerTimes:
         return self._memory(2 * rows) + self._gathered(1)
 
     def multi_token_prediction(self) -> Times:
-        """Return the times of all depths of multi-token prediction: a projection, a layer and the head each."""
-        h = self.workload.hidden
+        """Return the times of all depths of multi-token prediction: a projection, layers and the head each."""
+        h, spec = self.workload.hidden, self.workload.plan.derived.model_spec
         projection = Gemm(self.tokens, h / self.layout.tp, 2 * h).times(self.cluster, self.fp8)
-        depths = [
-            self.layer(sizes) + projection + self.head()
-            for sizes in self.workload.plan.derived.model_spec.mtp_layers
-        ]
-        return sum(depths, Times())
+        depth = sum(map(self.layer, spec.depth_layers), projection + self.head())
+        return sum([depth] * spec.num_depths, Times())
 
     def _linear(self, gemm: Gemm) -> Times:
         """Return the times of a dense linear layer, with the gradient of its bias."""
@@ -212,9 +209,12 @@ class LayerTimes:
         num_bytes = _BF16 * self.workload.hidden * self.tokens
         sent = pairs * (tp - 1) * self.tensor_group.message(num_bytes / tp)
         sums = pairs * self.cluster.memory_seconds(num_bytes * (tp + 1) / tp)
+        slower = rates.tensor_overlap * (
+            tp - 1
+        )  # products have a part for each rank, and copies to each other one
         added = []
         for kernels, copies in ((layer.forward, 2 * sent), (layer.backward + layer.weight, 3 * sent)):
-            added.append(max(kernels * rates.tensor_overlap, copies - kernels) + sums)
+            added.append(max(kernels * slower, copies - kernels) + sums)
         return Times(*added)
 
     def _gathered(self, pairs: int) -> Times:

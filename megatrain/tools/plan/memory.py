@@ -80,7 +80,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
         stages = [placement.stage(rank, chunk) for chunk in range(layout.chunks)]
         layers = [sizes for stage in stages for sizes in workload.layers[starts[stage] : starts[stage + 1]]]
         if len(layout.split) - 1 in stages:
-            layers += workload.plan.derived.model_spec.mtp_layers
+            layers += workload.plan.derived.model_spec.used_mtp_layers
         kinds = Counter(layers)
         saved, deferred = (
             sum(by[sizes] * number for sizes, number in kinds.items()) for by in (saved_by, deferred_by)

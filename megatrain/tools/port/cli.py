@@ -23,8 +23,7 @@ from megatrain.tools.port.shell_script import Part, ShellScript, Word, quoted
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.subcommands import add_command
 
-_HYBRID_PROGRAMS: Final = ("pretrain_hybrid.py", "pretrain_mamba.py")
-_PROGRAMS: Final = ("pretrain.py", *FAMILIES, *_HYBRID_PROGRAMS)
+_PROGRAMS: Final = ("pretrain.py", *FAMILIES)
 _NODE: Final = 8
 """GPUs of a node in the launcher that a YAML file gets."""
 
@@ -119,12 +118,9 @@ def _family(program: str) -> Iterator[PortedFlag]:
 
 
 def _changed_program(program: str) -> Iterator[str]:
-    is_hybrid = program.rpartition("/")[2] in _HYBRID_PROGRAMS
     family = "".join(f" {flag.line}" for flag in _family(program))
     if program != "pretrain.py":
-        yield f"{program} -> pretrain.py{family}" + (
-            ", which trains a GPT, another model: Mamba layers are not supported" if is_hybrid else ""
-        )
+        yield f"{program} -> pretrain.py{family}"
 
 
 def _of_programs() -> str:
@@ -154,7 +150,7 @@ def _program_problems(file: str, launch: Launch) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(
-            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5 or vision-language model",
+            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5, a hybrid or a vision-language model",
             f"use a script of {_of_programs()}",
         )
 

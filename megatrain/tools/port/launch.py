@@ -15,6 +15,8 @@ FAMILIES: Final = {
     "pretrain_bert.py": "bert",
     "pretrain_t5.py": "t5",
     "pretrain_vlm.py": "vlm",
+    "pretrain_hybrid.py": "hybrid",
+    "pretrain_mamba.py": "hybrid",
 }
 """`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
 _PROGRAM: Final = re.compile(r"(?:.*/)?pretrain\w*\.py")

@@ -24,6 +24,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import Segment, SegmentPass
+from megatrain.training.distillation import after_teacher
 from megatrain.training.engine import Engine
 from megatrain.training.liveness.failure import format_ranks
 from megatrain.training.planning.model_tree import STACK_END, layers_of
@@ -152,8 +153,9 @@ class _SecondRun:
             placement=engine.model.placement,
             hidden_rows=engine.executor.hidden_rows,
         )
+        passes = after_teacher(executor, engine.model)
         with self.inputs:
-            executor.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)
+            passes.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)
 
     def add_finding(self, stage: Stage, number: int, name: str, batch: Batch, info: PassInfo) -> None:
         """Add that segment `number` of this pipeline stage computed values that are not finite from finite input."""

@@ -32,6 +32,7 @@ from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
+from megatrain.training.launch.teacher import teacher_facts
 from megatrain.training.launch.user_files import add_user_files
 
 _LIBRARIES = (
@@ -148,8 +149,10 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
             )
     found["module_precision"], of_modules = _module_precision(request)
     problems += of_modules
+    of_teacher, teacher_problems = teacher_facts(request)
+    problems += teacher_problems
     datasets, data_problems = _data_facts(request, found)
-    return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
+    return found | of_teacher | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 
 
 def _module_precision(request: Request) -> tuple[str | None, list[Problem]]:

@@ -69,7 +69,7 @@ def iteration_scalars(
         found |= values["routers"]["losses"]
         if config.moe_per_layer_logging:
             found |= _of_layers(values["routers"]["layers"])
-    found |= values["mtp_losses"] or {}
+    found |= (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
     if config.log_loss_scale_to_tensorboard:
         found["loss-scale"] = values["loss_scale"]
     if config.log_world_size_to_tensorboard:

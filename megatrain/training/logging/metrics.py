@@ -53,6 +53,7 @@ def log_line(
         f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
         *(f"{name}: {loss:.6E}" for name, loss in (values["routers"] or {"losses": {}})["losses"].items()),
         *(f"{name}: {loss:.6E}" for name, loss in (values["mtp_losses"] or {}).items()),
+        *(f"{name}: {loss:.6E}" for name, loss in (values["kd_losses"] or {}).items()),
         f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
         f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,

@@ -170,13 +170,14 @@ def _plan(request: Request, facts: Facts) -> Plan:
 def _flops(plan: Plan) -> Flops:
     derived, length = plan.derived, plan.config.data.seq_length
     samples = max(0, derived.train_samples - derived.start_consumed_samples)
+    lengths = {"num_tokens": samples * length, "sum_of_squared_lengths": samples * length**2}
     return Flops(
         per_iteration=derived.flops_per_iteration,
         per_token=derived.flops_per_iteration / derived.tokens_per_iteration,
         per_rank_and_iteration=derived.flops_per_iteration / derived.world_size,
-        whole_run=derived.model_spec.training_flops(
-            num_tokens=samples * length,
-            sum_of_squared_lengths=samples * length**2,
+        whole_run=derived.model_spec.training_flops(**lengths)
+        + (
+            0 if derived.distillation is None else derived.distillation.teacher.training_flops(**lengths) // 3
         ),
     )
 

@@ -141,6 +141,9 @@ def _memory(found: DryRun) -> Iterator[str]:
         ]
         yield f"  {'  '.join(cells)}".rstrip()
     yield "  other: RoPE tables, batches, cuBLAS; not included: the CUDA context, NCCL, fragmentation"
+    if found.plan.derived.distillation is not None:
+        most = max(stage.held.teacher for stage in found.memory)
+        yield f"  total includes the weights of the teacher, up to {gigabytes(most)} GB"
     if found.plan.config.experts.num_experts is not None:
         yield "  every expert is assumed to get the same number of tokens"
     if any(stage.held.on_host for stage in found.memory):

@@ -11,6 +11,7 @@ allocator loses to fragmentation. Host memory of --optimizer-cpu-offload is coun
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import sample_length
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
+from megatrain.model.gpt import Model
 from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
@@ -44,6 +47,7 @@ from megatrain.training.build import (
     build_optimizer,
     build_schedules,
 )
+from megatrain.training.distillation import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (
     Peak,
@@ -70,11 +74,13 @@ class ResidentMemory:
     optimizer_state: int
     on_host: int
     """Host memory: offloaded master weights and optimizer state, and staging buffers. Not in `total`."""
+    teacher: int = 0
+    """Weights of a teacher."""
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.weights + self.gradients + self.master_weights + self.optimizer_state
+        return self.weights + self.gradients + self.master_weights + self.optimizer_state + self.teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +104,23 @@ class StageMemory:
         return self.held.total + self.activations + self.temporaries + self.communication + self.other
 
 
-def resident_memory(optimizer: ShardedOptimizer) -> ResidentMemory:
-    """Return the bytes that an engine with this optimizer, possibly on the meta device, keeps allocated."""
+def resident_memory(optimizer: ShardedOptimizer, model: Model) -> ResidentMemory:
+    """Return the bytes that an engine with this optimizer and model, possibly on the meta device, keeps allocated."""
+    teacher = None if model.distillation is None else model.distillation.teacher
     sizes = {
         name: sum(tensor.nbytes for tensor in tensors)
         for name, tensors in _resident_tensors(optimizer).items()
     }
-    return ResidentMemory(**sizes)
+    of_teacher = sum(x.nbytes for x in teacher.buffers.weights.kept) if isinstance(teacher, RunTeacher) else 0
+    return ResidentMemory(**sizes, teacher=of_teacher)
 
 
 def planned_resident_memory(plan: Plan, grid: RankGrid) -> ResidentMemory:
     """Return what the rank of `grid` will keep allocated. Only weights, gradients and optimizer are built, on the meta device."""
     device = torch.device("meta")
-    buffers = build_buffers(plan, build_model_from_plan(plan, grid, device), grid, device)
-    return resident_memory(build_optimizer(plan, build_data_parallel(plan, buffers, grid), grid))
+    model = build_model_from_plan(plan, grid, device)
+    buffers = build_buffers(plan, model, grid, device)
+    return resident_memory(build_optimizer(plan, build_data_parallel(plan, buffers, grid), grid), model)
 
 
 def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
@@ -141,7 +150,7 @@ class RecordedStep:
     def memory(self) -> StageMemory:
         """Return the memory by class."""
         return StageMemory(
-            held=resident_memory(self.engine.optimizer),
+            held=resident_memory(self.engine.optimizer, self.engine.model),
             peak_at=_description(self.engine, self.peak.activity, self.peak.creator),
             **self.by_class,
         )
@@ -208,15 +217,30 @@ def record_step(
         ledger.peak = Peak()  # ignore the peak while the engine is built
         last_event = ledger.num_events
         engine.step(batches, build_schedules(plan).at(0))
+    passes_end = max((s.allocated_at for s in ledger.storages if s.activity is not None), default=0)
     by_class = dict.fromkeys(("activations", "temporaries", "communication", "other"), 0)
     for storage in ledger.live_at_peak():
         memory_class = "other" if storage.allocated_at <= last_event else _memory_class(storage)
         by_class[memory_class] += storage.num_bytes
     by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
     by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
-    by_class["other"] -= resident_memory(engine.optimizer).total
+    by_class["other"] -= resident_memory(engine.optimizer, engine.model).total
     by_class["temporaries"] += ledger.peak.workspace
+    if plan.derived.cuda_graphs:  # which keep the memory of their passes
+        by_class["temporaries"] += _peak_after(passes_end, ledger.storages)
     return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak)
+
+
+def _peak_after(event: int, storages: Sequence[Storage]) -> int:
+    """Return the most bytes of storages allocated after an event, such as an update's, that are live at a time."""
+    changes = [
+        change
+        for storage in storages
+        if storage.allocated_at > event
+        for change in ((storage.allocated_at, storage.num_bytes), (storage.freed_at, -storage.num_bytes))
+        if change[0] is not None
+    ]
+    return max(itertools.accumulate(num_bytes for _, num_bytes in sorted(changes)), default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +328,9 @@ def _structure(engine: Engine) -> list[object]:
     registry, spec = engine.model.registry, engine.model.spec
     layers = {spec.layer_name(number): layer for number, layer in enumerate(spec.layers)}
     shapes = [(entry.segment, entry.layout.shape) for entry in registry.entries.values()]
+    teacher = None if engine.model.distillation is None else engine.model.distillation.teacher
+    if isinstance(teacher, RunTeacher):
+        shapes += [(-1, entry.layout.shape) for entry in teacher.model.registry.entries.values()]
     return [*shapes, *(layers[f"{one.stack}.layers.{one.number}"] for one in layers_of(registry))]
 
 
@@ -354,8 +381,8 @@ def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s, model = sample_length(plan.config), plan.config.model
-    if model.model_family != "gpt":
-        vision = plan.derived.model_spec.vision
+    vision = plan.derived.model_spec.vision
+    if model.model_family in MASKED_FAMILIES or vision is not None:
         images = None if vision is None else vision.image_shape
         shapes = array_shapes(model.model_family, s, model.decoder_seq_length, images)
         arrays = {

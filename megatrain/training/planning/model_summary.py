@@ -17,7 +17,7 @@ from megatrain.training.planning.model_tree import active_parameters, expert_ele
 
 def model_summary(engine: Engine) -> str:
     """Return the lines about the model and this rank. All ranks call it, because parameters are summed over ranks."""
-    held = resident_memory(engine.optimizer)
+    held = resident_memory(engine.optimizer, engine.model)
     has_master = held.master_weights or held.on_host
     num_local = _numel(
         piece for entry in engine.model.registry.entries.values() for piece in entry.layout.pieces
@@ -27,6 +27,7 @@ def model_summary(engine: Engine) -> str:
         f"gradients {_size(held.gradients)}",
         f"master weights {_size(held.master_weights)}" if has_master else "no separate master weights",
         f"moments {_size(held.optimizer_state)}",
+        *([f"teacher {_size(held.teacher)}"] if held.teacher else []),
     ]
     on_host = f"; in host memory {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(

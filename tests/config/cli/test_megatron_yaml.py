@@ -140,7 +140,7 @@ def test_flags_override_the_file_with_a_note(read):
         ("num_layer: 2\n", ":1: num_layer is not an argument", "num_layers?"),
         ("use_legacy_modles: false\n", ":1: use_legacy_modles is not an argument", "use_legacy_models?"),
         ("MODEL_ARGS:\n  --num-layer: 2\n", ":2: --num-layer is not an argument", "--num-layers?"),
-        ("mamba_num_heads: 2\n", ":1: mamba_num_heads: 2: ", "remove"),
+        ("gdp_num_householder: 2\n", ":1: gdp_num_householder: 2: ", "remove"),
         ("language_model:\n  activation_func: relu6\n", ":2: activation_func: relu6", "swiglu"),
         ("language_model:\n  gated_linear_unit: true\n", ":2: gated_linear_unit is not an argument", ""),
         ("model:\n  num_layers: 2\n", ":1: model is a section of --config files", "--config FILE"),

@@ -221,7 +221,7 @@ def test_the_triton_kernel_is_deterministic_and_takes_windows_and_documents_over
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_slower"), [(RING, True), (f"{RING} --cp-comm-type a2a", False), ("", False)]
+    ("flags", "is_slower"), [(f"{RING} --cp-comm-type p2p", True), (RING, False), ("", False)]
 )
 def test_a_note_says_that_small_chunks_make_dropout_slower(flags, is_slower):
     found = note(f"--bf16 --attention-dropout 0.1 {flags}", device="cuda")

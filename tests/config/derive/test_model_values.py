@@ -12,16 +12,13 @@ from megatrain.config.subjects.model import percent_of_norms
 from megatrain.config.subjects.model_spec import describe_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-NOT_SUPPORTED = ("hybrid_layer_pattern",)
 
 
 def cases(name):
     return json.loads((GOLDEN / name).read_text())["cases"]
 
 
-CASES = [
-    case for case in cases("flops.json") if not any(case["arguments"].get(name) for name in NOT_SUPPORTED)
-]
+CASES = cases("flops.json")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])

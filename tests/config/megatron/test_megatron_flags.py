@@ -37,7 +37,7 @@ def test_an_accepted_flag_has_a_note(notes_and_problems, argv, words):
 
 def test_the_last_value_of_a_repeated_flag_counts(notes_and_problems):
     notes, problems = notes_and_problems(
-        *"--mtp-hsm false --mamba-num-heads 8 --mamba-num-heads none".split()
+        *"--mtp-hsm false --gdp-num-householder 8 --gdp-num-householder none".split()
     )
     assert len(notes) == len(problems) == 1
 
@@ -125,11 +125,13 @@ def test_a_refusal_names_the_alternative(notes_and_problems, argv, words):
 
 
 def test_flags_of_one_feature_are_one_problem(notes_and_problems):
-    flags = "--mamba-num-heads 8 --mamba-head-dim 16 --lr fast --is-hybrid-model"
-    _, (lr, mamba) = notes_and_problems(*flags.split())
+    flags = "--gdp-num-householder 8 --gdp-num-chunk-states-to-recompute 16 --lr fast --gdp-cutedsl-kernel"
+    _, (lr, gdp) = notes_and_problems(*flags.split())
     assert lr.startswith("--lr fast ")
-    assert mamba.startswith("--mamba-num-heads 8, --mamba-head-dim 16 and --is-hybrid-model: ")
-    assert "fix: remove the flag" in mamba
+    assert gdp.startswith(
+        "--gdp-num-householder 8, --gdp-num-chunk-states-to-recompute 16 and --gdp-cutedsl-kernel: "
+    )
+    assert "fix: remove the flag" in gdp
     (note,), _ = notes_and_problems("--no-rope-fusion", "--no-gradient-accumulation-fusion")
     assert note.startswith("--no-rope-fusion and --no-gradient-accumulation-fusion are ignored: ")
 
@@ -188,9 +190,9 @@ def test_yaml_files_hold_lists_text_and_nothing(notes_and_problems, tmp_path):
         (note,), problems = notes_and_problems("--config", str(file))
         assert note.startswith(f"{file}:2: mlp_chunks_for_training: 1 has no effect: ")
         assert problems == []
-    file.write_text("model:\n  mamba_num_heads:\n")
+    file.write_text("model:\n  gdp_num_householder:\n")
     assert notes_and_problems("--config", str(file)) == (
-        [f"{file}:2: mamba_num_heads: null has no effect"],
+        [f"{file}:2: gdp_num_householder: null has no effect"],
         [],
     )
     file.write_text("model:\n  use_mcore_model: true\n")

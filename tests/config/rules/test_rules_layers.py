@@ -63,12 +63,6 @@ CASES = {
          ("--heterogeneous-layers-config-encoded-json", "--tensor-model-parallel-size 4", "layer 0", "layer 1"),
          ("--tensor-model-parallel-size 1",)),
     ],
-    "parts_read_whole_samples": [
-        (f"{DELTANET} --context-parallel-size 2", "", Facts(world_size=2),
-         ("gated_delta_net", "--context-parallel-size 2"), ("--sequence-parallel",)),
-        (f"{DELTANET} --reset-attention-mask", "", Facts(world_size=2),
-         ("gated_delta_net", "--reset-attention-mask"), ("--reset-attention-mask",)),
-    ],
     "stages_are_not_empty": [
         (f"{LAYERS} {NO_SECOND} --pipeline-model-parallel-size 4 --global-batch-size 8", "", Facts(world_size=4),
          ("--heterogeneous-layers-config-encoded-json", "--pipeline-model-parallel-size 4", "stage 1"),
@@ -77,10 +71,14 @@ CASES = {
     "spec_names_a_function": [
         ("--spec gpt", "", None, ("--spec gpt",), ("file.py:function",)),
         ("--spec a b c", "", None, ("--spec", "a b c"), ("file.py:function",)),
-        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
-         ("mamba_stack_spec", "only the GPT layers"), ("remove --spec", "trains a GPT")),
+        ("--spec megatron.core.models.retro.decoder_spec get_retro_decoder_block_spec", "", None,
+         ("get_retro_decoder_block_spec", "only the plain layers"), ("remove --spec", "another model")),
     ],
 }  # fmt: skip
+
+
+TESTED_ELSEWHERE = ("parts_read_whole_samples",)
+"""With a part of the user's own: tests/extending."""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ CASES = [
     ("--mask-prob 0.2 --short-seq-prob 0.3", "",
      ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
     ("--model-family bert --eod-mask-loss --reset-position-ids", "",
-     ("--eod-mask-loss", "--reset-position-ids", "--model-family is gpt")),
+     ("--eod-mask-loss", "--reset-position-ids", "--model-family bert or t5")),
+    ("--mamba-num-heads 8", "", ("--mamba-num-heads 8", "--model-family is hybrid")),
+    ("--model-family hybrid --hybrid-layer-pattern *- --hybrid-mlp-ratio 0.5", "",
+     ("--hybrid-mlp-ratio 0.5", "with --hybrid-layer-pattern")),
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
@@ -128,9 +131,7 @@ CASES += [
     for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-WITH_TRANSFORMER_ENGINE = (
-    "with --transformer-impl transformer_engine, whose layers wait for their communication"
-)
+WITH_TRANSFORMER_ENGINE = "with --transformer-impl transformer_engine, whose layers wait for their communication; --transformer-impl local overlaps it"
 
 
 @pytest.mark.parametrize(("flags", "without", "named"), CASES)

@@ -31,6 +31,7 @@ Values = dict[str, float]
     [
         ("tp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
         ("tp2 sp dp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
+        ("tp2 sp cp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
         ("tp2 pp2 mlm", {"loss", "token_accuracy"}),
         ("tp2 sp dp2 pp2 t5", {"loss", "token_accuracy"}),
     ],

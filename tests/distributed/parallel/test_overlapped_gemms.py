@@ -13,7 +13,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory
+from megatrain.parallel.tensor_overlap.copies import peer_memory
 from megatrain.parallel.tensor_overlap.terms import PendingTerm, add_terms
 from megatrain.parallel.tensor_parallel import Bias, TensorParallel, column_linear, row_linear
 from megatrain.tools.worker_pool import WorkerPool
@@ -77,7 +77,7 @@ def overlapped_and_plain(
                 is_deferred=is_deferred,
             ).items()
         }
-        for peers in (PeerMemory(grid.tp), None)
+        for peers in (peer_memory(grid.tp, torch.device(device)), None)
     ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,12 +11,13 @@ from unittest import mock
 import pytest
 
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, NoHooks
+from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.parallel.rank_capacity import RankCapacity
+from megatrain.parallel.tensor_overlap.peer_memory import NUM_SLOTS, PeerMemory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.build import build_executor
+from megatrain.training.build import build_graphs
 
 NUM_STEPS = 4
 
@@ -44,8 +46,13 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
     plan = tiny_plan(layout, world_size)
     engine = engine_of(plan, rank)
     if with_graphs:
-        bare = build_executor(plan, engine.model, NoHooks(), engine.grid, engine.device)
-        engine.training_passes = GraphedPasses(engine.executor, bare, engine.data_parallel, 1, Repeats())
+        recorder = Repeats()
+        make_graphs = functools.partial(
+            build_graphs, plan, engine.model, engine.grid, engine.device, recorder
+        )
+        engine.training_passes = GraphedPasses(
+            engine.executor, make_graphs, engine.data_parallel, 1, recorder
+        )
     repeats, losses = [], []
     for step in range(NUM_STEPS):
         before = engine.num_repeats
@@ -61,13 +68,39 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
 
 
 class Repeats:
-    """A stand-in for CUDA graphs."""
+    """A stand-in for CUDA graphs. Each replay has whole rounds of sends, so that a graph can repeat their slots."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
         work()
 
-    def record(self, work: Callable[[], None]) -> Any:
-        return SimpleNamespace(replay=work, reset=lambda: None)
+    def record(self, works: Sequence[Callable[[], None]]) -> list[Any]:
+        return [SimpleNamespace(replay=functools.partial(replay, work), reset=lambda: None) for work in works]
+
+
+def replay(work: Callable[[], None]) -> None:
+    with mock.patch.object(PeerMemory, "send", autospec=True, side_effect=PeerMemory.send) as send:
+        work()
+    assert send.call_count % NUM_SLOTS == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp2 sp tpoverlap llama",
+        "pp2 llama tied",
+        "pp2 interleaved llama mtp1 noposts",
+        "pp2 zbh1 dp2 zero1 overlap llama",
+        "pp2 zbv mixtral auxloss",
+        "pp2 dualpipev llama fp8delayed",
+        "pp2 tp2 sp tpoverlap llama",
+    ],
+)
+def test_replays_between_messages_change_no_bit(pool: WorkerPool, words: str) -> None:
+    layout = Layout.of(words)
+    replayed, executed = (
+        pool.run(layout.world_size, trained, layout, with_graphs) for with_graphs in (True, False)
+    )
+    assert replayed == executed
 
 
 def test_ranks_agree_on_the_repeat_if_one_lacks_memory(pool: WorkerPool) -> None:

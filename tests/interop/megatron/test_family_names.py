@@ -44,7 +44,12 @@ def test_names_are_written_as_they_are_read(family: str, case: str, families: Pa
             stored = re.sub(pattern, replacement, stored)
         expected[stored] = (num_layers, *shape) if ".layers." in name else shape
     found = their_tensors(
-        canonical, fused, is_latent=False, is_uniform=True, padded_vocab_size=256 if family == "bert" else 352
+        canonical,
+        fused,
+        is_latent=False,
+        is_hybrid=False,
+        is_uniform=True,
+        padded_vocab_size=256 if family == "bert" else 352,
     )
     assert {tensor.name: tensor.shape for tensor in found} == expected
     assert family_of(expected) == family_of(shapes) == family

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,24 @@ def test_wrong_files_are_refused(
 def test_the_flag_is_needed(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "megatron-to-megatrain", str(stored), str(tmp_path / "ours")]) == 2
     assert "add --allow-pickle" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("bert", {"tp": 2}), ("bert", {"pp": 3}), ("t5", {"tp": 2}), ("t5", {"tp": 4})],
+    ids=str,
+)
+def test_other_families_have_the_tensors_of_torch_dist(
+    family: str, layout: dict[str, int], families: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(families / family / f"{family}.ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / f"{family}.ckpt"
+    found = whole(write_torch_files(source, tmp_path / "torch", **layout) / "iter_0000008")
+    expected = whole(source / "iter_0000008")
+    assert found.keys() == expected.keys()
+    assert {name.split("/")[0] for name in found} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.nightly

@@ -6,7 +6,16 @@ import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
 
-from megatrain.kernels import activations, column_sums, cross_entropy, norms, output_gate, random, rotary
+from megatrain.kernels import (
+    activations,
+    column_sums,
+    cross_entropy,
+    dropout,
+    norms,
+    output_gate,
+    random,
+    rotary,
+)
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.fused import activations as fused_activations
 from megatrain.kernels.fused import column_sums as fused_column_sums
@@ -245,14 +254,14 @@ def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: 
     assert torch.equal(found.cpu(), expected)
 
 
-def test_dropout_keeps_the_same_elements() -> None:
-    rows = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
-    found = torch.empty(4, 1030, dtype=torch.bool, device=DEVICE)
-    expected = torch.empty_like(found, device="cpu")
-    fused_random.keep_mask(found, rows, 77, round(0.3 * 2**32))
-    random.keep_mask_reference(expected, rows.cpu(), 77, round(0.3 * 2**32))
-    assert torch.equal(found.cpu(), expected)
-    assert 0.65 < found.float().mean().item() < 0.75
+@pytest.mark.parametrize("columns", [1030, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_the_same_to_the_last_bit(columns: int, dtype: torch.dtype) -> None:
+    rows = torch.tensor([[5, 2**40], [0, 7]], device=DEVICE)
+    x = drawn(2, 2, columns, dtype=dtype)
+    found = fused_random.drop(x, rows, 77, 0.3)
+    assert torch.equal(found.cpu(), dropout.drop_reference(x.cpu(), rows.cpu(), 77, 0.3))
+    assert 0.5 < (found != 0).float().mean().item() < 0.9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,7 +59,7 @@ def check(x: list[Tensor], spec: MaskSpec, mask: Tensor | None, softcap: float |
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     options = {"scale": scale, "softcap": softcap, "tiles": TILES}
     out, lse = attention.forward(q, k, v, spec, **options)
-    found = [out, lse, *attention.backward(dout, q, k, v, out, lse, spec, **options)]
+    found = [out, lse, *attention.backward(dout, q, k, v, out, lse, spec, **options)[:3]]
     eager, exact = EagerAttention(scale=scale, softcap=softcap), [one.double() for one in x]
     expected_spec = MaskSpec(explicit=mask, dropout=spec.dropout)
     expected_out, expected_lse = eager.forward(*exact[:3], expected_spec)
@@ -127,6 +127,24 @@ def test_dropout_is_a_function_of_positions(name: str, p: float) -> None:
     check(inputs(sq, sk, heads=2, groups=2, d=32), MaskSpec(dropout=rule), None)
 
 
+def test_the_first_sample_is_read_from_memory() -> None:
+    """CUDA graphs repeat kernels with other samples."""
+    q, k, v, dout = inputs(70, 70, heads=2, groups=1, d=16)
+    rule = RULE.of_block([range(70)], [range(70)])
+    found = []
+    for sample in (
+        rule.first_sample,
+        torch.tensor(rule.first_sample, device=DEVICE),
+        torch.tensor(3, device=DEVICE),
+    ):
+        spec = MaskSpec(dropout=dataclasses.replace(rule, first_sample=sample))
+        out, lse = attention.forward(q, k, v, spec, scale=0.25, softcap=None, tiles=TILES)
+        backward = attention.backward(dout, q, k, v, out, lse, spec, scale=0.25, softcap=None, tiles=TILES)
+        found.append(torch.cat([part.flatten() for part in (out, *backward)]))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_blocks_with_merged_outputs_have_the_gradients_of_the_whole() -> None:
     """The backward pass of a block takes the merged output and log-sum-exp."""
     q, k, v, dout = inputs(64, 192, heads=2, groups=1, d=16)
@@ -138,7 +156,7 @@ def test_blocks_with_merged_outputs_have_the_gradients_of_the_whole() -> None:
     merge.add(*attention.forward(q, *blocks[1], specs[1], **options))
     whole = MaskSpec(dropout=RULE.of_block(queries, [range(192)]))
     out, lse = attention.forward(q, k, v, whole, **options)
-    dq, dk, dv = attention.backward(dout, q, k, v, out, lse, whole, **options)
+    dq, dk, dv, _ = attention.backward(dout, q, k, v, out, lse, whole, **options)
     torch.testing.assert_close(merge.out, out)
     torch.testing.assert_close(merge.lse, lse)
     grads = [

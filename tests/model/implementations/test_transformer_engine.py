@@ -82,7 +82,7 @@ SPECS = {
     "latents of keys": spec_of(_of_latents(None), MlpSpec(ffn_hidden_size=24)),
     "quick": spec_of(AttentionSpec(**_ATTENTION), MlpSpec(ffn_hidden_size=24, activation="quick_geglu")),
 }
-SPECS["ahead"] = dataclasses.replace(SPECS["llama"], mtp=MtpSpec(num_layers=1, loss_factor=0.3))
+SPECS["ahead"] = dataclasses.replace(SPECS["llama"], mtp=MtpSpec(num_depths=1, loss_factor=0.3))
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def trained(
     )  # fmt: skip
     actions = one_forward_one_backward(0, 1, PASSES)
     infos = [PassInfo(microbatch=number, first_sample=BATCH * number) for number in range(PASSES)]
-    ahead = [with_batches_ahead(batch, spec.num_mtp_layers) for batch in batches()]
+    ahead = [with_batches_ahead(batch, spec.num_depths) for batch in batches()]
     executor.run(with_split_backward(actions) if splits_backward else actions, ahead, infos)
     assert not any(entry.parameter.grad is not None for entry in model.registry.entries.values()), (
         "a gradient besides the buffer's"

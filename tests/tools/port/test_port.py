@@ -208,9 +208,9 @@ def test_words_that_may_be_flags_stay(port, script):
     assert command.endswith("--bf16 \\\n  $EXTRA \\\n  --save $OUT \\\n  $MORE")
 
 
-def test_a_program_of_hybrid_models_trains_a_gpt_here(port, script):
+def test_a_program_of_hybrid_models_names_the_family(port, script):
     _, _, sections = port(script(f"python pretrain_mamba.py {SMALL}"))
-    assert sections["changed"][0].startswith("pretrain_mamba.py -> pretrain.py, which trains a GPT")
+    assert sections["changed"][0] == "pretrain_mamba.py -> pretrain.py --model-family hybrid"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,11 @@ def test_a_program_of_another_model_is_a_problem(port, script):
     code, _, sections = port(script(f"python train_mimo.py {SMALL}"))
     (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
     assert code == 1
-    assert "train_mimo.py trains another model than a GPT, BERT, T5 or vision-language model" in "\n".join(
-        problems
+    assert (
+        "train_mimo.py trains another model than a GPT, BERT, T5, a hybrid or a vision-language model"
+        in "\n".join(problems)
     )
     assert (
-        "use a script of pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py or pretrain_vlm.py"
+        "use a script of pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py, pretrain_vlm.py, pretrain_hybrid.py or"
         in "\n".join(problems)
     )

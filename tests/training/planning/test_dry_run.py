@@ -117,7 +117,7 @@ def test_a_stage_holds_the_memory_of_its_engine(tied: str | None) -> None:
     for rank in range(4):
         grid = build_grid(GridShape(dp=2, pp=2), rank)
         engine = Engine(found.plan, grid, torch.device("cpu"))
-        assert resident_memory(engine.optimizer) == found.memory[grid.pp.rank].held
+        assert resident_memory(engine.optimizer, engine.model) == found.memory[grid.pp.rank].held
         assert planned_resident_memory(found.plan, grid) == found.memory[grid.pp.rank].held
     assert found.memory[0].held.master_weights > 0
 

@@ -247,6 +247,13 @@ def test_the_memory_for_overlapped_sends_is_counted() -> None:
     assert overlapped.communication == plain.communication + 3 * T * H * 2 + 512
 
 
+def test_graphs_keep_their_memory_during_the_update() -> None:
+    """An update of Muon takes memory of its own, which without graphs was that of the passes before."""
+    flags = {**LLAMA, "--optimizer": "muon", "--device": "cuda", "--bf16": ""}
+    plain, graphed = (planned(flags | more) for more in ({}, {"--cuda-graph-impl": "local"}))
+    assert plain.total < graphed.total <= plain.total + plain.held.total
+
+
 def test_on_a_gpu_the_workspace_of_cublas_is_counted() -> None:
     found = planned({**LLAMA, "--device": "cuda", "--bf16": ""})
     assert CUBLAS_BYTES < found.other < CUBLAS_BYTES + 2**20

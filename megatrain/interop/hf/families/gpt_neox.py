@@ -19,7 +19,9 @@ from megatrain.interop.hf.rope import Rope
 
 _LAYER: Final[Modules] = {
     "input_layernorm": "attention.norm",
-    "attention.query_key_value": Fused(("attention.q", "attention.k", "attention.v"), by_head=True),
+    "attention.query_key_value": Fused(
+        ("attention.q", "attention.k", "attention.v"), heads="num_attention_heads"
+    ),
     "attention.dense": "attention.proj",
     "post_attention_layernorm": "mlp.norm",
     "mlp.dense_h_to_4h": "mlp.up",

@@ -1,11 +1,16 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: Llama with norms of queries and keys, head by head.
 
 Both have models with experts in some or all layers; Qwen 2 has a shared expert too, whose output is multiplied by a sigmoid gate.
+Qwen 3 Next: gated delta nets in most layers, gated attention in others; its prediction head stays out, as in transformers.
 """
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
-from megatrain.interop.hf.config_parts import ExpertLayers, QueryGroups, Windows, last_layers
+from megatrain.config.derive.patterns import parse_layer_pattern
+from megatrain.config.schema.tree import Config
+from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.config_parts import ExpertLayers, QueryGroups, Windows, last_layers, layer_list
 from megatrain.interop.hf.families.llama import (
     BUFFERS,
     EXPERTS,
@@ -15,8 +20,9 @@ from megatrain.interop.hf.families.llama import (
     SWIGLU,
     modules,
 )
-from megatrain.interop.hf.family import Choice, Family, Fixed, Not, Value
+from megatrain.interop.hf.family import COUNT, Choice, Family, Fixed, Fused, Not, Value
 from megatrain.interop.hf.rope import Rope
+from megatrain.storage.untrusted_json import integer, list_of, text
 
 _WINDOWS: Final = Windows(default=4096, layers=last_layers, switch="use_sliding_window")
 _WITH_BIAS: Final = (*SWIGLU, Fixed({"model.add_qkv_bias": True}), Rope())
@@ -27,6 +33,56 @@ _EXPERTS: Final = (
     Not("norm_topk_prob", "experts.moe_router_pre_softmax", default=False),
     Choice("use_sliding_window", {False: {}}, reason="windows of this family are not converted"),
 )
+
+
+@dataclass(frozen=True)
+class _DeltaNets:
+    """Layers with delta nets: those that `layer_types` lists, or all but every `full_attention_interval`th."""
+
+    kinds: ClassVar = ("full_attention", "linear_attention")
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_layers = source.checked("num_hidden_layers", check=integer(1, 1 << 16))
+        every = source.checked("full_attention_interval", check=COUNT, default=4)
+        types = source.checked("layer_types", check=list_of(text(self.kinds), most=1 << 16), is_optional=True)
+        if types is None:
+            types = [self.kinds[(number + 1) % every != 0] for number in range(num_layers)]
+        if len(types) != num_layers:
+            raise source.refusal("layer_types", types, f"{num_layers} layers need as many")
+        return {
+            "model.experimental_attention_variant": "gated_delta_net",
+            "model.linear_attention_freq": layer_list([kind == self.kinds[1] for kind in types]),
+        }
+
+    def write(self, config: Config) -> dict[str, Any]:
+        model = config.model
+        is_linear = [False] * model.num_layers
+        if model.linear_attention_freq is not None:
+            is_linear = list(
+                parse_layer_pattern(model.linear_attention_freq, model.num_layers, one_means=True)
+            )
+        return {"layer_types": [self.kinds[one] for one in is_linear]}
+
+
+_DELTA_NET: Final = {
+    "input_layernorm": Fused(("attention.norm", "linear_attention.norm"), is_one_of=True),
+    "linear_attn.in_proj_qkvz": Fused(
+        tuple(f"linear_attention.{name}" for name in ("q", "k", "v", "gate")), heads="linear_num_key_heads"
+    ),
+    "linear_attn.in_proj_ba": Fused(
+        ("linear_attention.beta", "linear_attention.alpha"), heads="linear_num_key_heads"
+    ),
+    "linear_attn.conv1d.weight": Fused(
+        tuple(f"linear_attention.{name}.convolution" for name in "qkv"), is_filter=True
+    ),
+    "linear_attn.dt_bias": "linear_attention.dt_bias",
+    "linear_attn.A_log": "linear_attention.a_log",
+    "linear_attn.norm": Fused(
+        ("linear_attention.out_norm",), offset=1.0
+    ),  # stored as it is, all others minus 1
+    "linear_attn.out_proj": "linear_attention.proj",
+    "self_attn.q_proj": Fused(("attention.q", "attention.gate"), heads="num_attention_heads"),
+}
 _SHARED: Final = {
     "mlp.shared_expert.gate_proj": "mlp.shared.gate",
     "mlp.shared_expert.up_proj": "mlp.shared.up",
@@ -78,4 +134,42 @@ QWEN3_MOE: Final = Family(
         Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
     ),
     modules=modules(LAYER, QK_NORMS, EXPERTS),
+)
+QWEN3_NEXT: Final = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    config=(
+        *SWIGLU,
+        NO_ATTENTION_BIAS,
+        Value("head_dim", "model.kv_channels", default=256, is_optional=True),
+        QueryGroups(default=2),
+        Rope(partial="partial_rotary_factor", percent=0.25),
+        _DeltaNets(),
+        *(
+            Value(f"linear_{name}", f"model.linear_{name}", default=default)
+            for name, default in {
+                "conv_kernel_dim": 4,
+                "key_head_dim": 128,
+                "value_head_dim": 128,
+                "num_key_heads": 16,
+                "num_value_heads": 32,
+            }.items()
+        ),
+        ExpertLayers(),
+        Value("moe_intermediate_size", "experts.moe_ffn_hidden_size"),
+        Not("norm_topk_prob", "experts.moe_router_pre_softmax", default=True),
+        Value("num_experts", "experts.num_experts", default=512, also=("num_local_experts",)),
+        Value("num_experts_per_tok", "experts.moe_router_topk", default=10),
+        Value("shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=512),
+        Fixed(
+            {
+                "experts.moe_shared_expert_gate": True,
+                "model.qk_layernorm": True,
+                "model.apply_layernorm_1p": True,
+                "model.attention_output_gate": True,
+            }
+        ),
+    ),
+    modules=modules(LAYER, QK_NORMS, EXPERTS, _SHARED, _DELTA_NET),
+    buffers=(r"mtp\..*",),
 )

@@ -14,20 +14,19 @@ from megatrain.interop.hf.families.llama import LLAMA
 from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
 from megatrain.interop.hf.families.phi3 import PHI3
-from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from megatrain.interop.hf.families.t5 import T5
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {
     family.architecture: family
     for family in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
+        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
         DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5,
     )
 }  # fmt: skip
 REFUSED: Final = {
     "Gemma3ForConditionalGeneration": "images",
-    "Qwen3NextForCausalLM": "a table of names for linear attention",
     "Llama4ForCausalLM": "experts that scale their input",
     "Phi3SmallForCausalLM": "block-sparse attention",
     "FalconForCausalLM": "one norm for both branches of a layer",

@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Final
 
 from megatrain.config import ConfigError
-from megatrain.tools.parity.runs.options import ALWAYS, BASE, DTYPES, IS_LAYOUT, OPTION_OF, OPTIONS, SIZES
+from megatrain.tools.parity.models import OF_FAMILIES
+from megatrain.tools.parity.runs.options import (
+    ALWAYS,
+    BASE,
+    DTYPES,
+    IS_LAYOUT,
+    OPTION_OF,
+    OPTIONS,
+    SENTENCES,
+    SIZES,
+)
 
 Flag = tuple[str, ...]
 """A flag and its values, such as `("--num-layers", "4")`."""
@@ -75,6 +85,8 @@ class Case:
             )
         given = {OPTION_OF[word]: word for word in words}
         usual = {option: next(iter(values)) for option, values in ALWAYS.items()}
+        if given.get("model") in OF_FAMILIES:
+            usual["data"] = SENTENCES
         texts = {option: OPTIONS[option][word] for option, word in (usual | given).items()}
         flags = {
             option: flags_of(text.replace("{data}", str(data))) for option, text in texts.items() if text

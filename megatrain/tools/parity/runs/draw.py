@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SIZES
+from megatrain.tools.parity.models import OF_FAMILIES, WITHOUT_CONTEXT_RANKS
+from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
 
 FEWEST, MOST = 3, 10
 """Options of a configuration, without its layout's sizes and its model."""
@@ -25,6 +26,17 @@ _WORDS_OF: Final = {
 _OF_EXPERTS: Final = ("experts", "router", "balancing", "capacity", "expert parallelism", "dispatcher")
 _NOT_DRAWN: Final = ("own", "globalauxloss", "severallosses")
 """Words whose result is not claimed to be the same under every layout (`@unproven` in config/subjects/)."""
+_OF_GPT: Final = (
+    "distillation",
+    "documents",
+    "end of document",
+    "multi-token prediction",
+    "query groups",
+    "residual",
+    "softmax",
+    "window",
+)
+"""Options that models of sentences refuse."""
 _DRAWN: Final = [option for option in OPTIONS if option not in (*SIZES, "model", "sequence parallelism")]
 
 
@@ -37,17 +49,22 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
         fixed: words that it has in any case.
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311 (no secrets)
-    words = {"model": _choice(rng, "model")}
-    words |= {OPTION_OF[word]: word for word in rng.choice(_LAYOUTS).split()}
     fixed_words = {OPTION_OF[word]: word for word in fixed}
+    words = {"model": _choice(rng, "model")}
+    is_whole = fixed_words.get("model", words["model"]) in WITHOUT_CONTEXT_RANKS
+    layouts = [one for one in _LAYOUTS if not (is_whole and "cp" in one)]
+    words |= {OPTION_OF[word]: word for word in rng.choice(layouts).split()}
     if fixed_words.keys() & set(SIZES):
         words = {option: word for option, word in words.items() if option not in (*SIZES, "restart")}
     words |= fixed_words
+    if words["model"] in OF_FAMILIES:
+        words.setdefault("data", SENTENCES)
     options = rng.sample(_DRAWN, rng.randint(FEWEST, MOST))
     if rng.random() < 0.5:
         options += rng.sample(_OF_EXPERTS, 2)
+    is_masked = words["model"] in OF_FAMILIES
     for option in options:
-        if option not in words:
+        if option not in words and not (is_masked and option in _OF_GPT):
             words[option] = _choice(rng, option)
     for needed in _needed(rng, words):
         words.setdefault(OPTION_OF[needed], needed)

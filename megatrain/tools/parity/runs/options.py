@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from megatrain.data.tokenizers.vocabularies import NUM_CASED_SENTINELS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.measure import LOW_PRECISIONS, PRECISION_FLAGS
-from megatrain.tools.parity.models import MODELS, OF_FAMILIES
+from megatrain.tools.parity.models import MODELS
 
 BASE: Final = (
     "--num-layers 4 --num-attention-heads 48 --hidden-size 48 --kv-channels 4 --ffn-hidden-size 96 --init-method-std 0.1"
@@ -19,17 +20,24 @@ BASE: Final = (
 )
 """Flags of every run. The ids are spread over all tensor-parallel ranks; Adam's eps is large, so that a gradient that is only rounding error moves no weight by a multiple of it."""
 
+SENTENCES: Final = "sentences"
+SPECIAL: Final = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORD_PIECES: Final = (*SPECIAL, *"abcdefghijklmnop", *(f"##{letter}" for letter in "abcdefgh"))
+"""The vocabulary of the sentences."""
 _DATA = "--data-path {data}/alike --split 80,15,5"
 _VALID = "--train-data-path {data}/alike --valid-data-path"
 ALWAYS: Final[dict[str, dict[str, str]]] = {
-    # Other families than GPT read sentences with a tokenizer of their own: most words of "data" and the next options are refused.
-    "model": {name: flags for name, flags in MODELS.items() if name not in OF_FAMILIES},
+    "model": MODELS,
     "data": {
         "indexed": _DATA,
         "mock": "--mock-data",
         "blend": "--data-path 0.7 {data}/alike 0.3 {data}/varied --split 80,15,5",
         "heldout": f"{_VALID} {{data}}/held",
         "validsets": f"{_VALID} {{data}}/held {{data}}/varied --full-validation --multiple-validation-sets",
+        SENTENCES: (
+            "--data-path {data}/sentences --split 80,15,5 --tokenizer-type BertWordPieceCase --vocab-file {data}/vocab.txt"
+            f" --vocab-size {len(WORD_PIECES) + NUM_CASED_SENTINELS}"
+        ),
     },
     "length": {
         "iterations4": "--train-iters 4",
@@ -44,7 +52,8 @@ ALWAYS: Final[dict[str, dict[str, str]]] = {
         "micro4": "--micro-batch-size 4 --global-batch-size 16",
     },
 }
-"""Each run has a word of each of these options; a run that names none has the first."""
+"""Each run has a word of each of these options; a run that names none has the first, or `sentences`, which other families than
+GPT read."""
 
 _SINGLE: Final[dict[str, dict[str, str]]] = {
     "end of document": {

@@ -23,6 +23,7 @@ from megatrain.tools.parity.runs.case import Case
 from megatrain.tools.parity.runs.compare import RunComparer, Verdict, problems_of
 from megatrain.tools.parity.runs.draw import drawn_words
 from megatrain.tools.parity.runs.fixes import fixed_start
+from megatrain.tools.parity.runs.options import SENTENCES, SPECIAL, WORD_PIECES
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.tools.parity.runs.shrink import shrunk, shrunk_words
 
@@ -38,6 +39,8 @@ RUN_ROWS: Final = (
     "dp3 batch12 fullvalidation samples35 cosine",
     "dp2 bf16 resumes asyncsave qwenmoe ep2",
     "dp4 zero1 overlap muon heldout storeddocuments fullvalidation",
+    "tp2 cp2 bert evaluates resumes",
+    "dp2 pp2 t5 evalbatch toone",
 )
 """Rows of `--runs`."""
 _VOCAB_SIZE: Final = 101
@@ -217,6 +220,7 @@ def write_corpus(folder: Path) -> None:
 
         alike    short documents that start with the same tokens, so that routers score their first tokens equally
         varied   longer documents, for blends and separate validation sets
+        sentences, vocab.txt    documents of several sentences, for other families than GPT
 
     No number of samples divides a batch, so that a validation of the whole set ends with a part of one.
     """
@@ -231,3 +235,10 @@ def write_corpus(folder: Path) -> None:
                 if name == "alike":
                     tokens[: len(_START)] = _START[: len(tokens)]
                 writer.add_document([[*tokens, _END]])
+    if not (folder / f"{SENTENCES}.idx").exists():
+        (folder / "vocab.txt").write_text("\n".join(WORD_PIECES) + "\n", encoding="utf-8")
+        rng, ids = np.random.default_rng(len(_SHAPES)), (len(SPECIAL), len(WORD_PIECES))
+        with IndexedWriter(folder / SENTENCES, token_dtype(len(WORD_PIECES))) as writer:
+            for _ in range(150):
+                lengths = rng.integers(3, 12, rng.integers(2, 6))
+                writer.add_document([rng.integers(*ids, length).tolist() for length in lengths])

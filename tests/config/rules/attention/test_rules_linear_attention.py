@@ -10,6 +10,12 @@ CASES = {
         (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8", "", Facts(world_size=2),
          ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12", "--linear-num-key-heads 4")),
     ],
+    "heads_with_states_divide_over_context_ranks": [
+        (f"{DELTANET} --linear-num-key-heads 2 --linear-num-value-heads 6 --context-parallel-size 4", "", Facts(world_size=4),
+         ("--context-parallel-size 4", "6 heads", "share 2"), ("--context-parallel-size 2",)),
+        (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 12 --context-parallel-size 4", "", Facts(world_size=4),
+         ("--context-parallel-size 4", "12 heads", "share 6"), ("--context-parallel-size 2",)),
+    ],
     "linear_attention_has_layers": [
         ("--experimental-attention-variant gated_delta_net", "", Facts(world_size=2),
          ("--experimental-attention-variant gated_delta_net", "--linear-attention-freq"), ("--linear-attention-freq 4",)),

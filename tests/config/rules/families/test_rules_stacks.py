@@ -18,9 +18,9 @@ CASES = {
         (f"{BERT} --calculate-per-token-loss", "", None,
          (BERT, "--calculate-per-token-loss"), ("remove --calculate-per-token-loss",)),
     ],
-    "context_ranks_have_no_padding": [
-        (f"{BERT} --context-parallel-size 2", "", Facts(world_size=2),
-         ("--context-parallel-size 2", BERT), ("--context-parallel-size 1",)),
+    "context_ranks_have_one_stack": [
+        (f"{T5} --context-parallel-size 2", "", Facts(world_size=2),
+         ("--context-parallel-size 2", "--model-family t5"), ("--context-parallel-size 1", "--sequence-parallel")),
     ],
     "decoder_has_a_length": [
         ("--model-family t5", "", None, ("--decoder-seq-length",), ("--decoder-seq-length 32",)),

@@ -1,0 +1,253 @@
+"""Distillation: the model of the teacher, its split over the ranks of the run, and the losses against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.distillation import parse_pair
+from megatrain.config.errors import Problem
+from megatrain.config.facts import TeacherFacts
+from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, rule
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tokenizer import is_same_tokenizer
+from megatrain.config.schema.values import UnresolvedError
+from megatrain.config.subjects.attention_kernel import attention_backend
+from megatrain.config.subjects.model_spec import describe_model
+from megatrain.config.subjects.pipeline import balanced_split
+
+FLAG = "--export-kd-teacher-load"
+
+
+@derives("derived.distillation")
+def distillation(draft: Draft) -> DerivedValue:
+    """Derive the teacher and its losses. Rules report what does not fit."""
+    config, settings = draft.config, draft.config.distillation
+    if settings.export_kd_teacher_load is None:
+        return DerivedValue(None, f"{FLAG} is not given")
+    if config.training.only_evaluates:
+        return DerivedValue(None, "evaluations have no teacher")
+    teacher = _teacher(draft)
+    pairs = tuple(filter(None, map(parse_pair, settings.kd_layer_pairs)))
+    is_mixed = not settings.kd_skip_lm_loss
+    spec = DistillationSpec(
+        teacher=teacher,
+        path=settings.export_kd_teacher_load,
+        is_reversed=settings.kd_loss == "reverse_kl",
+        temperature=settings.kd_temperature,
+        lm_weight=float(is_mixed),
+        kd_weight=settings.kd_loss_scale if is_mixed else 1.0,
+        layer_weight=settings.kd_layer_loss_scale,
+        is_balanced=settings.kd_balance_losses,
+        pairs=pairs,
+        attention=attention_backend(_with_model(draft, teacher)).value,
+        stages=_stages(draft, teacher),
+    )
+    return DerivedValue(spec, FLAG)
+
+
+def _facts(draft: Draft) -> TeacherFacts:
+    """Return the facts of the teacher. Raises UnresolvedError without them: `data_problems` has the reason."""
+    facts = draft.facts.teacher
+    if facts is None:
+        raise UnresolvedError
+    return facts
+
+
+def _section(facts: TeacherFacts, name: str, kind: type[Any]) -> Any:
+    values = facts.config.get(name, {})
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def _teacher(draft: Draft) -> ModelSpec:
+    """Return the model of the teacher, with the vocabulary of the student and without what only training needs."""
+    facts, student = _facts(draft), draft.derived.model_spec
+    model: ModelConfig = _section(facts, "model", ModelConfig)
+    if layer_function(model.spec) is not None or model.model_family != "gpt":
+        raise UnresolvedError  # a rule reports it
+    model = model.replaced({"padded_vocab_size": student.padded_vocab_size})
+    experts: ExpertsConfig = _section(facts, "experts", ExpertsConfig)
+    spec = describe_model(model, experts, vocab_size=student.vocab_size)
+    return dataclasses.replace(spec, mtp=None, z_loss_coeff=0.0, hidden_dropout=0.0)
+
+
+def _with_model(draft: Draft, teacher: ModelSpec) -> Draft:
+    """Return the draft of a run of the teacher, for the choice of its attention kernel."""
+    facts = _facts(draft)
+    model: ModelConfig = _section(facts, "model", ModelConfig)
+    model = model.replaced(
+        {
+            "attention_backend": draft.config.model.attention_backend,
+            "padded_vocab_size": teacher.padded_vocab_size,
+        }
+    )
+    config = dataclasses.replace(draft.config, model=model, experts=_section(facts, "experts", ExpertsConfig))
+    return dataclasses.replace(draft, config=config, derived=draft.derived.replaced({"model_spec": teacher}))
+
+
+def _stages(draft: Draft, teacher: ModelSpec) -> tuple[int, ...]:
+    """Return the layers of each pipeline rank, balanced by the teacher's own FLOPs."""
+    stages = draft.config.parallel.pipeline_model_parallel_size
+    layers, head = teacher.flops_per_token(draft.config.data.seq_length)
+    if len(layers) < stages:
+        raise UnresolvedError  # a rule reports it
+    return balanced_split(layers, head, stages)
+
+
+@rule
+def teacher_is_a_gpt(draft: Draft) -> Problems:
+    facts = _given(draft)
+    if facts is None:
+        return
+    model: ModelConfig = _section(facts, "model", ModelConfig)
+    if model.model_family != "gpt":
+        yield Problem(f"{FLAG} {facts.path} is a {model.model_family}", "name the checkpoint of a GPT")
+    if layer_function(model.spec) is not None:
+        yield Problem(
+            f"{FLAG} {facts.path} has custom layers, and no code is run that only a checkpoint names",
+            "name a teacher without --spec",
+        )
+    for name, value in facts.described.items():
+        stored = facts.config["model"].get(name)
+        if stored is not None and stored != value:
+            yield Problem(
+                f"--export-kd-teacher-model-config: {name} is {value}, and {stored} in {facts.path}",
+                "correct the file, or remove it: the checkpoint describes its model",
+            )
+
+
+@rule
+def teacher_has_the_vocabulary(draft: Draft) -> Problems:
+    facts = _given(draft)
+    if facts is None:
+        return
+    size, own = draft.derived.vocab_size, draft.facts.tokenizer_fingerprint
+    if facts.num_rows < size or (facts.is_ours and facts.num_rows != size):
+        yield Problem(
+            f"{FLAG} {facts.path} has {facts.num_rows} tokens, and the run has {size}",
+            "use the tokenizer of the teacher, or a teacher with the tokenizer of the run",
+        )
+    elif None not in (own, facts.tokenizer_fingerprint) and not is_same_tokenizer(
+        own, facts.tokenizer_fingerprint
+    ):
+        yield Problem(
+            f"{FLAG} {facts.path} was trained with another tokenizer than the one of the run",
+            "use the tokenizer of the teacher",
+        )
+
+
+@rule
+def teacher_divides_over_ranks(draft: Draft) -> Problems:
+    facts = _given(draft)
+    if facts is None:
+        return
+    teacher, parallel, data = _teacher(draft), draft.config.parallel, draft.config.data
+    for size, flag, ranks in _indivisible(draft, teacher):
+        yield Problem(
+            f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}", f"use a smaller {flag}"
+        )
+        return
+    has_experts = any(layer.experts is not None for layer in teacher.layers)
+    if has_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            f"{FLAG} {facts.path} has experts, which --tensor-model-parallel-size"
+            f" {parallel.tensor_model_parallel_size} supports with --sequence-parallel alone",
+            "add --sequence-parallel",
+        )
+    if _copies(teacher, parallel.tensor_model_parallel_size) != draft.derived.kv_copies:
+        yield Problem(
+            f"{FLAG} {facts.path}: its keys and values would have other copies over --tensor-model-parallel-size"
+            f" {parallel.tensor_model_parallel_size} than the model's",
+            "use a --tensor-model-parallel-size that divides the query groups of both",
+        )
+    if len(teacher.layers) < parallel.pipeline_model_parallel_size:
+        yield Problem(
+            f"{FLAG} {facts.path} has {len(teacher.layers)} layers for --pipeline-model-parallel-size"
+            f" {parallel.pipeline_model_parallel_size}",
+            f"use --pipeline-model-parallel-size {len(teacher.layers)} or less",
+        )
+    if teacher.num_positions is not None and teacher.num_positions < data.seq_length:
+        yield Problem(
+            f"{FLAG} {facts.path} has {teacher.num_positions} learned positions, and --seq-length is {data.seq_length}",
+            f"use --seq-length {teacher.num_positions}",
+        )
+    needs_whole = any(part.needs_whole_samples for layer in teacher.layers for part in layer.parts)
+    if needs_whole and (parallel.context_parallel_size > 1 or data.has_documents):
+        yield Problem(
+            f"{FLAG} {facts.path} has layers that pass no state between context ranks and over documents",
+            "use --context-parallel-size 1 and whole samples",
+        )
+
+
+def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, str, int]]:
+    """Yield the sizes of the teacher that do not divide, with the flag of the ranks and their number."""
+    parallel, etp = draft.config.parallel, draft.derived.expert_tensor_parallel_size
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    for layer in teacher.layers:
+        if layer.experts is not None and layer.experts.num_experts % ep:
+            yield f"{layer.experts.num_experts} experts", "--expert-model-parallel-size", ep
+        for linear in layer.linears(teacher.hidden_size):
+            flag, ranks = (
+                ("--expert-tensor-parallel-size", etp)
+                if linear.num_experts
+                else ("--tensor-model-parallel-size", tp)
+            )
+            for piece in linear.pieces if linear.split == "outputs" else ():
+                if not piece.divides_over(ranks):
+                    yield f"{piece.count} {piece.unit if piece.heads else 'columns'}", flag, ranks
+            if linear.split == "inputs" and linear.inputs % ranks:
+                yield f"{linear.inputs} inputs of {linear.weight}", flag, ranks
+
+
+def _copies(teacher: ModelSpec, tp: int) -> int:
+    groups = [layer.attention.num_query_groups for layer in teacher.layers if layer.attention is not None]
+    fewest = min(groups, default=tp)
+    return max(1, tp // fewest)
+
+
+@rule
+def layer_pairs_exist(draft: Draft) -> Problems:
+    facts, settings = _given(draft), draft.config.distillation
+    if facts is None:
+        return
+    teacher, student = _teacher(draft), draft.derived.model_spec
+    pp = draft.config.parallel.pipeline_model_parallel_size
+    for word in settings.kd_layer_pairs:
+        pair = parse_pair(word)
+        if pair is None:
+            yield Problem(
+                f"--kd-layer-pairs {word} is not of the form STUDENT:TEACHER:LOSS",
+                "write numbers of layers from 0, or final, and cosine or mse, such as 3:7:cosine or final:final",
+            )
+            continue
+        for whose, number, spec in (("model", pair.student, student), ("teacher", pair.teacher, teacher)):
+            if number is not None and number >= len(spec.layers):
+                yield Problem(
+                    f"--kd-layer-pairs {word}: the {whose} has layers 0 to {len(spec.layers) - 1}",
+                    f"name one of them in place of {number}",
+                )
+        if pp > 1 and pair != LayerPair(None, None, pair.loss):
+            yield Problem(
+                f"--kd-layer-pairs {word} is not supported together with --pipeline-model-parallel-size {pp}: both layers"
+                " may be on different ranks",
+                "use --pipeline-model-parallel-size 1, or final:final",
+            )
+
+
+def _given(draft: Draft) -> TeacherFacts | None:
+    """Return the facts of the teacher if the run has one."""
+    is_given = draft.config.distillation.export_kd_teacher_load is not None
+    return _facts(draft) if is_given and not draft.config.training.only_evaluates else None
+
+
+@note
+def teacher_is_frozen(draft: Draft) -> Notes:
+    spec = draft.derived.distillation
+    if spec is not None:
+        yield f"{FLAG}: {spec}; it computes in {draft.config.precision.params_dtype}, without gradients"

@@ -1,0 +1,44 @@
+"""Tensor ranks overlap communication by default where that was measured; elsewhere the plan has the reason."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.config import Facts
+
+SHAPE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --bf16"
+TENSOR = f"{SHAPE} --sequence-parallel --tensor-model-parallel-size"
+SHARED_EXPERT = "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+HOPPER = Facts(
+    device="cuda", device_capability=(9, 0), device_name="NVIDIA H200", world_size=8, ranks_per_node=8
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "reason"),
+    [
+        (f"{TENSOR} 2", HOPPER, ""),
+        (f"{TENSOR} 4", HOPPER, ""),
+        (f"{TENSOR} 4", Facts(device="cuda", world_size=4), ""),
+        (f"{TENSOR} 8", HOPPER, "2 to 4 tensor ranks"),
+        (f"{TENSOR} 4", replace(HOPPER, ranks_per_node=2), "several hosts"),
+        (f"{TENSOR} 4", replace(HOPPER, device_name="NVIDIA H100 PCIe"), "NVLink"),
+        (f"{TENSOR} 4", replace(HOPPER, device_capability=(8, 9)), "NVLink"),
+        (f"{TENSOR} 4", replace(HOPPER, device="cpu"), "CPU"),
+        (f"{TENSOR} 4 --seq-length 256 --micro-batch-size 1", HOPPER, "messages of 64 rows are too small"),
+        (f"{TENSOR} 4 --fp8-format hybrid --fp8-recipe tensorwise", HOPPER, "FP8"),
+        (f"{TENSOR} 4 --no-sequence-parallel", HOPPER, "--no-sequence-parallel"),
+        (SHAPE, HOPPER, "--tensor-model-parallel-size 1"),
+        (f"{TENSOR} 2 {SHARED_EXPERT}", HOPPER, "two streams"),
+        (f"{TENSOR} 2 --transformer-impl transformer_engine", replace(HOPPER, libraries={"transformer_engine": "2.20.2"}),
+         "Transformer Engine"),
+    ],
+)  # fmt: skip
+def test_where_it_was_measured_it_is_on(plan_of, flags, facts, reason):
+    plan = plan_of(flags, facts=facts)
+    assert plan.config.parallel.tp_comm_overlap == (not reason)
+    assert reason in plan.origins["parallel.tp_comm_overlap"].detail
+
+
+def test_a_flag_turns_it_off(plan_of):
+    assert not plan_of(f"{TENSOR} 4 --no-tp-comm-overlap", facts=HOPPER).config.parallel.tp_comm_overlap

@@ -1,0 +1,58 @@
+"""Rules about hybrids: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+
+HYBRID = "--model-family hybrid --mamba-head-dim 2 --mamba-num-groups 2"
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
+SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+STAGES = "--pipeline-model-parallel-size 2"
+
+
+def pattern(text: str, *more: str) -> str:
+    return " ".join((f"{HYBRID} --hybrid-layer-pattern {text}", *more))
+
+
+CASES = {
+    "pattern_is_of_a_hybrid": [
+        ("--hybrid-layer-pattern M*", "", None, ("--hybrid-layer-pattern M*", "gpt"), ("--model-family hybrid",)),
+        (f"{HYBRID} --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.6", "", None,
+         ("--hybrid-attention-ratio 0.6", "--hybrid-mlp-ratio 0.6"), ("use --hybrid-layer-pattern M-",)),
+        (pattern("MX"), "", None, ("--hybrid-layer-pattern", "'X'"), ("use --hybrid-layer-pattern M-", "letters of")),
+        (pattern("/M"), "", None, ("--hybrid-layer-pattern '/M' has no layers",), ("use --hybrid-layer-pattern M/M", "a letter for each layer")),
+        (pattern("MD"), "", None, ("sparse attention (D)",), ("use --hybrid-layer-pattern M*",)),
+        (pattern("ME"), "", None, ("experts (E)", "--num-experts"), ("add --num-experts 8",)),
+        (pattern("M+"), "", None, ("multi-latent attention (+)",), ("add --multi-latent-attention",)),
+        (pattern("M*", "--multi-latent-attention"), "", None, ("attention (*)", "--multi-latent-attention"),
+         ("use multi-latent attention (+)",)),
+        (pattern("M", "--mamba-num-heads 3"), "", None, ("--mamba-num-heads 3", "--mamba-num-groups 2"),
+         ("use --mamba-num-groups 1",)),
+        (pattern("M", "--mamba-num-groups 7"), "", None, ("2 * --hidden-size", "--mamba-num-groups 7"),
+         ("use --mamba-num-heads 63",)),
+        (pattern("M*/M", "--mtp-num-layers 2 --position-embedding-type rope"), "", None,
+         ("1 depths", "--mtp-num-layers is 2"), ("as often as --mtp-num-layers",)),
+        (pattern("M*", "--no-rope-freq 2 --position-embedding-type rope"), "", None, ("--no-rope-freq",),
+         ("remove --no-rope-freq",)),
+    ],
+    "losses_of_repeated_layers_are_of_a_micro_batch": [
+        (f"--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope {EXPERTS}", "", None,
+         ("--mtp-use-repeated-layer", "global_aux_loss"), ("aux_loss", "remove --mtp-use-repeated-layer")),
+    ],
+    "pipeline_is_valid": [
+        (pattern("M|*|-", STAGES), "", Facts(world_size=2), ("3 stages (|)", "--pipeline-model-parallel-size 2"),
+         ("--pipeline-model-parallel-size 1", "end 2 stages")),
+        (pattern("M|*", STAGES, "--num-virtual-stages-per-pipeline-rank 2"), "", Facts(world_size=2),
+         ("2 stages (|)", "--num-virtual-stages-per-pipeline-rank"), ("or the signs | of the pattern",)),
+    ],
+    "spec_is_of_the_family": [
+        (SPEC, "", None, (SPEC, "--model-family hybrid", "gpt"), ("use --model-family hybrid", "remove --spec")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)

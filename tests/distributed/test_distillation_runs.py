@@ -1,0 +1,137 @@
+"""Runs with a teacher: from checkpoints of any layout and of other programs, resumed to the bit, and refused before a model is loaded."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from canonical_weights import hash_tensors
+from run_here import MODEL, train_here, trainer_of_command_line
+from tiny_models import tiny_model, write
+from torch.nn import functional as F
+from transformers_reference import TRAINING, global_batches
+
+from megatrain.tools.worker_pool import WorkerPool
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
+STUDENT = [*MODEL, *"--num-layers 2 --hidden-size 16 --train-iters 6 --eval-iters 0 --log-interval 1".split()]
+"""Of half the depth and width of `MODEL`."""
+LOSSES = "--no-kd-skip-lm-loss --kd-temperature 2 --kd-layer-pairs final:final:mse".split()
+
+
+def train(rank: int, world_size: int, words: list[str]) -> int:
+    trainer = trainer_of_command_line(rank, world_size, words)
+    trainer.resume()
+    return trainer.train()
+
+
+@pytest.fixture(scope="module")
+def teacher(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a teacher that two tensor ranks saved."""
+    folder = tmp_path_factory.mktemp("teacher")
+    flags = f"--train-iters 2 --lr-warmup-iters 0 --eval-iters 0 --save {folder} --tensor-model-parallel-size 2".split()
+    assert pool.run(2, train_here, flags) == [0, 0]
+    return folder
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    """Return the losses and norms of the iterations in a metrics file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    names = ("iteration", "lm_loss", "kd_losses", "grad_norm")
+    return [{name: line[name] for name in names} for line in lines if "lm_loss" in line]
+
+
+def flags_of(folder: Path, teacher: Path | str, *more: str) -> list[str]:
+    given = (
+        f"--export-kd-teacher-load {teacher} --save {folder} --load {folder} --metrics-file {folder}/metrics"
+    )
+    return [*STUDENT, *given.split(), *LOSSES, *more]
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_three_and_three_iterations_are_six(
+    teacher: Path, pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
+    size = 2 if layout else 1
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    first = [*flags_of(broken, teacher, *layout.split()), "--exit-interval", "3"]
+    assert set(pool.run(size, train, first)) == {75}
+    assert set(pool.run(size, train, first[:-2])) == {0}
+    assert set(pool.run(size, train, flags_of(whole, teacher, *layout.split()))) == {0}
+    assert steps(broken / "metrics") == steps(whole / "metrics")
+    names = [hash_tensors(folder / "iter_0000006", "weight") for folder in (broken, whole)]
+    assert names[0] == names[1]
+    assert "distillation.0.projection.weight" in names[0]
+    kd = [step["kd_losses"] for step in steps(whole / "metrics")]
+    assert list(kd[0]) == ["kd loss", "kd final:final:mse loss"]
+    assert kd[-1]["kd final:final:mse loss"] < kd[0]["kd final:final:mse loss"]
+
+
+def test_a_folder_of_transformers_teaches_what_it_computes(pool: WorkerPool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    models = {name: tiny_model(name) for name in ("Qwen3-MoE", "Llama 2")}
+    folders = {name: write(model, tmp_path / name.replace(" ", "")) for name, model in models.items()}
+    student, metrics = folders["Llama 2"], tmp_path / "metrics"
+    run = [*TRAINING, *"--micro-batch-size 1 --global-batch-size 2 --train-iters 1".split()]
+    run += ["--from-hf", str(student), "--metrics-file", str(metrics)]
+    words = [*run, "--pretrained-checkpoint", f"hf:{student}", "--kd-temperature", "2"]
+    words += ["--export-kd-teacher-load", f"hf:{folders['Qwen3-MoE']}"]
+    assert pool.run(1, train, words) == [0]
+    ((tokens, _), *_) = global_batches(run, num_samples=2)
+    with torch.no_grad():
+        teacher, ours = (models[name](tokens, use_cache=False).logits / 2 for name in models)
+    expected = F.kl_div(ours.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True)
+    assert steps(metrics)[0]["kd_losses"]["kd loss"] == pytest.approx(
+        4 * expected.sum(-1).mean().item(), rel=1e-5
+    )
+
+
+def test_a_checkpoint_of_megatron_teaches(golden_text: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """A model that starts from the teacher's weights has no divergence from it."""
+    recordings = golden_text.parent / "training"
+    recorded = json.loads((recordings / "flags.json").read_text())["llama"]
+    words = [word.format(corpus=golden_text / "corpus_text_document") for word in recorded]
+    checkpoint, metrics = recordings / "llama.ckpt", tmp_path / "metrics"
+    words += (
+        f"--train-iters 1 --device cpu --vocab-size 3072 --load {checkpoint} --finetune --metrics-file {metrics}"
+        f" --data-cache-path {tmp_path}/cache --export-kd-teacher-load {checkpoint} --eval-iters 0"
+    ).split()
+    assert pool.run(1, train, words) == [0]
+    (step,) = steps(metrics)
+    assert abs(step["kd_losses"]["kd loss"]) < 1e-5
+    assert step["grad_norm"] < 1e-4
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[tuple[Any, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
+
+
+def test_the_recorded_line_trains_with_its_file_and_a_teacher(
+    scripts: tuple[Any, Any], pool: WorkerPool, tmp_path: Path
+) -> None:
+    recorded, script = scripts
+    (line,) = (one for one in recorded.recorded_command_lines() if one.case == CASE)
+    words = [word.replace("/tmp/megatrain", str(tmp_path)) for word in script.shrink(line.flags)]
+    words += ["--device", "cpu", "--metrics-file", f"{tmp_path}/metrics"]
+    teacher = tmp_path / "teacher"
+    own = {"--save": str(teacher), "--metrics-file": f"{tmp_path}/other"}
+    of_teacher = [own.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    of_teacher += ["--load", str(teacher), "--hidden-size", "128", "--train-iters", "1"]
+    assert pool.run(2, train, of_teacher) == [0, 0]
+    file = tmp_path / "cache" / "distill" / "distill_config.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        'intermediate_layer_pairs: [["decoder.final_layernorm", "decoder.final_layernorm"]]\n'
+        'logit_layers: ["output_layer", "output_layer"]\nskip_lm_loss: true\nkd_loss_scale: 10.0\n'
+    )
+    assert pool.run(2, train, [*words, "--export-kd-teacher-load", str(teacher)]) == [0, 0]
+    losses = [step["kd_losses"]["kd final:final:cosine loss"] for step in steps(tmp_path / "metrics")]
+    assert len(losses) == 5
+    assert min(losses[2:]) < losses[0]

@@ -1,0 +1,119 @@
+"""Our attention kernel with padding and a bias of distances, for encoders and cross-attention, against eager attention in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fused_helpers import DEVICE, DTYPES, drawn
+from torch import Tensor
+
+from megatrain.kernels.attention.dropout import Dropout
+from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
+from megatrain.kernels.attention.masked import eager_masked_attention
+from megatrain.kernels.fused import attention
+from megatrain.kernels.fused.attention import Tile, Tiles
+
+pytestmark = [  # in the interpreter: the log of 0, and probabilities of padding, which are dropped after the sums
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
+B = 2
+TILES = Tiles(Tile(64, 64, 4, 1), Tile(64, 128, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1))
+"""Small tiles, of different sizes in each kernel."""
+RULE = Dropout(p=0.1, key=0x9234_5678_9ABC_DEF1, num_heads=6, first_sample=2**33, first_head=2)
+
+
+def padding(sk: int) -> Tensor:
+    """A sample without padding but one of its tokens, and one whose first token alone is none."""
+    tokens = torch.ones(B, sk, dtype=torch.bool, device=DEVICE)
+    tokens[0, 3], tokens[1, 1:] = False, False
+    return tokens
+
+
+def found(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Tensor | None]:
+    """Return the output and the gradients of q, k, v and bias."""
+    q, k, v, dout = x
+    options = {"scale": 0.3, "softcap": None, "bias": bias, "tiles": TILES}
+    out, lse = attention.forward(q, k, v, spec, **options)
+    return [out, *attention.backward(dout, q, k, v, out, lse, spec, **options)]
+
+
+def expected(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Tensor | None]:
+    """Return the same in fp64 by eager attention, with a mask and a bias in memory, differentiated by torch."""
+    q, k, v, dout = (one.double().requires_grad_() for one in x)
+    (sq, b, n, _), sk = q.shape, k.shape[0]
+    table = None if bias is None else bias.values.double().requires_grad_()
+    of_pairs = torch.arange(sk, device=DEVICE) - torch.arange(sq, device=DEVICE)[:, None] + sq - 1
+    mask = torch.ones(1, 1, sq, sk, dtype=torch.bool, device=DEVICE)
+    mask = mask.tril() if spec.is_causal else mask
+    mask = mask if spec.is_token is None else mask & spec.is_token[:, None, None]
+    kept = None if spec.dropout is None else spec.dropout.mask(b, n, q.device) * spec.dropout.factor
+    by_pair = None if table is None else table[:, of_pairs][None]
+    out = eager_masked_attention(q, k, v, mask=mask, bias=by_pair, scale=0.3, kept=kept)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad, None if table is None else table.grad]
+
+
+def check(
+    sq: int, sk: int, spec: MaskSpec, *, has_bias: bool, heads: int = 2, groups: int = 2, d: int = 16,
+    reach: int = 30, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    shapes = (sq, B, heads, d), (sk, B, groups, d), (sk, B, groups, d), (sq, B, heads, d)
+    x = [drawn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+    distances = (
+        torch.arange(1 - sq, sk).clamp(-reach, reach).to(DEVICE) + reach
+    )  # the bias is constant from `reach` on
+    bias = None
+    if has_bias:
+        bias = DistanceBias(drawn(heads, 2 * reach + 1, dtype=dtype).float()[:, distances], reach)
+    bound = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    for name, own, wanted in zip(
+        ("out", "dq", "dk", "dv", "dbias"), found(x, spec, bias), expected(x, spec, bias), strict=True
+    ):
+        assert (own is None) == (wanted is None), name
+        if own is None or wanted is None:
+            continue
+        if name == "dbias":  # as the numbers of all far distances are one
+            own, wanted = (
+                x.new_zeros(heads, 2 * reach + 1).index_add_(1, distances, x) for x in (own, wanted)
+            )
+        assert own.shape == wanted.shape
+        error, size = (own.double() - wanted).abs().max(), wanted.abs().max()
+        assert error <= bound * size.clamp(min=1), f"{name} is off by {error} of {size}"
+
+
+SIZES = {"encoder": (130, 130), "whole tiles": (128, 128), "few queries": (70, 200), "few keys": (200, 70)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("has_padding", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_padding_and_bias(name: str, *, has_padding: bool, has_bias: bool) -> None:
+    sq, sk = SIZES[name]
+    rule = RULE.of_block([range(sq)], [range(sk)])
+    check(sq, sk, MaskSpec(is_token=padding(sk) if has_padding else None, dropout=rule), has_bias=has_bias)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("s", [128, 150])
+def test_a_causal_decoder_with_a_bias(s: int, p: float) -> None:
+    rule = dataclasses.replace(RULE, p=p).of_block([range(s)], [range(s)])
+    check(s, s, MaskSpec(is_causal=True, dropout=rule if p else None), has_bias=True)
+
+
+@pytest.mark.parametrize("d", [64, 72])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_widths_groups_and_dtypes(d: int, dtype: torch.dtype) -> None:
+    rule = RULE.of_block([range(70)], [range(70)])
+    check(
+        70,
+        70,
+        MaskSpec(is_token=padding(70), dropout=rule),
+        has_bias=True,
+        heads=4,
+        groups=2,
+        d=d,
+        dtype=dtype,
+    )
