@@ -2,6 +2,7 @@
 
 output_layer [v, h], untied         <─ the embedding
 biases that the checkpoint lacks    <─ 0
+projections of a distillation       <─ initial values; left out, if the model has none
 rows of new tokens                  <─ initial values, in rows that were padding
 layers of multi-token prediction    ─> left out, if the model has fewer
 all else                            <─ the same tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import StoredTensor
 from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
+from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import BoxRange, ParamLayout, Piece
@@ -49,10 +51,12 @@ class Adaptation:
         return adapted if self.upcycling is None else UpcycledSource(adapted, source.reader, self.upcycling)
 
     def origin(self, piece: Piece, tensors: Mapping[str, StoredTensor]) -> Piece | None:
-        """Return the checkpoint's tensor with the values of a piece that is not upcycled; None: its values are 0."""
+        """Return the checkpoint's tensor with the values of a piece that is not upcycled; None: it has none."""
         name = EMBEDDING_NAME if self.unties_head and piece.name == OUTPUT_NAME else piece.name
         found = tensors.get(name)
         if found is None and self.adds_biases and name.endswith(".bias"):
+            return None
+        if found is None and name.startswith(PROJECTION_PREFIX):
             return None
         if found is not None and name in (EMBEDDING_NAME, OUTPUT_NAME):
             rows = found.shape[0]
@@ -76,7 +80,7 @@ class AdaptedSource:
         """Begin to read the box into `out`, which has its shape; `reader.finish` ends it."""
         piece = self.adaptation.origin(box.piece, self.source.reader.manifest.tensors)
         if piece is None:
-            out.zero_()
+            self._fill_new(out, layout, box)
             return
         (first, stop), *others = box.box
         known = min(max(piece.shape[0] - first, 0), stop - first)  # rows
@@ -87,3 +91,10 @@ class AdaptedSource:
             rows = (first + known, stop)
             initial = InitialWeights(self.adaptation.seed)
             initial.fill(out[known:], layout, BoxRange(box.piece, (rows, *others), 0))
+
+    def _fill_new(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        """Fill a tensor that the checkpoint lacks: biases are 0, projections of a distillation are drawn."""
+        if box.piece.name.startswith(PROJECTION_PREFIX):
+            InitialWeights(self.adaptation.seed).fill(out, layout, box)
+        else:
+            out.zero_()

@@ -24,8 +24,9 @@ from megatrain.checkpoint.local.nodes import Node, find_node
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
+from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import WEIGHT, LoadTarget
+from megatrain.optim.sharded import WEIGHT, LoadTarget, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
@@ -86,6 +87,7 @@ def load_checkpoint(
         try:
             if local is not None and candidate.path.parent == local and candidate.problem is None:
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
+                assert isinstance(optimizer, ShardedOptimizer), "a run has local checkpoints"
                 with _as_damaged():
                     node = node or find_node(local, grid)
                 manifest, copied = _load_local(candidate.path, node, optimizer, grid, kinds, load)
@@ -125,7 +127,7 @@ def _nothing_intact(
 def _load_local(
     path: Path,
     node: Node,
-    optimizer: LoadTarget,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     kinds: Sequence[str],
     load: Callable[[], Manifest],
@@ -229,6 +231,7 @@ def check_no_unused_tensors(
         name for number, name in enumerate(sorted(reader.manifest.tensors)) if not together >> number & 1
     ]
     unused = unused if adaptation is None else adaptation.unused(unused)
+    unused = [name for name in unused if not name.startswith(PROJECTION_PREFIX)]  # serve a distillation alone
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(

@@ -30,6 +30,7 @@ from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_o
 from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.stored_values import check_stored_values
+from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
 
@@ -106,6 +107,13 @@ class Manifest:
     """Format of the blocks of a chunk, each with a checksum."""
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
+
+    @property
+    def model_tensors(self) -> Mapping[str, StoredTensor]:
+        """Tensors of the model: all but the projections of a distillation."""
+        return {
+            name: tensor for name, tensor in self.tensors.items() if not name.startswith(PROJECTION_PREFIX)
+        }
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -161,7 +161,7 @@ class TeacherFacts:
     tokenizer_fingerprint: str | None
     """None: not known."""
     checksum: int
-    """Of its list of tensors."""
+    """Checksum of its list of tensors."""
     described: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its model in the file of --export-kd-teacher-model-config, by name."""
 
@@ -192,6 +192,8 @@ class Facts:
     """Note on the tokenizer for the user, such as the source of its end-of-document token."""
     checkpoint: StoredRun | None = None
     teacher: TeacherFacts | None = None
+    cached_logits: Mapping[str, Any] = field(default_factory=dict)
+    """Manifest of the folder of --logits-load-dir; empty without one."""
     distillation_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the file of --export-kd-cfg gives, by path."""
     described_settings: Mapping[str, Any] = field(default_factory=dict)

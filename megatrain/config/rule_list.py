@@ -32,7 +32,6 @@ from megatrain.config.subjects import (
     data,
     data_plans,
     device,
-    distillation,
     experts,
     families,
     fp8,
@@ -46,6 +45,7 @@ from megatrain.config.subjects import (
     schedule,
     transformer_engine,
 )
+from megatrain.config.subjects.post_training import distillation
 
 _SUBJECTS: Final = (
     device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,

@@ -11,7 +11,8 @@ and D_ij = exp(c_i - c_j) for j <= i in the same document, the values that a chu
     (I + (E K^T * D) below the diagonal) (U, R) = (W, exp(c) E)        V' = U - R S
     O = exp(c) Q S + (Q K^T * D) V'                     S <- exp(c_last) S + (exp(c_last - c) K)^T V'
 
-torch operators, differentiated by autograd, in the accumulation dtype, on any device.
+torch operators, differentiated by autograd, in the accumulation dtype, on any device. GPUs have fused kernels of the first
+variant and of the convolution for 16-bit inputs (`fused/scans`).
 
 Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks: arXiv:2406.06484.
 """
@@ -24,7 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.config.model_spec.activation import ActivationFunction
+from megatrain.kernels.activations import SILU
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.fused.scans import convolution
+from megatrain.kernels.fused.scans import gated_delta as fused
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -60,7 +66,7 @@ def continue_gated_delta_rule(
     """Apply the rule to the next tokens of sequences.
 
     Args:
-        q, k: [s, b, n, dk], normalized and scaled by the caller.
+        q, k: [s, b, nk, dk], normalized and scaled by the caller; n / nk consecutive heads of values share one.
         v: [s, b, n, dv].
         g: logarithm of the decay, at most 0, [s, b, n].
         beta: strength of a write, 0 to 1, [s, b, n].
@@ -71,7 +77,11 @@ def continue_gated_delta_rule(
     Returns:
         Outputs [s, b, n, dv] in the dtype of v, and the state after the last token.
     """
+    if fused.has_rule_kernel(k, v):
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        return fused.gated_delta_rule(q, k, v, g, beta, document_ids=document_ids, state=state)
     dtype = accumulation_dtype(v.dtype)
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     k, beta = k.to(dtype), beta.to(dtype).unsqueeze(-1)
     out, state = delta_rule(
         q, k, beta * v.to(dtype), g, beta * k, state, document_ids=document_ids, chunk=chunk
@@ -184,6 +194,24 @@ def causal_convolution(x: Tensor, weight: Tensor, document_ids: Tensor | None = 
             earlier = earlier * F.pad(same, (0, 0, distance, 0)).unsqueeze(-1)
         total = total + earlier * weight[:, -1 - distance]
     return total
+
+
+def activated_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: ActivationFunction,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """Convolve, see `causal_convolution`, add a bias [c] and activate: [s, b, c] in the dtype of x, rounded once."""
+    is_silu = activation.name == SILU.name and weight.shape[1] <= convolution.MAX_WIDTH
+    if is_silu and is_fused(x) and x.element_size() == 2:
+        y = convolution.causal_conv(x.transpose(0, 1), weight, bias, has_silu=True, document_ids=document_ids)
+        return y.transpose(0, 1)
+    dtype = accumulation_dtype(x.dtype)
+    total = causal_convolution(x.to(dtype), weight.to(dtype), document_ids)
+    activated: Tensor = activation.value(total if bias is None else total + bias)
+    return activated.to(x.dtype)
 
 
 def _running_sums(x: Tensor) -> Tensor:

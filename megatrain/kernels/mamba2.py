@@ -4,7 +4,7 @@
     y_t = S_t C_t + D x_t
 
 In chunks as the gated delta rule (`kernels.gated_delta`), without erasures: torch operators, differentiated by autograd, in the
-accumulation dtype, on any device.
+accumulation dtype, on any device. GPUs have fused kernels for 16-bit inputs (`fused/scans/mamba2.py`).
 
 Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060, section 6.
 """
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused.scans import mamba2 as fused
+from megatrain.kernels.fused.scans.chunks import has_kernel
 from megatrain.kernels.gated_delta import delta_rule
 
 
@@ -44,6 +46,8 @@ def mamba2_scan(
     Returns:
         y [b, s, n, p] in the dtype of x, and the state after the last token in the accumulation dtype.
     """
+    if has_kernel(x, x.shape[-1], B.shape[-1]):
+        return fused.mamba2_scan(x, dt, A, B, C, D, cu_seqlens=cu_seqlens, initial_state=initial_state)
     dtype = accumulation_dtype(x.dtype)
     wide, dt = x.to(dtype).transpose(0, 1), dt.to(dtype).transpose(0, 1)
     k, q = (

@@ -23,7 +23,7 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.distillation import Distillation, DistilledHead
+from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
 from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
 from megatrain.model.experts.biases import ExpertBiases
@@ -89,7 +89,7 @@ class Model:
     fp8: Fp8Recipes | None
     """FP8 of linear layers; None: there is none."""
     communication: ExpertCommunication
-    distillation: Distillation | None
+    distillation: Distillation | None = None
     """The teacher of the run; None: it has none."""
 
 
@@ -119,8 +119,7 @@ def build_model(
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
     user_loss: UserLoss | None = None,
-    distillation: Distillation | None = None,
-    teacher_parts: TeacherParts | None = None,
+    others: OtherModules | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -140,8 +139,7 @@ def build_model(
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         user_loss: loss of the user in place of the cross-entropy (--loss).
-        distillation: the teacher whose outputs the model is trained to match.
-        teacher_parts: head and layers of a teacher in place of the model's.
+        others: makes the head, and modules around layers, of a teacher or of a model that has one.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -163,34 +161,24 @@ def build_model(
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec,
-        placement,
-        stages,
-        mtp_stage,
-        builder_of,
-        ranks,
-        ropes,
-        recompute,
-        user_loss,
-        distillation,
-        teacher_parts,
+        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others
     )
     segments, chunks = builder.chunks(grid.pp.rank)
     freeze(segments, spec)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
-    return Model(spec, *parts, biases, fp8, communication, distillation)
+    return Model(spec, *parts, biases, fp8, communication)
 
 
-class TeacherParts(Protocol):
-    """Makes the modules in which a teacher's differ."""
+class OtherModules(Protocol):
+    """Makes modules in place of a model's own."""
 
     def head(self, *arguments: Any) -> Head:
         """Return the last segment; the arguments are those of `Head`."""
 
-    def layer(self, number: int, layer: nn.Module) -> nn.Module:
-        """Return a layer in place of the layer of this number."""
+    def layer(self, number: int, layer: nn.Module, spec: ModelSpec, ranks: LayerRanks) -> nn.Module:
+        """Return a module in place of the layer of this number."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +197,7 @@ class _StageBuilder:
     ropes: _RotaryEmbeddings
     recompute: Recompute
     user_loss: UserLoss | None
-    distillation: Distillation | None
-    teacher_parts: TeacherParts | None
+    others: OtherModules | None
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -300,14 +287,7 @@ class _StageBuilder:
         layer = _layer(
             LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
         )
-        if self.teacher_parts is not None:
-            return self.teacher_parts.layer(number, layer)
-        if self.distillation is None:
-            return layer
-        spec, ranks = self.spec, self.ranks
-        return self.distillation.matched(
-            layer, number, spec.hidden_size, spec.init_std, ranks.split.tp, ranks.dtype
-        )
+        return layer if self.others is None else self.others.layer(number, layer, self.spec, self.ranks)
 
     @functools.cached_property
     def relative_positions(self) -> dict[str, RelativePositions]:
@@ -395,11 +375,7 @@ class _StageBuilder:
         layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
         owner = embedding if is_tied_here else None
         arguments = (norm, parts, layout, owner, spec, self.user_loss, tp, dtype)
-        if self.teacher_parts is not None:
-            return self.teacher_parts.head(*arguments)
-        if self.distillation is not None:
-            return DistilledHead(*arguments, distillation=self.distillation)
-        return Head(*arguments)
+        return Head(*arguments) if self.others is None else self.others.head(*arguments)
 
     @property
     def _plain_builder(self) -> ModuleBuilder:

@@ -131,7 +131,7 @@ class Head(ShardedModule):
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]
 
-    def _further_loss(self, *_: Any) -> Callable[[Tensor, slice], Tensor] | None:
+    def _further_loss(self, *_: Any) -> Any:
         """Return what a subclass trains besides: see `DistilledHead`; it may change the scale of the cross-entropy."""
         return None
 
@@ -180,11 +180,11 @@ class _HeadLoss(Function):
         user_loss: Callable[..., tuple[Tensor, Tensor]] | None,
         info: PassInfo,
         predictions: Tensor | None,
-        further_loss: Callable[[Tensor, slice], Tensor] | None,
+        further_loss: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the losses; `predictions`, int64 [t], receives the id of each token's largest logit.
 
-        `further_loss` returns the gradient of another loss with respect to the logits of a chunk, for training.
+        `further_loss` replaces `vocab_parallel_logits_gradient`: see `Divergence.begin` of distillation.py.
         """
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
         dx = torch.empty_like(x) if info.is_training else None
@@ -197,7 +197,9 @@ class _HeadLoss(Function):
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             if predictions is not None:
                 predictions[chunk] = vocab_parallel_argmax(logits, vocab)
-            further = None if further_loss is None else further_loss(logits, chunk)
+            logits_gradient: Callable[..., Tensor] = vocab_parallel_logits_gradient
+            if further_loss is not None:
+                logits_gradient = further_loss.begin(logits, chunk, scaling.scale)
             token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
             losses[chunk] = token_losses.losses
             user_derivative: Tensor | float = 1.0
@@ -208,11 +210,7 @@ class _HeadLoss(Function):
             if dx is None:
                 return
             scale = token_scale[chunk] * (scaling.scale * user_derivative)
-            dlogits = vocab_parallel_logits_gradient(
-                token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
-            )
-            if further is not None:
-                dlogits += further * scaling.scale
+            dlogits = logits_gradient(token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff)
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])

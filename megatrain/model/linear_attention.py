@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule, delta_rule
+from megatrain.kernels.gated_delta import activated_convolution, continue_gated_delta_rule, delta_rule
 from megatrain.model import functions
 from megatrain.model.implementations.local_builder import ACTIVATION_FUNCTIONS
 from megatrain.model.layer import branch_output
@@ -130,19 +130,19 @@ class DeltaRule(ShardedModule):
             functions.weight_of(self, name).to(dtype) for name in ("convolution", "dt_bias", "a_log")
         )
         convolution = share(convolution.t(), self.convolved).t()
-        convolved = causal_convolution(qkv.to(dtype), convolution, document_ids)[-len(strengths) :]
-        mixed = self.activation.value(convolved).to(qkv.dtype)
+        mixed = activated_convolution(qkv, convolution, None, self.activation, document_ids)[
+            -len(strengths) :
+        ]
         q, k, v = self._heads(mixed, self.convolved)
         q, k = (_unit_heads(x, dtype) for x in (q, k))
         decays = -share(a_log, [self.logs]).exp().unsqueeze(-1)
         dt_bias = share(dt_bias, [self.biases]).unflatten(-1, (len(decays), -1))
         first, *others = self._heads(strengths.to(dtype), self.strengths)
         copies = v.shape[2] // q.shape[2]
-        q, k = (_repeat_heads(x, copies) for x in (q * q.shape[-1] ** -0.5, k))
+        q = q * q.shape[-1] ** -0.5
         if self.has_channel_gates:
-            g, erase = (
-                _repeat_heads(x, copies) for x in (decays * F.softplus(first + dt_bias), others[0].sigmoid())
-            )
+            g = decays * F.softplus(first + dt_bias)
+            q, k, g, erase = (_repeat_heads(x, copies) for x in (q, k, g, others[0].sigmoid()))
             written = others[1].sigmoid() * v.to(dtype)
             out, state = delta_rule(q, k, written, g, erase * k, state, document_ids=document_ids)
             return out.to(v.dtype), state

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.config.model_spec.mamba import MambaSpec
+from megatrain.kernels.activations import SILU
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.gated_delta import causal_convolution
+from megatrain.kernels.gated_delta import activated_convolution
 from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
@@ -100,7 +101,7 @@ class MambaScan(ShardedModule):
         dtype, share = accumulation_dtype(mixed.dtype), self.exchange.share
         weight, bias = (weight_of(self, name).to(dtype) for name in ("convolution", "convolution_bias"))
         weight, bias = share(weight.t(), self.mixed).t(), share(bias, self.mixed)
-        return F.silu(causal_convolution(mixed.to(dtype), weight, document_ids) + bias).to(mixed.dtype)
+        return activated_convolution(mixed, weight, bias, SILU, document_ids)
 
     def scan(
         self, convolved: Tensor, dt: Tensor, *, cu_seqlens: Tensor | None = None, state: Tensor | None = None

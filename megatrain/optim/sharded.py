@@ -40,7 +40,7 @@ class TensorSource(Protocol):
 
 
 class LoadTarget(Protocol):
-    """What a checkpoint is loaded into: an optimizer, or weights alone."""
+    """A checkpoint is loaded into it: an optimizer, or weights alone."""
 
     @property
     def buffers(self) -> FlatBuffers:

@@ -52,7 +52,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
-from megatrain.training.distillation import TeacherFirst, after_teacher, build_distillation
+from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -64,7 +64,8 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     if device.type != "meta":
         try_parts(plan, device)
     communication = _expert_communication(plan)
-    return build_model(
+    distillation = build_distillation(plan, grid, device, communication)
+    model = build_model(
         plan.derived.model_spec,
         grid,
         seq_length=max(sample_length(config), config.model.decoder_seq_length or 0),
@@ -84,8 +85,9 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         fp8=_fp8_recipes(plan, grid, device),
         communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
-        distillation=build_distillation(plan, grid, device, communication),
+        others=distillation,
     )
+    return dataclasses.replace(model, distillation=distillation)
 
 
 def _user_loss(plan: Plan, device: torch.device) -> UserLoss | None:

@@ -29,7 +29,7 @@ from megatrain.config.subjects.resume import adapted_settings
 from megatrain.interop.megatron.checkpoint import padding_notes
 from megatrain.optim.sharded import WEIGHT
 from megatrain.storage.disk import Disk
-from megatrain.training.distillation import RunTeacher
+from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener
@@ -133,9 +133,8 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
 def load_teacher(ranks: Ranks, engine: Engine) -> str | None:
     """Load the weights of the run's teacher, if it has one; return a line for the log. All ranks call it."""
     distillation, config = engine.model.distillation, ranks.plan.config
-    if distillation is None:
+    if distillation is None or not isinstance(distillation.teacher, RunTeacher):
         return None
-    assert isinstance(distillation.teacher, RunTeacher)
     with ranks.phases.phase("loading the teacher"):
         loaded = distillation.teacher.load(
             vocab_size=ranks.plan.derived.vocab_size, allows_format_torch=config.checkpoint.allow_pickle

@@ -33,10 +33,7 @@ class Losses:
 
 def loss_names(model: Model) -> tuple[str, ...]:
     """Return the names of the sums of a training step."""
-    spec = model.spec
-    pairs: tuple[str, ...] = ()
-    if model.distillation is not None:
-        pairs = ("kd_loss", *(f"kd_pair_{k}" for k in range(len(model.distillation.spec.pairs))))
+    spec, pairs = model.spec, [] if model.distillation is None else model.distillation.sum_names
     depths = range(1, spec.num_depths + 1)
     more = (*(["sop_loss"] if spec.head.is_binary else []), *(["z_loss"] if spec.z_loss_coeff else []))
     of_model = ("lm_loss", *more, *pairs, "tokens")

@@ -359,8 +359,7 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
         means = _mean_losses([values["routers"]["losses"] for values in trained])
         last["routers"] = last["routers"] | {"losses": means}
     for name in ("mtp_losses", "kd_losses"):
-        if last[name] is not None:
-            last[name] = _mean_losses([values[name] for values in trained])
+        last[name] = _mean_losses([values[name] for values in trained])
     for name in ("skipped", "nan"):
         last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)
@@ -371,8 +370,9 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return last
 
 
-def _mean_losses(losses: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+def _mean_losses(losses: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    known = [one for one in losses if one is not None]
+    return {name: sum(one[name] for one in known) / len(known) for name in known[0]} if known else None
 
 
 def mean_times(interval: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
-from megatrain.model.distillation import DistilledHead
+from megatrain.model.distillation import CachedDivergence, DistilledHead, TopTargets
 from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import VocabShard, vocab_parallel_cross_entropy
 from megatrain.tools.parity.measure import chunked_loss, engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.engine import Engine
@@ -195,3 +197,45 @@ def test_a_teacher_is_frozen_and_has_no_dropout() -> None:
     assert not first.requires_grad
     own = {id(entry.module) for entry in engine.model.registry.entries.values()}
     assert all(id(entry.module) not in own for entry in teacher.model.registry.entries.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("k", [1, 5, 11])
+@pytest.mark.parametrize("mixed", [0.0, 0.6])
+def test_cached_tokens_give_the_divergence_of_k_tokens_and_the_rest(k: int, mixed: float) -> None:
+    """Independent: the KL of k + 1 outcomes, differentiated by torch, with a share of the cross-entropy; z-loss too."""
+    generator = torch.Generator().manual_seed(2)
+    student, teacher = torch.randn(2, 6, 13, dtype=torch.float64, generator=generator).mul(2).unbind()
+    labels, scale = torch.randint(11, (6,), generator=generator), torch.rand(6, dtype=torch.float64)
+    top = teacher[:, :11].log_softmax(-1).topk(k)
+    rest = (1 - top.values.exp().sum(-1)).clamp(min=0)
+    rest = torch.zeros_like(rest) if k == 11 else rest
+    real = student[:, :11].clone().requires_grad_()
+    own = real.log_softmax(-1)
+    of_top = own.gather(1, top.indices)
+    expected = (top.values.exp() * (top.values - of_top)).sum(-1)
+    if k < 11:
+        expected = expected + rest * (rest.log() - (1 - of_top.exp().sum(-1)).log())
+    lm = F.cross_entropy(real, labels, reduction="none") + 0.1 * real.logsumexp(-1) ** 2
+    ((0.7 * expected + mixed * lm) * scale).sum().backward()
+    vocab = VocabShard(RankGroup("alone", (0,), 0), 13, 11)
+    targets = TopTargets(top.indices, top.values, rest.log(), torch.ones(6, dtype=torch.bool))
+    found = CachedDivergence(targets, vocab, 0.7 * scale)
+    gradient = found.begin(student, slice(0, 100), 1.0)
+    known = vocab_parallel_cross_entropy(student.clone(), labels, vocab)
+    dlogits = gradient(known, mixed * scale, vocab, torch.float64, z_loss_coeff=0.1)
+    assert torch.allclose(found.losses, expected, **CLOSE)
+    assert torch.allclose(dlogits[:, :11], real.grad, **CLOSE)
+    assert not dlogits[:, 11:].any()
+
+
+def test_cached_tokens_of_another_sample_are_infinitely_wrong() -> None:
+    student = torch.randn(2, 7, dtype=torch.float64)
+    vocab = VocabShard(RankGroup("alone", (0,), 0), 7, 7)
+    ids, values = torch.zeros(2, 1, dtype=torch.int64), torch.full((2, 1), -1.0, dtype=torch.float64)
+    targets = TopTargets(ids, values, torch.full((2,), -1.0), torch.tensor([True, False]))
+    found = CachedDivergence(targets, vocab, torch.ones(2, dtype=torch.float64))
+    gradient = found.begin(student, slice(0, 2), 1.0)
+    known = vocab_parallel_cross_entropy(student.clone(), ids[:, 0], vocab)
+    dlogits = gradient(known, torch.zeros(2, dtype=torch.float64), vocab, torch.float64)
+    assert found.losses.isfinite().tolist() == [True, False]
+    assert dlogits.isfinite().all(1).tolist() == [True, False]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.kernels import gated_delta
 from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule
 from megatrain.model import functions, linear_attention
 from megatrain.model.implementations.attention import LocalContextAttention
@@ -72,7 +73,7 @@ def _convolutions_of_one_rank() -> AbstractContextManager[Any]:
         chunks = torch.arange(len(x)) // (len(x) // (2 * dist.get_world_size()))
         return causal_convolution(x, weight, chunks[:, None].expand(x.shape[:2]))
 
-    return mock.patch.object(linear_attention, "causal_convolution", of_chunks)
+    return mock.patch.object(gated_delta, "causal_convolution", of_chunks)
 
 
 def _convolutions_over_documents() -> AbstractContextManager[Any]:
@@ -81,7 +82,7 @@ def _convolutions_over_documents() -> AbstractContextManager[Any]:
     def over_all(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
         return causal_convolution(x, weight)
 
-    return mock.patch.object(linear_attention, "causal_convolution", over_all)
+    return mock.patch.object(gated_delta, "causal_convolution", over_all)
 
 
 def _states_over_documents() -> AbstractContextManager[Any]:

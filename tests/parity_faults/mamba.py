@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.kernels import gated_delta
 from megatrain.kernels.gated_delta import causal_convolution
 from megatrain.kernels.mamba2 import mamba2_scan
 from megatrain.model import mamba
@@ -52,7 +53,7 @@ def _convolution_of_chunks() -> AbstractContextManager[Any]:
         assert document_ids is None
         return torch.cat([causal_convolution(half, weight) for half in x.chunk(2)])
 
-    return mock.patch.object(mamba, "causal_convolution", apart)
+    return mock.patch.object(gated_delta, "causal_convolution", apart)
 
 
 MAMBA_FAULTS: dict[str, tuple[Patch, str]] = {

@@ -17,7 +17,7 @@ from megatrain.checkpoint.local.transfer import Transfer, raise_first, send
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode, read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, find_damage
 from megatrain.checkpoint.tensor_file import check_size
-from megatrain.optim.sharded import LoadTarget
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import intersect
 from megatrain.parallel.messages import Messages
@@ -31,7 +31,7 @@ OfNode = tuple[int, str]
 def complete_node(
     path: Path,
     node: Node,
-    optimizer: LoadTarget,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     kinds: Sequence[str],
     damaged: Sequence[OfNode] = (),
@@ -134,7 +134,7 @@ def planned_transfers(path: Path, files: Mapping[str, Any], answers: Sequence[An
         yield Transfer(name, files[name].num_bytes, sources[name], tuple(sorted(targets[name])))
 
 
-def files_with(manifest: Manifest, optimizer: LoadTarget, kinds: Sequence[str]) -> set[str]:
+def files_with(manifest: Manifest, optimizer: ShardedOptimizer, kinds: Sequence[str]) -> set[str]:
     """Return the files that have what this rank owns."""
     found: set[str] = set()
     for kind in kinds:

@@ -180,12 +180,8 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted("process groups use only the backend of --distributed-backend", "--disable-gloo-process-groups"),
     accepted(
-        "--export-kd-teacher-load recognises checkpoints by their files",
-        "--export-kd-teacher-ckpt-format=*",
-    ),
-    accepted(
-        "there is one model definition, which all checkpoints load into",
-        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
+        "the head maps the files of a teacher's outputs into memory, and reads the records of its micro-batch",
+        "--logits-load-decode-threads=* --logits-load-prefetch-factor=* --logits-load-msc-prefetch-depth=*",
     ),
     accepted("--profile always uses the PyTorch profiler", "--use-pytorch-profiler"),
     accepted("the launcher sets LOCAL_RANK", "--local-rank=*"),

@@ -27,6 +27,14 @@ OTHER_PROGRAMS: Final = (
         + " --sft-tokenizer-prompt-format= --chat-template=",
         instead="give it to preprocess_data.py, and the datasets that it makes to --data-path",
     ),
+    accepted(
+        "--export-kd-teacher-load recognises checkpoints by their files",
+        "--export-kd-teacher-ckpt-format=*",
+    ),
+    accepted(
+        "there is one model definition, which all checkpoints load into",
+        "--export-te-mcore-model --export-default-te-spec --export-model-type=GPTModel|HybridModel|MambaModel",
+    ),
     refused(
         "quantization and pruning after training are not part of megatrain",
         _any_values(

@@ -66,11 +66,13 @@ REFUSED_FLAGS: Final = (
         instead="remove the flag; torchrun --max-restarts restarts the run, which resumes from its last checkpoint",
     ),
     refused(
-        "distillation from logits is not supported",
-        "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors"
-        " --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor="
-        " --logits-save-dir= --logits-save-dtype= --logits-save-top-k= --logits-save-top-p="
+        "a teacher's outputs are written by another command",
+        "--logits-save-dir= --logits-save-dtype= --logits-save-top-k= --logits-save-top-p="
         " --logits-save-top-p-min-k=",
+        instead="give --logits-save-dir, --logits-save-top-k and --logits-save-dtype to `megatrain cache-logits`",
+    ),
+    refused(
+        "a record of a teacher's outputs that cannot be read ends the run", "--logits-load-ignore-errors"
     ),
     refused(
         "NVIDIA's multi-storage client is not supported",

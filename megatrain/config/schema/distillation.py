@@ -7,7 +7,7 @@ from megatrain.config.schema.needs import conflict, off, on
 from megatrain.config.schema.resume_class import SAFE
 from megatrain.config.schema.setting import Section, setting
 
-_TEACHER = "distillation.export_kd_teacher_load"
+_TEACHER, _CACHE = "distillation.export_kd_teacher_load", "distillation.logits_load_dir"
 _UNSUPPORTED = (
     conflict("training.loss", why=": the loss of a teacher reads logits"),
     conflict("training.cuda_graph_impl", "local", "full_iteration", why=": a teacher's pass is not captured"),
@@ -48,10 +48,21 @@ class DistillationConfig(Section, on_resume=SAFE):
         above=0,
         needs=(on(_TEACHER), off("distillation.kd_skip_lm_loss"), off("distillation.kd_balance_losses")),
     )
-    """Weight of the teacher's losses beside the language-model loss."""
+    """Weight of the teacher's losses, added to the language-model loss."""
     kd_layer_loss_scale: float = setting(
         1.0, above=0, needs=(on(_TEACHER), off("distillation.kd_balance_losses"))
     )
-    """Weight of the mean loss of --kd-layer-pairs beside the loss of the logits. Not in Megatron-LM."""
+    """Weight of the mean loss of --kd-layer-pairs, added to the loss of the logits. Not in Megatron-LM."""
+    logits_load_dir: str | None = setting(
+        None,
+        conflicts=(
+            *_UNSUPPORTED[:3],
+            conflict(_TEACHER, why=": it has its outputs"),
+            conflict("data.dataloader_type", "cyclic", why=", whose samples have no fixed number"),
+        ),
+    )
+    """Folder of a teacher's outputs that `megatrain cache-logits` has written for the samples of this run, in place of a teacher."""
+    logits_load_kd_loss_alpha: float = setting(1.0, at_least=0, at_most=1, needs=on(_CACHE))
+    """Weight of the divergence from the outputs of --logits-load-dir; the language-model loss has the rest."""
     kd_layer_pairs: tuple[str, ...] = setting((), needs=on(_TEACHER))
     """Outputs to match, as STUDENT:TEACHER:LOSS with numbers of layers (from 0) or `final` for the final norm, and cosine or mse: 3:7:cosine final:final. Other widths are projected. Not in Megatron-LM."""

@@ -165,7 +165,7 @@ def flops_per_iteration(draft: Draft) -> DerivedValue:
     lengths = {"num_tokens": tokens, "sum_of_squared_lengths": tokens * sample_length(draft.config)}
     operations, words = draft.derived.model_spec.training_flops(**lengths), "recomputation not counted"
     if draft.derived.distillation is not None:
-        of_teacher = draft.derived.distillation.teacher.training_flops(**lengths) // 3  # forward
+        of_teacher = draft.derived.distillation.forward_flops(**lengths)
         operations += of_teacher
         words += f", {of_teacher / tokens:.4g} of them the teacher's"
     return DerivedValue(operations, f"{operations / tokens:.4g} for each of {tokens} tokens, {words}")

@@ -69,8 +69,8 @@ class HfExport(TensorReader):
         self._config = Config(model=model, experts=experts)
         self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
-        ours = {name: one.shape for name, one in manifest.tensors.items() if not name.startswith(MTP)}
-        self.has_mtp = len(ours) < len(manifest.tensors)
+        ours = {name: one.shape for name, one in manifest.model_tensors.items() if not name.startswith(MTP)}
+        self.has_mtp = len(ours) < len(manifest.model_tensors)
         biases = bias_shapes(self._config, self.vocab_size)
         self.tensors = {
             **their_tensors(self.family.modules, ours | biases, vars(model)),
@@ -206,7 +206,7 @@ class HfExport(TensorReader):
 
     def _check_tensors(self, manifest: Manifest) -> None:
         expected = shapes_of(self._config, self.vocab_size)
-        found = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+        found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
         )

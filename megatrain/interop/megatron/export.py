@@ -87,7 +87,7 @@ class MegatronExport:
         """Its modules there are Transformer Engine's."""
         self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused
         self._params_dtype = _dtype(self._manifest.config["precision"])
-        shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self._manifest.model_tensors.items()}
         vocab_size = shapes["embedding.word_embeddings.weight"][0]
         self.padded_vocab_size = max(model.padded_vocab_size or 0, vocab_size)
         try:

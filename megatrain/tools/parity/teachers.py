@@ -6,7 +6,7 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.config.facts import TeacherFacts
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.tools.parity.rows import Layout
-from megatrain.training.distillation import RunTeacher
+from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
 
 _FLAGS = (

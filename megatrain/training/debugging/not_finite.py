@@ -24,7 +24,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import Segment, SegmentPass
-from megatrain.training.distillation import after_teacher
+from megatrain.training.distillation.teacher import after_teacher
 from megatrain.training.engine import Engine
 from megatrain.training.liveness.failure import format_ranks
 from megatrain.training.planning.model_tree import STACK_END, layers_of

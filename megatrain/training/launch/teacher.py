@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatrain.config.facts import TeacherFacts
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.data.teacher_logits import read_logits_manifest
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.model.gpt import EMBEDDING_NAME
@@ -26,10 +28,13 @@ _MODEL_CONFIG = "model_config.yaml"
 def teacher_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
     """Return the facts of the teacher, as fields of `Facts`, and the problems of its files; without a teacher, neither."""
     path = request.known("distillation.export_kd_teacher_load")
-    if path is None:
-        return {}, []
+    cache = request.known("distillation.logits_load_dir")
     found: dict[str, Any] = {}
     try:
+        if cache is not None:
+            found["cached_logits"] = dataclasses.asdict(read_logits_manifest(Path(cache)))
+        if path is None:
+            return found, []
         found["teacher"] = _teacher(path, request)
         file = request.known("distillation.export_kd_cfg")
         if file is not None:
@@ -94,7 +99,7 @@ def _own_manifest(path: Path) -> Manifest:
 def _described(path: str, request: Request) -> dict[str, Any]:
     """Return the settings that a file about the teacher gives."""
     file = request.known("distillation.export_kd_teacher_model_config")
-    beside = Path(path.removeprefix(HF_PREFIX)) / _MODEL_CONFIG
-    if file is None and beside.is_file():
-        file = str(beside)
+    default = Path(path.removeprefix(HF_PREFIX)) / _MODEL_CONFIG
+    if file is None and default.is_file():
+        file = str(default)
     return {} if file is None else teacher_settings(file)

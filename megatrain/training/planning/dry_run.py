@@ -176,9 +176,7 @@ def _flops(plan: Plan) -> Flops:
         per_token=derived.flops_per_iteration / derived.tokens_per_iteration,
         per_rank_and_iteration=derived.flops_per_iteration / derived.world_size,
         whole_run=derived.model_spec.training_flops(**lengths)
-        + (
-            0 if derived.distillation is None else derived.distillation.teacher.training_flops(**lengths) // 3
-        ),
+        + (0 if derived.distillation is None else derived.distillation.forward_flops(**lengths)),
     )
 
 

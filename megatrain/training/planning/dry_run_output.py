@@ -141,9 +141,7 @@ def _memory(found: DryRun) -> Iterator[str]:
         ]
         yield f"  {'  '.join(cells)}".rstrip()
     yield "  other: RoPE tables, batches, cuBLAS; not included: the CUDA context, NCCL, fragmentation"
-    if found.plan.derived.distillation is not None:
-        most = max(stage.held.teacher for stage in found.memory)
-        yield f"  total includes the weights of the teacher, up to {gigabytes(most)} GB"
+    yield from _teacher_memory(found)
     if found.plan.config.experts.num_experts is not None:
         yield "  every expert is assumed to get the same number of tokens"
     if any(stage.held.on_host for stage in found.memory):
@@ -158,6 +156,12 @@ def _memory(found: DryRun) -> Iterator[str]:
     compared = comparison(found.plan, largest, found.device_memory_bytes)
     if compared is not None:
         yield f"  {compared}"
+
+
+def _teacher_memory(found: DryRun) -> Iterator[str]:
+    most = max(stage.held.teacher for stage in found.memory)
+    if most:
+        yield f"  total includes the weights of the teacher, up to {gigabytes(most)} GB"
 
 
 def _host_memory(memory: HostMemory | None) -> Iterator[str]:

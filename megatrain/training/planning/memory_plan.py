@@ -47,7 +47,7 @@ from megatrain.training.build import (
     build_optimizer,
     build_schedules,
 )
-from megatrain.training.distillation import RunTeacher
+from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (
     Peak,

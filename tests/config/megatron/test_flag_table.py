@@ -78,7 +78,7 @@ def test_a_name_of_another_tool_in_yaml_is_answered_too(tmp_path):
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--export-te-mcore-model", "remove the flag"), ("--export-kd-cfg x.yaml", "remove the flag"),
+        ("--export-quant-cfg fp8", "remove the flag"), ("--export-qk-l2-norm", "remove the flag"),
         ("--enable-gpt-oss", "--softmax-type learnable"), ("--nproc_per_node 8", "before pretrain.py"),
         ("--append-eod", "preprocess_data.py"), ("--top_k 4", "megatrain generate"), ("--pixel-shuffle", "remove the flag"),
     ],

@@ -37,6 +37,7 @@ WITHOUT_A_COMMAND_LINE = {
     "facts.py": "copies of problems between ranks",
     "user_function.py": "the user's files: tests/config/test_user_function.py",
     "module_precision.py": "a file's problems: tests/config/test_module_precision.py",
+    "derive/distillation.py": "a file's problems: tests/config/derive/test_distillation_files.py",
 }
 
 REACHED_OTHERWISE = {

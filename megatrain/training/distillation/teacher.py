@@ -30,6 +30,7 @@ from megatrain.model.layer_context import ExpertCommunication
 from megatrain.optim.sharded import WEIGHT, TensorSource, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import FlatBuffers
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
@@ -37,6 +38,7 @@ from megatrain.parallel.pipeline.actions import Action, Placement
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graphed_passes import NoHooks
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
+from megatrain.training.distillation.cached import RunCachedTeacher
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener
 
@@ -52,7 +54,7 @@ class _Parts:
         self.last = TeacherHead(*arguments)
         return self.last
 
-    def layer(self, number: int, layer: nn.Module) -> nn.Module:
+    def layer(self, number: int, layer: nn.Module, *_: Any) -> nn.Module:
         if number not in self.wanted:
             return layer
         self.kept[number] = KeptLayer(layer)
@@ -77,7 +79,7 @@ class RunTeacher:
         self.dtype = getattr(torch, plan.config.precision.params_dtype)
         self.parts = _Parts({pair.teacher for pair in spec.pairs if pair.teacher is not None})
         self.model = build_model(
-            spec.teacher,
+            spec.model,
             self.grid,
             seq_length=plan.config.data.seq_length,
             sequence_parallel=parallel.sequence_parallel,
@@ -88,7 +90,7 @@ class RunTeacher:
             communication=ExpertCommunication(dispatcher=communication.dispatcher),
             placement=Placement(parallel.pipeline_model_parallel_size),
             stages=layer_ranges(spec.stages),
-            teacher_parts=self.parts,
+            others=self.parts,
         )
         self.buffers = allocate_buffers(
             self.model.registry,
@@ -103,7 +105,7 @@ class RunTeacher:
         self._executor = Executor(
             self.model.segments,
             self.grid,
-            hidden_shape=(rows, plan.config.training.micro_batch_size, spec.teacher.hidden_size),
+            hidden_shape=(rows, plan.config.training.micro_batch_size, spec.model.hidden_size),
             dtype=self.model.hidden_dtype,
             device=device,
             hooks=NoHooks(),
@@ -215,6 +217,9 @@ def build_distillation(
     spec = plan.derived.distillation
     if spec is None:
         return None
+    if spec.teacher is None:
+        cached = RunCachedTeacher(Path(spec.path), ContextParallel(grid.cp), device)
+        return Distillation(spec, None, grid.cp, cached)
     return Distillation(spec, RunTeacher(plan, grid, device, communication), grid.cp)
 
 

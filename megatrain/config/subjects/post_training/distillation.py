@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.distillation import parse_pair
 from megatrain.config.errors import Problem
-from megatrain.config.facts import TeacherFacts
+from megatrain.config.facts import Facts, TeacherFacts
 from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan import Derived, DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
+from megatrain.config.schema.distillation import DistillationConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import is_same_tokenizer
+from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.attention_kernel import attention_backend
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.config.subjects.pipeline import balanced_split
 
-FLAG = "--export-kd-teacher-load"
+FLAG, CACHE = "--export-kd-teacher-load", "--logits-load-dir"
+_TP = "--tensor-model-parallel-size"
 
 
 @derives("derived.distillation")
 def distillation(draft: Draft) -> DerivedValue:
     """Derive the teacher and its losses. Rules report what does not fit."""
     config, settings = draft.config, draft.config.distillation
-    if settings.export_kd_teacher_load is None:
+    if settings.export_kd_teacher_load is None and settings.logits_load_dir is None:
         return DerivedValue(None, f"{FLAG} is not given")
     if config.training.only_evaluates:
         return DerivedValue(None, "evaluations have no teacher")
+    if settings.export_kd_teacher_load is None:
+        return DerivedValue(_cached(settings), CACHE)
     teacher = _teacher(draft)
     pairs = tuple(filter(None, map(parse_pair, settings.kd_layer_pairs)))
     is_mixed = not settings.kd_skip_lm_loss
@@ -50,6 +58,74 @@ def distillation(draft: Draft) -> DerivedValue:
         stages=_stages(draft, teacher),
     )
     return DerivedValue(spec, FLAG)
+
+
+def _cached(settings: DistillationConfig) -> DistillationSpec:
+    """Return the losses against cached outputs."""
+    alpha = settings.logits_load_kd_loss_alpha
+    return DistillationSpec(
+        teacher=None,
+        path=str(settings.logits_load_dir),
+        is_reversed=False,
+        temperature=1.0,
+        lm_weight=1 - alpha,
+        kd_weight=alpha,
+        layer_weight=1.0,
+        is_balanced=False,
+        pairs=(),
+    )
+
+
+def samples_digest(config: Config, derived: Derived, facts: Facts) -> str:
+    """Return a digest of the training samples and their order."""
+    data, names = (
+        config.data,
+        ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "sft"),
+    )
+    datasets = [one for one in facts.datasets if one.split in ("all", "train")]
+    parts = (
+        [(one.digest, one.weight, one.from_iteration) for one in datasets],
+        [getattr(data, name) for name in ("mock_data", "split", "seq_length", *names)],
+        config.training.seed,
+        derived.train_plan,
+        derived.train_start,
+        [vars(phase) for phase in derived.later_phases],
+        facts.digests.get("data.dataset"),
+    )
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@rule
+def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
+    folder, stored = draft.config.distillation.logits_load_dir, draft.facts.cached_logits
+    if folder is None or draft.config.training.only_evaluates:
+        return
+    if not stored:
+        raise UnresolvedError  # `data_problems` has the reason
+    length, vocab_size, own = (
+        draft.config.data.seq_length,
+        draft.derived.vocab_size,
+        draft.facts.tokenizer_fingerprint,
+    )
+    remedy = "write another folder with `megatrain cache-logits` and the flags of this run, or use those of the folder"
+    if stored["vocab_size"] != vocab_size:
+        yield Problem(
+            f"{CACHE} {folder} is for {stored['vocab_size']} tokens, and the run has {vocab_size}", remedy
+        )
+    elif stored["seq_length"] != length:
+        yield Problem(
+            f"{CACHE} {folder} has samples of {stored['seq_length']} tokens, and --seq-length is {length}",
+            remedy,
+        )
+    elif not _is_same(own, stored["tokenizer_fingerprint"]):
+        yield Problem(f"{CACHE} {folder} is for another tokenizer than that of the run", remedy)
+    elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
+        yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
+    elif stored["num_samples"] < draft.derived.train_samples:
+        yield Problem(
+            f"{CACHE} {folder} has the outputs for {stored['num_samples']} samples, and the run reads {draft.derived.train_samples}",
+            remedy,
+        )
 
 
 def _facts(draft: Draft) -> TeacherFacts:
@@ -133,9 +209,7 @@ def teacher_has_the_vocabulary(draft: Draft) -> Problems:
             f"{FLAG} {facts.path} has {facts.num_rows} tokens, and the run has {size}",
             "use the tokenizer of the teacher, or a teacher with the tokenizer of the run",
         )
-    elif None not in (own, facts.tokenizer_fingerprint) and not is_same_tokenizer(
-        own, facts.tokenizer_fingerprint
-    ):
+    elif not _is_same(own, facts.tokenizer_fingerprint):
         yield Problem(
             f"{FLAG} {facts.path} was trained with another tokenizer than the one of the run",
             "use the tokenizer of the teacher",
@@ -148,9 +222,10 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
     if facts is None:
         return
     teacher, parallel, data = _teacher(draft), draft.config.parallel, draft.config.data
-    for size, flag, ranks in _indivisible(draft, teacher):
+    for size, count, flag, ranks in _indivisible(draft, teacher):
         yield Problem(
-            f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}", f"use a smaller {flag}"
+            f"{FLAG} {facts.path}: its {size} do not divide over {flag} {ranks}",
+            f"use {flag} {math.gcd(count, ranks)}",
         )
         return
     has_experts = any(layer.experts is not None for layer in teacher.layers)
@@ -160,11 +235,13 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
             f" {parallel.tensor_model_parallel_size} supports with --sequence-parallel alone",
             "add --sequence-parallel",
         )
-    if _copies(teacher, parallel.tensor_model_parallel_size) != draft.derived.kv_copies:
+    tp = parallel.tensor_model_parallel_size
+    if max(1, tp // _fewest_groups(teacher)) != draft.derived.kv_copies:
+        fewest = [_fewest_groups(spec) for spec in (teacher, draft.derived.model_spec)]
         yield Problem(
-            f"{FLAG} {facts.path}: its keys and values would have other copies over --tensor-model-parallel-size"
-            f" {parallel.tensor_model_parallel_size} than the model's",
-            "use a --tensor-model-parallel-size that divides the query groups of both",
+            f"{FLAG} {facts.path} has at least {fewest[0]} query groups a layer, and the model {fewest[1]}: over"
+            f" --tensor-model-parallel-size {tp} they would have other copies of keys and values",
+            f"use --tensor-model-parallel-size {math.gcd(tp, *fewest)}",
         )
     if len(teacher.layers) < parallel.pipeline_model_parallel_size:
         yield Problem(
@@ -181,34 +258,31 @@ def teacher_divides_over_ranks(draft: Draft) -> Problems:
     if needs_whole and (parallel.context_parallel_size > 1 or data.has_documents):
         yield Problem(
             f"{FLAG} {facts.path} has layers that pass no state between context ranks and over documents",
-            "use --context-parallel-size 1 and whole samples",
+            "use --context-parallel-size 1 without --reset-attention-mask, --dataloader-inter-document-masking and --sft",
         )
 
 
-def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, str, int]]:
-    """Yield the sizes of the teacher that do not divide, with the flag of the ranks and their number."""
+def _indivisible(draft: Draft, teacher: ModelSpec) -> Iterator[tuple[str, int, str, int]]:
+    """Yield the sizes of the teacher that do not divide: in words, the number, the flag of the ranks and their number."""
     parallel, etp = draft.config.parallel, draft.derived.expert_tensor_parallel_size
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     for layer in teacher.layers:
-        if layer.experts is not None and layer.experts.num_experts % ep:
-            yield f"{layer.experts.num_experts} experts", "--expert-model-parallel-size", ep
+        count = ep if layer.experts is None else layer.experts.num_experts
+        if count % ep:
+            yield f"{count} experts", count, "--expert-model-parallel-size", ep
         for linear in layer.linears(teacher.hidden_size):
-            flag, ranks = (
-                ("--expert-tensor-parallel-size", etp)
-                if linear.num_experts
-                else ("--tensor-model-parallel-size", tp)
-            )
+            flag, ranks = ("--expert-tensor-parallel-size", etp) if linear.num_experts else (_TP, tp)
             for piece in linear.pieces if linear.split == "outputs" else ():
                 if not piece.divides_over(ranks):
-                    yield f"{piece.count} {piece.unit if piece.heads else 'columns'}", flag, ranks
+                    unit = piece.unit if piece.heads else "columns"
+                    yield f"{piece.count} {unit}", piece.count, flag, ranks
             if linear.split == "inputs" and linear.inputs % ranks:
-                yield f"{linear.inputs} inputs of {linear.weight}", flag, ranks
+                yield f"{linear.inputs} inputs of {linear.weight}", linear.inputs, flag, ranks
 
 
-def _copies(teacher: ModelSpec, tp: int) -> int:
-    groups = [layer.attention.num_query_groups for layer in teacher.layers if layer.attention is not None]
-    fewest = min(groups, default=tp)
-    return max(1, tp // fewest)
+def _fewest_groups(spec: ModelSpec) -> int:
+    groups = [layer.attention.num_query_groups for layer in spec.layers if layer.attention is not None]
+    return min(groups, default=1 << 30)
 
 
 @rule
@@ -223,21 +297,26 @@ def layer_pairs_exist(draft: Draft) -> Problems:
         if pair is None:
             yield Problem(
                 f"--kd-layer-pairs {word} is not of the form STUDENT:TEACHER:LOSS",
-                "write numbers of layers from 0, or final, and cosine or mse, such as 3:7:cosine or final:final",
+                "use --kd-layer-pairs final:final:cosine, or numbers of layers from 0 in place of final, and mse",
             )
             continue
         for whose, number, spec in (("model", pair.student, student), ("teacher", pair.teacher, teacher)):
             if number is not None and number >= len(spec.layers):
                 yield Problem(
                     f"--kd-layer-pairs {word}: the {whose} has layers 0 to {len(spec.layers) - 1}",
-                    f"name one of them in place of {number}",
+                    f"use --kd-layer-pairs {word.replace(str(number), str(len(spec.layers) - 1))}",
                 )
         if pp > 1 and pair != LayerPair(None, None, pair.loss):
             yield Problem(
                 f"--kd-layer-pairs {word} is not supported together with --pipeline-model-parallel-size {pp}: both layers"
                 " may be on different ranks",
-                "use --pipeline-model-parallel-size 1, or final:final",
+                f"use --pipeline-model-parallel-size 1, or --kd-layer-pairs final:final:{pair.loss}",
             )
+
+
+def _is_same(fingerprint: str | None, other: str | None) -> bool:
+    """Return whether two tokenizers are the same, as far as both are known."""
+    return fingerprint is None or other is None or is_same_tokenizer(fingerprint, other)
 
 
 def _given(draft: Draft) -> TeacherFacts | None:
@@ -250,4 +329,9 @@ def _given(draft: Draft) -> TeacherFacts | None:
 def teacher_is_frozen(draft: Draft) -> Notes:
     spec = draft.derived.distillation
     if spec is not None:
-        yield f"{FLAG}: {spec}; it computes in {draft.config.precision.params_dtype}, without gradients"
+        how = (
+            f"; it computes in {draft.config.precision.params_dtype}, without gradients"
+            if spec.teacher
+            else ""
+        )
+        yield f"{FLAG if spec.teacher else CACHE}: {spec}{how}"

@@ -14,9 +14,10 @@ from tiny_models import tiny_model, write
 from torch.nn import functional as F
 from transformers_reference import TRAINING, global_batches
 
+from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
 STUDENT = [*MODEL, *"--num-layers 2 --hidden-size 16 --train-iters 6 --eval-iters 0 --log-interval 1".split()]
 """Of half the depth and width of `MODEL`."""
@@ -104,6 +105,25 @@ def test_a_checkpoint_of_megatron_teaches(golden_text: Path, pool: WorkerPool, t
     (step,) = steps(metrics)
     assert abs(step["kd_losses"]["kd loss"]) < 1e-5
     assert step["grad_norm"] < 1e-4
+
+
+def test_a_trained_model_is_distilled_trained_on_and_exported(
+    teacher: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Projections are drawn for a model that had none, and are left behind by a run and an export that have no teacher."""
+    plain, distilled, folder = (tmp_path / name for name in ("plain", "distilled", "exported"))
+    run = [*STUDENT, "--lr-decay-style", "constant", "--train-iters"]
+    assert pool.run(1, train, [*run, "4", "--save", str(plain)]) == [0]
+    start = f"4 --export-kd-teacher-load {teacher} --kd-layer-pairs 0:3:mse --pretrained-checkpoint {plain}"
+    assert pool.run(2, train, [*run, *start.split(), "--save", str(distilled)]) == [0, 0]
+    names = hash_tensors(distilled / "iter_0000004", "weight")
+    assert "distillation.0.projection.weight" in names
+    more = f"5 --save {distilled} --load {distilled}"
+    assert pool.run(1, train, [*run, *more.split()]) == [0]
+    left = hash_tensors(distilled / "iter_0000005", "weight")
+    assert names.keys() - left.keys() == {"distillation.0.projection.weight"}
+    pytest.importorskip("transformers")
+    assert main(["convert", "megatrain-to-hf", str(distilled / "iter_0000004"), str(folder)]) == 0
 
 
 @pytest.fixture(scope="module")

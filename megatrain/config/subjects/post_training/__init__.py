@@ -1,0 +1,1 @@
+"""Subjects of runs that begin from a trained model."""

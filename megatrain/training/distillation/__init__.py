@@ -1,0 +1,1 @@
+"""Distillation: the teacher of a run, or what it has computed before."""

@@ -1,0 +1,176 @@
+"""Kernels of chunked scans and of their convolution against the recurrences in fp64: outputs, states and every gradient."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from fused_helpers import DEVICE, DTYPES, drawn
+from recurrences import convolution_sums, delta_recurrence, mamba2_recurrence
+from torch import Tensor
+
+from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+
+pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
+ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Norm of the error by the norm of the result; 16-bit GEMMs round their inputs, among them states and scores."""
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+def boundaries(starts: list[int] | None, tokens: int) -> Tensor | None:
+    return None if starts is None else torch.tensor([*starts, tokens], dtype=torch.int32, device=DEVICE)
+
+
+def document_ids(starts: list[int] | None, b: int, s: int) -> Tensor | None:
+    cu_seqlens = boundaries(starts, b * s)
+    if cu_seqlens is None:
+        return None
+    return torch.bucketize(torch.arange(b * s, device=DEVICE), cu_seqlens, right=True).view(b, s).t()
+
+
+def compare(run: Run, oracle: Run, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> None:
+    """Compare outputs, and gradients for random gradients of the outputs, with the oracle's in fp64."""
+    found, expected = [], []
+    for function, results, is_oracle in ((run, found, False), (oracle, expected, True)):
+        leaves = {}
+        for name, tensor in inputs.items():
+            wide = tensor if tensor is None or not is_oracle else tensor.double()
+            leaves[name] = None if wide is None else wide.detach().requires_grad_()
+        outputs = function(**leaves)
+        gradients = [drawn(*out.shape, seed=20 + place).to(out.dtype) for place, out in enumerate(outputs)]
+        torch.autograd.backward(outputs, gradients)
+        results += [(f"output {place}", out.detach()) for place, out in enumerate(outputs)]
+        results += [(f"gradient of {name}", x.grad) for name, x in leaves.items() if x is not None]
+    for (name, one), (_, other) in zip(found, expected, strict=True):
+        assert one.shape == other.shape, name
+        error = ((one.double() - other).norm() / other.norm().clamp(min=1e-30)).item()
+        assert error <= ERRORS[dtype], f"{name}: {error}"
+
+
+def mamba2_inputs(
+    b: int, s: int, n: int, p: int, g: int, m: int, dtype: torch.dtype, *, has_state: bool
+) -> dict[str, Tensor | None]:
+    """Decays from a token's to a thousand tokens' length; x, B and C are parts of one projection."""
+    widths = (n * p, g * m, g * m)
+    x, B, C = drawn(b, s, sum(widths), dtype=dtype).split(widths, dim=-1)  # noqa: N806
+    dt = torch.nn.functional.softplus(drawn(b, s, n, seed=1) * 2 - 2)
+    return {
+        "x": x.unflatten(-1, (n, p)),
+        "dt": dt,
+        "A": -torch.linspace(-4, 2, n, device=DEVICE).exp(),
+        "B": B.unflatten(-1, (g, m)),
+        "C": C.unflatten(-1, (g, m)),
+        "D": drawn(n, seed=3),
+        "initial_state": drawn(b, n, p, m, seed=4) if has_state else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "starts", "has_state"),
+    [
+        ((2, 131, 4, 12, 2, 10), [0, 1, 64, 100, 100, 131, 132, 220], True),
+        ((1, 192, 2, 16, 1, 20), None, True),
+        ((1, 3, 4, 4, 4, 6), None, False),
+        *([((2, 1000, 16, 64, 2, 128), [0, 70, 999, 1000, 1300], True)] if DEVICE == "cuda" else []),
+    ],
+)
+def test_mamba2_scan(
+    shape: tuple[int, int, int, int, int, int],
+    starts: list[int] | None,
+    has_state: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mamba2, "_PROGRAMS", 2 * shape[0] * shape[2])  # two segments
+    cu_seqlens = boundaries(starts, shape[0] * shape[1])
+
+    def oracle(x, dt, A, B, C, D, initial_state):  # noqa: N803
+        return mamba2_recurrence(x, dt, A, B, C, D, starts or [], initial_state)
+
+    compare(
+        lambda **inputs: mamba2.mamba2_scan(**inputs, cu_seqlens=cu_seqlens),
+        oracle, mamba2_inputs(*shape, dtype, has_state=has_state), dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "width", "starts", "has_bias", "has_silu", "has_initial"),
+    [
+        ((2, 83, 20), 4, [0, 1, 40, 41, 43, 83, 85, 149, 150], True, True, True),
+        ((1, 66, 33), 4, None, False, True, True),
+        ((2, 65, 8), 3, [0, 65, 129], True, False, True),
+        ((2, 64, 16), 2, None, False, True, False),
+        ((1, 2, 16), 4, None, True, True, True),
+    ],
+)
+def test_causal_convolution(
+    shape: tuple[int, int, int],
+    width: int,
+    starts: list[int] | None,
+    has_bias: bool,
+    has_silu: bool,
+    has_initial: bool,
+    dtype: torch.dtype,
+) -> None:
+    b, s, c = shape
+    ids = document_ids(starts, b, s)
+    inputs = {
+        "x": drawn(s, b, 2 * c, dtype=dtype).transpose(0, 1)[:, :, c:],
+        "weight": drawn(c, width, dtype=dtype, seed=1),
+        "bias": drawn(c, dtype=dtype, seed=2) if has_bias else None,
+        "initial_tokens": drawn(b, width - 1, c, dtype=dtype, seed=3) if has_initial else None,
+    }
+
+    def run(**tensors: Tensor) -> list[Tensor]:
+        return [convolution.causal_conv(**tensors, has_silu=has_silu, document_ids=ids)]
+
+    def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, initial_tokens: Tensor | None) -> list[Tensor]:
+        z = convolution_sums(x, weight, bias, starts or [], initial_tokens)
+        return [z * z.sigmoid() if has_silu else z]
+
+    compare(run, oracle, inputs, dtype)
+
+
+def delta_inputs(
+    s: int, b: int, nk: int, n: int, dk: int, dv: int, dtype: torch.dtype, *, has_state: bool
+) -> dict[str, Tensor | None]:
+    """Keys of length 1, some of them equal, so that writes replace each other; decays from 1 to 1/50."""
+    normalize = torch.nn.functional.normalize
+    k = normalize(drawn(s, b, nk, dk, seed=1), dim=-1)
+    k[1::3] = k[::3][: len(k[1::3])]
+    return {
+        "q": (normalize(drawn(s, b, nk, dk), dim=-1) * dk**-0.5).to(dtype),
+        "k": k.to(dtype),
+        "v": drawn(s, b, 2 * n, dv, dtype=dtype, seed=2)[:, :, n:],
+        "g": -torch.linspace(-6, 1.4, n, device=DEVICE).exp() * drawn(s, b, n, seed=3).abs(),
+        "beta": drawn(s, b, n, seed=4).mul(2).sigmoid(),
+        "state": drawn(b, n, dk, dv, seed=5) if has_state else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "starts", "has_state"),
+    [
+        ((131, 2, 1, 2, 6, 10), [0, 1, 64, 100, 100, 131, 132, 220], True),
+        ((192, 1, 2, 2, 20, 40), None, True),
+        ((3, 1, 2, 2, 8, 4), None, False),
+        *([((1000, 2, 2, 4, 128, 128), [0, 70, 999, 1000, 1300], True)] if DEVICE == "cuda" else []),
+    ],
+)
+def test_gated_delta_rule(
+    shape: tuple[int, int, int, int, int, int], starts: list[int] | None, has_state: bool, dtype: torch.dtype
+) -> None:
+    if max(shape[2:]) > 64 and dtype is torch.float32:
+        pytest.skip("tiles of 16-bit numbers only")
+    ids = document_ids(starts, shape[1], shape[0])
+
+    def oracle(q, k, v, g, beta, state):
+        return delta_recurrence(q, k, v, g, beta, starts or [], state)
+
+    compare(
+        lambda **inputs: gated_delta.gated_delta_rule(**inputs, document_ids=ids),
+        oracle, delta_inputs(*shape, dtype, has_state=has_state), dtype,
+    )  # fmt: skip
