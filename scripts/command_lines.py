@@ -21,7 +21,7 @@ from megatrain.config.megatron.flag_table import ANSWERS
 from megatrain.tools.port.launch import FAMILIES
 from megatrain.tools.port.translate import H100
 
-FILES: Final = ("gpt", "moe", "mixtral", "nemotron", "hybrid", "bert", "t5")
+FILES: Final = ("gpt", "moe", "mixtral", "nemotron", "hybrid", "bert", "t5", "multimodal-llava")
 _ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = _ROOT / "docs" / "from-megatron.md"
 _FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.config.derive.lr_schedule import ScheduleValues
+from megatrain.config.derive.vision import is_frozen_in
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.tree import section_types
@@ -152,7 +153,11 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
     for name, tensor in tensors.items():
         kinds = tensor["kinds"]
         has_optimizer = len(kinds) > 1
-        if WEIGHT not in kinds or has_optimizer > state["has_optimizer"] or has_optimizer != expected:
+        if (
+            WEIGHT not in kinds
+            or has_optimizer > state["has_optimizer"]
+            or has_optimizer != (expected and not is_frozen_in(config, name))
+        ):
             yield f"{name} has {', '.join(kinds) or 'nothing'}, and state.has_optimizer is {state['has_optimizer']}"
     precision = config.get("precision", {})
     has_delayed_scales = precision.get("fp8_format") is not None and precision.get("fp8_recipe") == "delayed"

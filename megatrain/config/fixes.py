@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
+from megatrain.config.derive.vision import length_setting, sample_length, text_length
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tree import flag_of
 
@@ -76,8 +77,10 @@ def fewer_ranks(draft: Draft, path: str) -> Iterator[Change]:
 
 def lengths(draft: Draft, factor: int) -> Iterator[Change]:
     """Yield multiples of `factor` near --seq-length; above --max-position-embeddings only if there is none below."""
-    path, length = "data.seq_length", draft.config.data.seq_length
-    yield from islice(multiples(path, length, factor), 4)
-    longest = draft.config.model.max_position_embeddings
-    if longest is not None and longest >= factor:
+    config = draft.config
+    path, length = length_setting(config), sample_length(config)
+    images = length - text_length(config)
+    yield from ({path: one[path] - images} for one in islice(multiples(path, length, factor), 4))
+    longest = config.model.max_position_embeddings
+    if not images and longest is not None and longest >= factor:
         yield {path: longest // factor * factor}

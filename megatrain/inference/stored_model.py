@@ -149,6 +149,11 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
     """
     path, manifest, ranks = reader.path, reader.manifest, options.ranks
     config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options)
+    if config.model_family == "vlm":
+        raise ConfigError(
+            "models with a vision tower (--model-family vlm) generate no text here",
+            fix="evaluate the model with pretrain.py --skip-train",
+        )
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
     kind: dict[str, Any] = {
         "seq_length": max(_seq_length(path, manifest), config.decoder_seq_length or 0),

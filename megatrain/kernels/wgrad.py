@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 
-def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """grad += dy^T x.
+def accumulate_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
+    """grad += dy^T x. A frozen weight has no gradient: None.
 
     Args:
         grad: [out, in], in the dtype of gradients.
         dy: gradient of the output, [t, out].
         x: input, [t, in], in the dtype of `dy`.
     """
+    if grad is None:
+        return
     if grad.dtype == dy.dtype:
         grad.addmm_(dy.t(), x)
     elif grad.is_cuda:

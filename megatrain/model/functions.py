@@ -113,9 +113,9 @@ class _Norm(Function):
         dy_term = None if ctx.dy_term is None else ctx.dy_term.take()
         dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
         weight_grad, bias_grad = ctx.grads
-        weight_grad.add_(dweight)
-        if dbias is not None:
-            bias_grad.add_(dbias)
+        for grad, value in ((weight_grad, dweight), (bias_grad, dbias)):
+            if grad is not None:
+                grad.add_(value)
         return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
 
 

@@ -31,6 +31,7 @@ from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
 from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
+from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -54,7 +55,7 @@ from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
@@ -163,6 +164,7 @@ def build_model(
         spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others
     )
     segments, chunks = builder.chunks(grid.pp.rank)
+    freeze(segments, spec)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
@@ -219,7 +221,8 @@ class _StageBuilder:
         """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""
         found: list[nn.Module] = []
         if stage == 0:
-            found.append(self._embedding(self._embedding_output("embedding")))
+            embedding = self._embedding(self._embedding_output("embedding"))
+            found += [embedding] if self.spec.vision is None else self._vision(embedding)
         first = len(self.spec.stacks[0].layers)
         of_encoder, of_decoder = layers, range(0)
         if len(self.spec.stacks) > 1:
@@ -262,6 +265,21 @@ class _StageBuilder:
             output=self._embedding_output("decoder.embedding"),
             hidden_dtype=self.hidden_dtype,
         )
+
+    def _vision(self, embedding: Embedding) -> list[nn.Module]:
+        """Build the segments of the vision tower and the projector, which embed the text too."""
+        whole, tower = self.ranks.split.tp, tower_of(self.spec)
+        tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
+        cp = ContextParallel(RankGroup("alone", (whole.group.ranks[whole.rank],), 0))
+        builder = dataclasses.replace(self._plain_builder, tp=tp, cp=cp, norms=tower.norm)
+        ranks = dataclasses.replace(self.ranks, split=TokenSplit(tp, cp))
+
+        def context(number: int) -> LayerContext:
+            return LayerContext(tower, number, builder, ranks, lambda _: None, self.recompute)
+
+        layers = [_layer(context(number)) for number in range(len(tower.layers))]
+        segments = layer_segments(layers, self.recompute)
+        return vision_segments(self.spec, embedding, segments, context(0), builder, whole)
 
     def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)

@@ -209,7 +209,6 @@ class _HeadLoss(Function):
                 z_losses[chunk] = token_losses.log_sums.square() * z_loss_coeff
             if dx is None:
                 return
-            assert weight_grad is not None
             scale = token_scale[chunk] * (scaling.scale * user_derivative)
             dlogits = logits_gradient(token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff)
             if derivative is not None:

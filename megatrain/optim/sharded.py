@@ -97,6 +97,7 @@ class ShardedOptimizer:
         self.rule = rule
         self.muon = muon
         self.clip_grad = clip_grad
+        self.master_dtype = master_dtype
         self.step_count = 0
         self.state_copied: torch.cuda.Event | None = None
         """Recorded after copies of the state by another stream; the next update waits for it."""
@@ -106,8 +107,10 @@ class ShardedOptimizer:
         on_device, offloaded = weights[: self.num_on_device], weights[self.num_on_device :]
         assert muon is None or not offloaded, "a rule refuses it"
         self.master_weights = [
-            w if w.dtype == master_dtype else torch.zeros(w.shape, dtype=master_dtype, device=w.device)
-            for w in on_device
+            w
+            if w.dtype == master_dtype or not shard.bucket.is_trained
+            else torch.zeros(w.shape, dtype=master_dtype, device=w.device)
+            for w, shard in zip(on_device, self.buffers.shards, strict=False)
         ]
         self.master_weights += [zeros_on_host(w.numel(), master_dtype, self.device) for w in offloaded]
         self.host_updates = (
@@ -135,7 +138,7 @@ class ShardedOptimizer:
         """Return the kinds of state of a parameter."""
         if self.muon is not None and layout.group.is_matrix:
             return (WEIGHT, self.muon.kind)
-        return (WEIGHT, *self.rule.kinds)
+        return (WEIGHT, *self.rule.kinds) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
         """Return one flat tensor per shard of the buffers, with the elements that have this kind of state."""
@@ -201,8 +204,9 @@ class ShardedOptimizer:
         if self.host_updates is not None:
             self.host_updates.begin(offloaded)
         for number, shard in enumerate(on_device):
-            self._update(number, shard)
-            self.parallel.all_gather_weights(number)
+            if self.buffers.buckets[number].is_trained:
+                self._update(number, shard)
+                self.parallel.all_gather_weights(number)
         if self.host_updates is not None:
             for number in range(len(offloaded)):
                 self._update(self.num_on_device + number, self.host_updates.wait(number))
@@ -216,7 +220,7 @@ class ShardedOptimizer:
         scale = torch.full_like(norm, 1.0 / gradient_scale)
         if self.clip_grad > 0:
             scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        scale = scale.to(self.master_weights[0].dtype)
+        scale = scale.to(self.master_dtype)
         is_finite = torch.ones_like(norm, dtype=torch.bool) if is_finite is None else is_finite
         return [
             FlatUpdate(
@@ -253,12 +257,14 @@ class ShardedOptimizer:
         muon_size, size = self._muon_sizes[number], self.master_weights[number].numel()
         if kind == WEIGHT:
             return slice(0, size)
+        if not self.buffers.buckets[number].is_trained:
+            return slice(0, 0)
         return slice(muon_size, size) if kind in self.rule.kinds else slice(0, muon_size)
 
     def _counted_here(self, shard: Shard) -> Iterator[slice]:
         """Yield the ranges of a shard that this rank counts; adjacent pieces, thousands in a model of experts, are one range."""
         start, stop = 0, 0
-        for piece, part in shard.pieces():
+        for piece, part in shard.pieces() if shard.bucket.is_trained else ():
             if not self.parallel.grid.owns(piece.copies, shard.bucket.family):
                 continue
             if part.start != stop:

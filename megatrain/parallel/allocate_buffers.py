@@ -47,9 +47,12 @@ def allocate_buffers(
         is_kept = shard.numel == bucket.size or bucket.params[0].entry.is_shared
         own = slice(shard.start, shard.stop)
         weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
-        if has_gradients:
+        has_own = has_gradients and bucket.is_trained
+        if has_own:
             gradients.add(bucket.size, own, is_kept_full=is_kept or keep_full_gradients)
-        _make_views(bucket, weights.full[number], gradients.full[number] if has_gradients else None)
+        elif has_gradients:
+            gradients.add(0, slice(0), is_kept_full=True)
+        _make_views(bucket, weights.full[number], gradients.full[number] if has_own else None)
         weights.free(number)
         if has_gradients:
             gradients.free(number)

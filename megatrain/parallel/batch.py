@@ -33,7 +33,7 @@ class Batch:
     """
 
     tokens: Tensor
-    """Input ids, int64 [b, s]."""
+    """Input ids, int64 [b, s]; below 0: a vector of `images`."""
     labels: Tensor
     """Ids to predict, int64 [b, s]."""
     loss_mask: Tensor
@@ -50,6 +50,8 @@ class Batch:
     """Type of each token, int64 [b, s]; None: the model has none."""
     are_swapped: Tensor | None = None
     """1 for a sample whose second part does not follow the first, int64 [b]; None: the model has no next-sentence head."""
+    images: Tensor | None = None
+    """Images of each sample, float32 [b, images, channels, height, width]: token -1 - r has row r of its sample's vectors."""
     ahead: tuple[Batch, ...] = ()
     """The micro-batch one token ahead, two tokens ahead ..., for multi-token prediction: see `with_batches_ahead`."""
     denominator: InitVar[Tensor | None] = None
@@ -78,7 +80,7 @@ class Batch:
         )
 
 
-_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped")
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped", "images")
 
 
 @dataclass(kw_only=True)

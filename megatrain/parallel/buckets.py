@@ -47,6 +47,16 @@ class Bucket:
     params: tuple[BucketParam, ...]
 
     @property
+    def is_trained(self) -> bool:
+        """False: its parameters are frozen; it has neither gradients nor optimizer state."""
+        return self.params[0].entry.layout.is_trained
+
+    @property
+    def completed_by(self) -> int | None:
+        """The segment whose backward pass completes its gradients; None: it has none."""
+        return self.users[0] if self.is_trained else None
+
+    @property
     def num_in_matrices(self) -> int:
         """Elements of the matrices, which come first, with alignment."""
         others = (param.start for param in self.params if not param.entry.layout.group.is_matrix)
@@ -113,9 +123,10 @@ def local_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
 
 def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
     """Return the parameters of each bucket, in order. Those of a group of stages are apart: its ranks shard them alike."""
-    groups: dict[tuple[int, bool, tuple[str, ...], Family], list[ParamEntry]] = {}
+    groups: dict[tuple[int, bool, tuple[str, ...], Family, bool], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        key = entry.segment, entry.is_shared, tuple(sorted(entry.stage_groups)), entry.layout.family
+        layout, stages = entry.layout, tuple(sorted(entry.stage_groups))
+        key = entry.segment, entry.is_shared, stages, layout.family, layout.is_trained
         groups.setdefault(key, []).append(entry)
     return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
 

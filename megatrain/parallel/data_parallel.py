@@ -188,7 +188,7 @@ class DataParallel:
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """See `SegmentHooks`. Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""
         for number in self._buckets_of.get(segment, ()):
-            if segment == self.buffers.buckets[number].users[0]:
+            if segment == self.buffers.buckets[number].completed_by:
                 self.gradients.mark_ready(number, is_last=is_last)
 
     def _in_use(self) -> list[int]:

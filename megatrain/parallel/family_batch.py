@@ -1,4 +1,4 @@
-"""Micro-batches of BERT and T5, from the arrays of their samples."""
+"""Micro-batches of BERT, T5 and vision-language models, from the arrays of their samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
 
     bert    text  types  labels  is_random  loss_mask  padding_mask
     t5      text_enc  text_dec  labels  loss_mask  enc_mask             masks: 1 where no padding
+    vlm     tokens  labels  loss_mask  position_ids  images             with a token for each vector of an image
     """
     labels, loss_mask = arrays["labels"].long(), arrays["loss_mask"].float()
     if family == "bert":
@@ -27,6 +28,14 @@ def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
             is_token=arrays["padding_mask"].bool(),
             types=arrays["types"].long(),
             are_swapped=arrays["is_random"].long(),
+        )
+    if family == "vlm":
+        return Batch(
+            tokens=arrays["tokens"].long(),
+            labels=labels,
+            loss_mask=loss_mask,
+            position_ids=arrays["position_ids"].long(),
+            images=arrays["images"].float(),
         )
     assert family == "t5", family
     tokens, of_encoder = arrays["text_dec"].long(), arrays["text_enc"].long()

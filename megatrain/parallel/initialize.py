@@ -37,11 +37,11 @@ class InitialWeights:
 
 
 def _uniform(key: int, shape: tuple[int, ...], box: Box, low: float, high: float) -> Tensor:
-    """Return a box of a tensor [rows] or [rows, columns] of uniform numbers, in double precision, on the CPU."""
+    """Return a box of a tensor [rows, ...] of uniform numbers, in double precision, on the CPU."""
     (first, last), *inner = box
-    whole = torch.empty(last - first, *(shape[1:] or (1,)), dtype=torch.float64)
+    whole = torch.empty(last - first, math.prod(shape[1:]), dtype=torch.float64)
     fill_uniform(whole, torch.arange(first, last), key=key, low=low, high=high)
-    return whole[:, slice(*inner[0])] if inner else whole[:, 0]
+    return whole.view(-1, *shape[1:])[:, *(slice(*one) for one in inner)]
 
 
 def _fill(

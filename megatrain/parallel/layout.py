@@ -89,6 +89,8 @@ class ParamLayout:
     """The pieces are queries, keys and values, which an optimizer may treat as separate matrices."""
     family: Family = "dense"
     """Replicas that hold it: of dense layers, or of experts."""
+    is_trained: bool = True
+    """False: it is frozen, without gradients and optimizer state."""
     num_matrices: int = 1
     """Number of matrices that the pieces form, with equally many pieces each: one per expert."""
 

@@ -336,7 +336,7 @@ def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
 
 
 def _accumulate_weight_gradient(
-    weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
+    weight_grad: Tensor | None, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
 ) -> None:
     rows = dy.flatten(0, -2), x.flatten(0, -2)
     info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows), **when)

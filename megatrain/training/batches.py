@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Facts, Plan
+from megatrain.config.derive.vision import image_shape, sample_length, text_length
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
@@ -29,8 +30,8 @@ from megatrain.data.samples.user_dataset import build_user_datasets, first_diges
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
+from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.masked_samples import masked_samples
 
 
 class Batches(Protocol):
@@ -107,7 +108,7 @@ def build_samples(
     data, derived = plan.config.data, plan.derived
     special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
     options = SampleOptions(
-        seq_length=data.seq_length,
+        seq_length=text_length(plan.config),
         eod=derived.eod_id,
         pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
         vocab_size=derived.vocab_size,
@@ -123,6 +124,8 @@ def build_samples(
         test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,
     )
+    if data.image_data_path is not None:
+        return image_conversations(plan, plans, log)
     function = user_function(plan.config, "data.dataset")
     if function is not None:
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)
@@ -140,6 +143,7 @@ def build_samples(
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
     )
+    splits = with_mock_images(splits, plan.config)
     if plans.train != (0,):
         splits = builder.with_phases(splits, _phases(plan, facts), data.split, plans)
     if splits.train is not None and derived.train_start:
@@ -320,12 +324,13 @@ class _LoaderBuilder:
         return BatchLoader(
             samples,
             sampler,
-            seq_length=self.config.data.seq_length,
+            seq_length=sample_length(self.config),
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=self.config.data.has_documents,
-            family=model.model_family if model.model_family in MASKED_FAMILIES else "gpt",
+            family="gpt" if model.model_family == "hybrid" else model.model_family,
             decoder_seq_length=model.decoder_seq_length,
+            image_shape=image_shape(self.config),
         )
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from megatrain.config import Plan
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.module_precision import Recipe
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
@@ -67,7 +68,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     model = build_model(
         plan.derived.model_spec,
         grid,
-        seq_length=max(config.data.seq_length, config.model.decoder_seq_length or 0),
+        seq_length=max(sample_length(config), config.model.decoder_seq_length or 0),
         sequence_parallel=config.parallel.sequence_parallel,
         overlaps_tp=config.parallel.tp_comm_overlap,
         dtype=getattr(torch, plan.config.precision.params_dtype),
@@ -236,7 +237,7 @@ def build_executor(
     has_late_gradients = grid.ep.size > 1 and strategy in ("no_shard", "optim")
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
-    rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
+    rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
     return kind(
         model.segments,
         grid,

@@ -17,6 +17,7 @@ from parity_faults.layout import LAYOUT_FAULTS
 from parity_faults.mamba import MAMBA_FAULTS
 from parity_faults.mtp import MTP_FAULTS
 from parity_faults.pipeline import PIPELINE_FAULTS
+from parity_faults.vision import VISION_FAULTS
 
 
 class Fault(NamedTuple):
@@ -38,6 +39,7 @@ FAULTS = {
         MTP_FAULTS,
         DISTILLATION_FAULTS,
         FAMILY_FAULTS,
+        VISION_FAULTS,
         MAMBA_FAULTS,
     )
     for name, fault in faults.items()

@@ -1,4 +1,4 @@
-"""BERT, T5 and models with delta nets, trained by Megatron-LM and recorded to the last digit: the same weights and batches give the same digits.
+"""BERT, T5, models with delta nets and vision-language models, trained by Megatron-LM and recorded to the last digit: the same weights and batches give the same digits.
 
 Both ran in fp32 on a CPU: sums are in another order. Batches are the recorded ones, so that this holds the models, not the data.
 """
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from canonical_weights import CopiedWeights
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatrain.config import parse
 from megatrain.config.schema.data import MASKED_FAMILIES
+from megatrain.data.samples.image_dataset import place_images
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
@@ -27,7 +29,7 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.step_report import StepReport
 from megatrain.training.trainer import Trainer
 
-FOLDERS: Final = ("bert", "t5", "gdn", "hybrid")
+FOLDERS: Final = ("bert", "t5", "gdn", "hybrid", "vlm")
 """Folders of recordings."""
 LOSS, NORM, GRADIENT = 5e-7, 2e-6, 1e-5
 """Largest relative differences of a loss and a gradient norm, and of a gradient, relative to its largest element."""
@@ -70,7 +72,7 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
     family, folder, name = case
     recorded = json.loads((folder / "flags.json").read_text())[name]
     parameters = load_file(folder / f"{name}.weights.safetensors")
-    vocab_size = str(len(parameters["embedding.word_embeddings.weight"]))
+    vocab_size = next(str(len(x)) for key, x in parameters.items() if key.endswith("word_embeddings.weight"))
     flags = [
         *without(recorded, OF_DATA),
         "--model-family",
@@ -80,6 +82,8 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
         "--mock-data",
     ]
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", vocab_size, *more_flags]
+    if "vision_projection.encoder.linear_fc1.layer_norm_weight" in parameters:
+        flags += ["--vision-projection-norm"]
     if "transformer_engine" in flags:
         flags += ["--transformer-impl", "local"]
     with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
@@ -93,7 +97,7 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
 
 def family_of(folder: str, flags: Sequence[str]) -> str:
     """Return the family of a recorded model."""
-    if folder in MASKED_FAMILIES:
+    if folder in (*MASKED_FAMILIES, "vlm"):
         return folder
     return "hybrid" if "--hybrid-layer-pattern" in flags else "gpt"
 
@@ -118,9 +122,11 @@ def batches_of(case: Case, iteration: int) -> list[Batch]:
     """Return the recorded micro-batches of an iteration, from 0."""
     family, folder, name = case
     arrays = load_file(folder / f"{name}.batches.safetensors")
+    if family == "vlm":
+        arrays = with_images(arrays, case)
     numbers = range(iteration * MICROBATCHES, (iteration + 1) * MICROBATCHES)
     samples = [{key: x[number] for key, x in arrays.items()} for number in numbers]
-    if family in MASKED_FAMILIES:
+    if family in (*MASKED_FAMILIES, "vlm"):
         return [family_batch(family, sample) for sample in samples]
     return [
         Batch(
@@ -131,6 +137,31 @@ def batches_of(case: Case, iteration: int) -> list[Batch]:
         )
         for sample in samples
     ]
+
+
+def with_images(arrays: dict[str, Tensor], case: Case, first: int = 0) -> dict[str, Tensor]:
+    """Return the arrays with the recorded images, and a token for each vector of an image; `first`: number of the first sample."""
+    _, folder, name = case
+    flags = json.loads((folder / "flags.json").read_text())[name]
+    height, width, patch = (
+        int(flags[flags.index(flag) + 1]) for flag in ("--img-h", "--img-w", "--patch-dim")
+    )
+    count = (height // patch) * (width // patch) + ("--disable-vision-class-token" not in flags)
+    steps, samples, length = arrays["tokens"].shape
+    shape = (steps * samples, 1, 3, height, width)
+    images = np.zeros(shape, np.float32)
+    if "mock" not in name:
+        for number in range(len(images)):
+            generator = np.random.RandomState(1000 + first + number)
+            images[number] = generator.standard_normal(shape[2:])
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    rows = zip(*(arrays[one].flatten(0, 1).numpy() for one in names), strict=True)
+    placed = [place_images(*row, tokens_per_image=count, length=length - 1 + count) for row in rows]
+    found = {one: torch.from_numpy(np.stack([sample[one] for sample in placed])) for one in names}
+    return {
+        one: x.unflatten(0, (steps, samples))
+        for one, x in {**found, "images": torch.from_numpy(images)}.items()
+    }
 
 
 def train(trainer: Trainer, case: Case) -> list[StepReport]:

@@ -3,6 +3,7 @@
     gpt     decoder: the layers
     bert    encoder: the layers with attention to all tokens                    language-model head with a dense layer, pooler
     t5      encoder: the same; decoder: as many, each with cross-attention      language-model head, with a bias if it is tied
+    vlm     decoder: the layers; a vision tower and a projector (`vision.py`)   never tied
     hybrid  decoder: the layers of the pattern, each of one part
 
 Source: Megatron-LM, core/models/bert, core/models/T5, examples/bert, examples/t5.
@@ -30,6 +31,8 @@ NUM_TOKEN_TYPES = 2
 
 def num_layers(model: ModelConfig) -> int:
     """Return the layers of all stacks. As in Megatron-LM, --encoder-num-layers is the depth of both stacks of T5."""
+    if model.model_family == "vlm":
+        return model.decoder_num_layers or model.num_layers
     return model.num_layers * (2 if model.model_family == "t5" else 1)
 
 
@@ -61,7 +64,7 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
 
 def stacks_of(model: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[Stack, ...]:
     """Return the stacks of a family, from the layers of a GPT."""
-    if model.model_family in ("gpt", "hybrid"):
+    if model.model_family in ("gpt", "hybrid", "vlm"):
         return (Stack(layers=tuple(layers)),)
     encoder = Stack(name="encoder", layers=tuple(_encoder_layer(model, layer) for layer in layers))
     if model.model_family == "bert":

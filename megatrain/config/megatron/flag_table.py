@@ -36,6 +36,8 @@ ALIASES: Final[Mapping[str, Alias]] = {
     "--is-hybrid-model": Alias("model.model_family", "hybrid"),
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
+    "--freeze-LM": Alias("vision.freeze_lm", "true"),
+    "--freeze-ViT": Alias("vision.freeze_vit", "true"),
     "--persistent-save-interval": Alias("checkpoint.save_interval"),
     "--use-torch-fsdp2": Alias("parallel.data_parallel_sharding_strategy", "optim_grads_params"),
     "--use-rotary-position-embeddings": Alias("model.position_embedding_type", "rope"),

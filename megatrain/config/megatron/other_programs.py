@@ -13,6 +13,7 @@ def _any_values(names: str) -> str:
 
 
 OTHER_PROGRAMS: Final = (
+    accepted("a sample is one sequence, with its own attention, as in a packed one", "--use-packed-sequence"),
     refused(
         "torchrun reads it, not pretrain.py",
         _any_values(
@@ -60,14 +61,14 @@ OTHER_PROGRAMS: Final = (
         ),
     ),
     refused(
-        "models of images, video and sound are not part of megatrain",
+        "other models of images, video and sound, and providers of other packages, are not part of megatrain",
         _any_values(
-            "language-model-type language-model-checkpoint vision-model-type audio-encoder-model model-provider"
-            " dataset-provider disable-vision-class-token pixel-shuffle image-tag-type image-token-id use-tiling"
-            " use-thumbnail use-tile-tags max-num-tiles num-frames freeze-LM freeze-ViT recompute-vision"
+            "language-model-type language-model-checkpoint audio-encoder-model model-provider"
+            " dataset-provider pixel-shuffle image-tag-type image-token-id use-tiling"
+            " use-thumbnail use-tile-tags max-num-tiles num-frames recompute-vision"
             " allow-missing-vision-projection-checkpoint tokenizer-prompt-format special-tokens use-te"
-            " dataloader-seq-length dataloader-save total-seq-length packing-buffer-size packing-seq-length"
-            " use-packed-sequence use-area-weighted-aspect-ratio use-loss-scaling dynamic-resolution"
+            " dataloader-save total-seq-length packing-buffer-size packing-seq-length"
+            " use-area-weighted-aspect-ratio use-loss-scaling dynamic-resolution"
             " encoder-ddp-overlap encoder-dp encoder-tp llm-cp llm-dp llm-ep llm-expt-tp llm-offset llm-pp llm-tp"
             " hf-assign-unused-tokens force-system-message"
         ),

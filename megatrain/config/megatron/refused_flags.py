@@ -99,8 +99,8 @@ REFUSED_FLAGS: Final = (
         instead="remove the flag and train a GPT",
     ),
     refused(
-        "vision models are not part of megatrain",
-        "--img-h= --img-w= --patch-dim= --num-classes= --num-channels= --classes-fraction="
+        "image classifiers and vision models without text are not part of megatrain",
+        "--num-classes= --num-channels= --classes-fraction="
         " --data-per-class-fraction= --dino-bottleneck-size= --dino-freeze-last-layer= --dino-head-hidden-size="
         " --dino-local-crops-number= --dino-local-img-size= --dino-norm-last-layer --dino-teacher-temp="
         " --dino-warmup-teacher-temp= --dino-warmup-teacher-temp-epochs= --head-lr-mult= --iter-per-epoch="

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"]
+Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "quick_gelu", "gelu", "gelu_tanh", "squared_relu"]
 """Activation between the two linear layers of an MLP."""
 
 GATED: Final[tuple[Activation, ...]] = ("swiglu", "geglu_tanh", "quick_geglu")

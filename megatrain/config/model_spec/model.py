@@ -35,6 +35,7 @@ from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.stack import Stack
+from megatrain.config.model_spec.vision import VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,8 @@ class ModelSpec:
     """Coefficient of the squared log-sum-exp of each token's logits, which is added to its loss."""
     mtp: MtpSpec | None = None
     """Multi-token prediction; None: none."""
+    vision: VisionSpec | None = None
+    """Vision tower and projector, whose vectors stand in the sequence; None: the model reads text alone."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -196,7 +199,8 @@ class ModelSpec:
             flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
         depths = self.num_depths
         head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
-        return flops + 6 * tokens * head
+        images = 0 if self.vision is None else num_samples * self.vision.flops_per_sample(self.hidden_size)
+        return flops + 6 * tokens * head + images
 
     def flops_per_token(self, length: int) -> tuple[list[int], int]:
         """Return the FLOPs per token of each layer and of the head, forward and backward, for samples of this length without documents.

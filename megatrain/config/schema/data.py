@@ -17,11 +17,13 @@ SOURCES: Final = (
     "data.per_split_data_args_path",
     "data.mock_data",
     "data.dataset",
+    "data.image_data_path",
 )
 """Settings that name the data."""
 MASKED_FAMILIES: Final = ("bert", "t5")
 """Families of models that learn from masked sentences."""
 _GPT: Final = none_of("model.model_family", *MASKED_FAMILIES)
+_VLM: Final = one_of("model.model_family", "vlm")
 _MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 
 _NEEDS_FILES: Final = tuple(
@@ -78,6 +80,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
+    image_data_path: str | None = setting(None, on_resume=ORDER, needs=_VLM, conflicts=_NEEDS_FILES)
+    """vlm: file of JSON Lines with conversations about images, whose files are in its folder (docs/data.md). Not in Megatron-LM."""
+    stop_at_unread_images: bool = setting(False, needs=_VLM)
+    """vlm: an image that cannot be read ends the run. off: it is named and counted, and its sample has no loss."""
     dataset: str | None = setting(None, on_resume=ORDER, taken_by="")
     """Function that returns samples, in place of files: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
     dataset_digest: str | None = setting(AUTO, taken_by="")
@@ -90,7 +96,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         on_resume=ORDER,
         taken_by=ARGS,
     )
-    """Tokens per sample."""
+    """Tokens per sample. vlm: of its text; those of its images are added."""
+    dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=_VLM)
+    """vlm: tokens of the text of a sample, in place of --seq-length."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""
     no_data_sharding: bool = setting(False, on_resume=ORDER, needs=one_of("data.dataloader_type", "cyclic"))

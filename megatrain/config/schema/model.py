@@ -34,6 +34,7 @@ _YARN_OR_LATENTS = either(*_YARN_TYPES, _LATENTS, words="without YaRN")
 _SCALED = (one_of("model.position_embedding_type", "rope"), _NO_LATENTS)
 _MUP = on("model.use_mup")
 _T5 = one_of("model.model_family", "t5")
+_TWO_DEPTHS = one_of("model.model_family", "t5", "vlm")
 _HYBRID = one_of("model.model_family", "hybrid")
 _SHARES = (_HYBRID, off("model.hybrid_layer_pattern"))
 _RELATIVE = one_of("model.position_embedding_type", "relative")
@@ -47,8 +48,8 @@ def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
-    model_family: Literal["gpt", "bert", "t5", "hybrid"] = "gpt"
-    """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), or a decoder of the layers of --hybrid-layer-pattern (hybrid). No flag in Megatron-LM, which has a script for each."""
+    model_family: Literal["gpt", "bert", "t5", "hybrid", "vlm"] = "gpt"
+    """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), a decoder of the layers of --hybrid-layer-pattern (hybrid), or a vision tower and a decoder (vlm). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model. T5 has as many in the encoder as in the decoder, a hybrid those of --hybrid-layer-pattern."""
     hybrid_layer_pattern: str | None = setting(None, adapts=has_same_layers, needs=_HYBRID)
@@ -67,8 +68,8 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Mamba-2: state channels per channel of a head."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
-    decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_T5)
-    """T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
+    decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_TWO_DEPTHS)
+    """vlm: layers of the language model; none: --num-layers. T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
     decoder_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE, needs=_T5)
     """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
     hidden_size: int = setting(

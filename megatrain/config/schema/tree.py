@@ -27,6 +27,7 @@ from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.schema.values import AUTO, REQUIRED, Range
+from megatrain.config.schema.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

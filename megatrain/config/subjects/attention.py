@@ -11,6 +11,7 @@ from collections.abc import Container
 from typing import Final, Literal
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
+from megatrain.config.derive.vision import text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec
@@ -120,7 +121,7 @@ def learned_positions_have_a_length(draft: Draft) -> Problems:
 
 @rule
 def sequence_fits_the_model(draft: Draft) -> Problems:
-    length, longest = draft.config.data.seq_length, draft.config.model.max_position_embeddings
+    length, longest = text_length(draft.config), draft.config.model.max_position_embeddings
     if longest is not None and length > longest:
         yield Problem(
             f"--seq-length {length} is longer than --max-position-embeddings {longest}",

@@ -12,6 +12,7 @@ from megatrain.config.derive.batch_sizes import (
     micro_batches,
     parse_steps,
 )
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.fixes import Change, divisors, multiples, use
 from megatrain.config.plan import DerivedValue, Draft
@@ -210,7 +211,7 @@ def _num_microbatches(draft: Draft, batch: int, dp: int) -> DerivedValue:
 
 @derives("derived.tokens_per_iteration")
 def tokens_per_iteration(draft: Draft) -> DerivedValue:
-    batch, length = draft.config.training.global_batch_size, draft.config.data.seq_length
+    batch, length = draft.config.training.global_batch_size, sample_length(draft.config)
     return DerivedValue(batch * length, f"global batch {batch} * {length} tokens")
 
 

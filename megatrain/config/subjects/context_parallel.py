@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import lengths, use
 from megatrain.config.plan import DerivedValue, Draft
@@ -107,13 +108,13 @@ def cp_comm_type_is_given_per_layer(draft: Draft) -> Problems:
 @rule
 def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
     """Each rank has two chunks, whose rows sequence parallelism divides further."""
-    parallel, length = draft.config.parallel, draft.config.data.seq_length
+    parallel, length = draft.config.parallel, sample_length(draft.config)
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     rows = math.lcm(2, tp) if parallel.sequence_parallel else 2
     if cp > 1 and length % (cp * rows):
         also = f" and --sequence-parallel over --tensor-model-parallel-size {tp}" if rows != 2 else ""
         yield Problem(
-            f"--seq-length {length} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
+            f"{length_in_words(draft.config)} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
             f" per rank{also}",
             use(draft, lengths(draft, cp * rows)),
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
@@ -161,7 +162,7 @@ def mup_output_layer_lr_differs(draft: Draft) -> Notes:
 @derives("derived.flops_per_iteration")
 def flops_per_iteration(draft: Draft) -> DerivedValue:
     tokens = draft.derived.tokens_per_iteration
-    lengths = {"num_tokens": tokens, "sum_of_squared_lengths": tokens * draft.config.data.seq_length}
+    lengths = {"num_tokens": tokens, "sum_of_squared_lengths": tokens * sample_length(draft.config)}
     operations, words = draft.derived.model_spec.training_flops(**lengths), "recomputation not counted"
     if draft.derived.distillation is not None:
         of_teacher = draft.derived.distillation.forward_flops(**lengths)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.families import head_of, mamba_of, num_token_types, stacks_of
+from megatrain.config.derive.families import head_of, mamba_of, num_layers, num_token_types, stacks_of
 from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
@@ -20,6 +20,7 @@ from megatrain.config.derive.patterns import (
     parse_layer_pattern,
     parse_window,
 )
+from megatrain.config.derive.vision import num_positions, vision_spec
 from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
@@ -36,6 +37,7 @@ from megatrain.config.registry import derives
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError
+from megatrain.config.schema.vision import VisionConfig
 
 _SINKS: dict[str, Literal["none", "zero", "learned"]]
 _SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
@@ -69,8 +71,9 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
         raise UnresolvedError
     try:
         return describe_model(
-            model,
+            model.replaced({"max_position_embeddings": num_positions(config)}),
             config.experts,
+            config.vision,
             vocab_size=vocab_size,
             qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
         )
@@ -79,7 +82,12 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
 
 
 def describe_model(
-    model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, qk_norm_decays: bool = False
+    model: ModelConfig,
+    experts: ExpertsConfig,
+    vision: VisionConfig = VisionConfig(),  # noqa: B008 (frozen)
+    *,
+    vocab_size: int,
+    qk_norm_decays: bool = False,
 ) -> ModelSpec:
     """Return the model that resolved settings describe. Raises LayersError and PatternError."""
     init_std = matrix_init_std(model)
@@ -87,19 +95,22 @@ def describe_model(
     has_positions = model.position_embedding_type == "learned_absolute"
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
+    layers = _layers(model, experts, pattern, qk_norm_decays=qk_norm_decays)
+    norm = NormSpec(
+        kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
+    )
+    is_vlm = model.model_family == "vlm"
     return ModelSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
         padded_vocab_size=model.padded_vocab_size,
-        stacks=stacks_of(model, _layers(model, experts, pattern, qk_norm_decays=qk_norm_decays)),
-        is_tied=not model.untie_embeddings_and_output_weights,
+        stacks=stacks_of(model, layers),
+        is_tied=not model.untie_embeddings_and_output_weights and not is_vlm,
         init_std=init_std,
         output_init_std=init_std / math.sqrt(model.num_layers * (2 if pattern is None else 1)),
         embedding_init_std=embedding_std,
         head_init_std=embedding_std if model.use_mup else None,
-        norm=NormSpec(
-            kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
-        ),
+        norm=norm,
         num_positions=model.max_position_embeddings if has_positions else None,
         num_token_types=num_token_types(model),
         head=head_of(model),
@@ -111,6 +122,7 @@ def describe_model(
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
         mtp=_mtp(model, experts, pattern, qk_norm_decays=qk_norm_decays),
+        vision=vision_spec(model, vision, layers[0], norm) if is_vlm else None,
     )
 
 
@@ -152,6 +164,8 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     if pattern is not None:
         return _layers_of_letters(pattern.layers, model, experts, qk_norm_decays=qk_norm_decays)
+    if model.model_family == "vlm":
+        model = model.replaced({"num_layers": num_layers(model)})
     is_linear = (False,) * model.num_layers
     if model.experimental_attention_variant is not None:
         is_linear = parse_layer_pattern(model.linear_attention_freq, model.num_layers, one_means=True)

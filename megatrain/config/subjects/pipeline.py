@@ -25,6 +25,7 @@ from typing import Final
 
 from megatrain.config.derive.families import num_layers
 from megatrain.config.derive.hybrid_pattern import known_pattern
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import use
 from megatrain.config.plan import DerivedValue, Draft
@@ -352,7 +353,7 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
 
     Costs are FLOPs per token; the head counts as part of the last stage.
     """
-    layers, head = draft.derived.model_spec.flops_per_token(draft.config.data.seq_length)
+    layers, head = draft.derived.model_spec.flops_per_token(sample_length(draft.config))
     if len(layers) < stages - 1:
         chunks = stages // draft.config.parallel.pipeline_model_parallel_size
         fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)

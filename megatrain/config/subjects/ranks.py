@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, best, divisors, lengths, multiples, use, words
 from megatrain.config.plan import DerivedValue, Draft
@@ -126,11 +127,11 @@ def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
 
 @rule
 def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
-    parallel, length = draft.config.parallel, draft.config.data.seq_length
+    parallel, length = draft.config.parallel, sample_length(draft.config)
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
-            f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
+            f"--sequence-parallel requires {length_in_words(draft.config)} to be divisible by --tensor-model-parallel-size {tp}",
             f"{use(draft, lengths(draft, tp))}, or remove --sequence-parallel",
         )
 

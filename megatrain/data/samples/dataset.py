@@ -40,9 +40,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class MaskedSample:
-    """One sample of BERT or T5."""
+    """One sample of BERT, T5 or a vision-language model."""
 
-    arrays: Mapping[str, npt.NDArray[np.int64]]
+    arrays: Mapping[str, npt.NDArray[Any]]
     """By Megatron-LM's names: a value for each token, or one for the sample."""
 
 

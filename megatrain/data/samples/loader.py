@@ -55,7 +55,7 @@ class _HostBatches:
         self.arrays = {
             name: torch.empty(
                 (rows, *shape),
-                dtype=torch.float32 if name == "loss_mask" else torch.int64,
+                dtype=torch.float32 if name in ("loss_mask", "images") else torch.int64,
                 pin_memory=is_pinned,
             )
             for name, shape in shapes.items()
@@ -108,6 +108,7 @@ class BatchLoader:
         has_documents: bool = False,
         family: str = "gpt",
         decoder_seq_length: int | None = None,
+        image_shape: tuple[int, ...] | None = None,
     ) -> None:
         """Load the samples that a sampler selects.
 
@@ -120,6 +121,7 @@ class BatchLoader:
             has_documents: batches include document boundaries.
             family: the family of the model, see `family_batch`.
             decoder_seq_length: tokens of T5's decoder.
+            image_shape: shape of the images of a sample, if it has some.
         """
         self._samples = samples
         self._sampler = sampler
@@ -127,7 +129,7 @@ class BatchLoader:
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._family = family
-        self._shapes = array_shapes(family, seq_length, decoder_seq_length)
+        self._shapes = array_shapes(family, seq_length, decoder_seq_length, image_shape)
         self._has_documents = has_documents
         self._threads = (
             ThreadPoolExecutor(num_workers, "batches", initializer=_set_device, initargs=(self._device,))

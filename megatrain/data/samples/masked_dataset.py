@@ -69,11 +69,15 @@ class MaskedSamples:
 
 
 def array_shapes(
-    family: str, seq_length: int, decoder_seq_length: int | None = None
+    family: str,
+    seq_length: int,
+    decoder_seq_length: int | None = None,
+    image_shape: tuple[int, ...] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a sample of a family, GPT included."""
-    if family == "gpt":
-        return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (seq_length,))
+    if family in ("gpt", "vlm"):
+        text = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (seq_length,))
+        return text if image_shape is None else {**text, "images": image_shape}
     if family == "bert":
         of_tokens = ("text", "types", "labels", "loss_mask", "padding_mask")
         return dict.fromkeys(of_tokens, (seq_length,)) | {"is_random": (), "truncated": ()}

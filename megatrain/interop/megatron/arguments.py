@@ -28,7 +28,17 @@ from megatrain.config.schema.tree import settings
 from megatrain.config.subjects.pipeline import parse_layout
 from megatrain.storage.untrusted_json import InvalidError, record_of
 
-_SECTIONS: Final = ("model", "experts", "data", "tokenizer", "training", "optimizer", "schedule", "precision")
+_SECTIONS: Final = (
+    "model",
+    "experts",
+    "vision",
+    "data",
+    "tokenizer",
+    "training",
+    "optimizer",
+    "schedule",
+    "precision",
+)
 _ELSEWHERE: Final = frozenset(
     """
     attention_backend data_args_path data_cache_path device heterogeneous_layers_config_path init_model_with_meta_device
@@ -95,6 +105,9 @@ def plan_of(arguments: Mapping[str, Any], family: str, source: Path) -> Plan:
         for name, value in arguments.items()
         if name not in left_out and _is_plain(value)
     }
+    if family == "vlm":  # whose sequence length is that of the tower
+        given["seq_length"] = given.pop("dataloader_seq_length", None) or given["seq_length"]
+        given["vision_projection_norm"] = arguments.get("transformer_impl") != "local"
     words = ["--model-family", family]
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):

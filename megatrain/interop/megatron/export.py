@@ -81,6 +81,8 @@ class MegatronExport:
         if best and score not in (None, self._experts.moe_router_topk // best):
             raise _unknown(reader.path, f"scores of expert groups by {score} experts")
         self._family = model.model_family
+        if self._family == "vlm":
+            raise _unknown(reader.path, "a vision tower")
         self._is_fused = model.experimental_attention_variant is not None or self._family == "hybrid"
         """Its modules there are Transformer Engine's."""
         self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused

@@ -88,6 +88,20 @@ _LAYER: Final = {
     "cross_attention.linear_proj": ("cross_attention.proj",),
 }
 STACKS: Final = ("encoder", "decoder")
+_VISION: Final = {
+    "vision_model.class_token": ("vision.class_token",),
+    "vision_model.conv1": ("vision.patch_embedding",),
+    "vision_model.position_embeddings": ("vision.position_embeddings",),
+    "vision_model.ln_pre": ("vision.pre_norm",),
+    "vision_model.ln_post": ("vision.final_norm",),
+    "vision_projection.encoder.linear_fc1.layer_norm": ("vision.projector.norm",),
+    "vision_projection.encoder.linear_fc1": ("vision.projector.gate", "vision.projector.up"),
+    "vision_projection.encoder.linear_fc2": ("vision.projector.down",),
+    "vision_projection.encoder": ("vision.projector.down",),
+}
+"""Modules of the vision tower and the projector; see `LANGUAGE`."""
+LANGUAGE: Final = "language_model."
+"""Prefix of the language model's names, if there is a vision tower."""
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
     "position_embeddings": ("embedding.position_embeddings",),
@@ -109,6 +123,11 @@ TABLE: Final = {
         for theirs, ours in _LAYER.items()
     },
     "decoder.final_norm": ("decoder.final_norm",),
+    **_VISION,
+    **{
+        f"vision_model.decoder.layers.{{}}.{theirs}": tuple(f"vision.layers.{{}}.{name}" for name in ours)
+        for theirs, ours in _LAYER.items()
+    },
     **{
         f"mtp.layers.{{}}.{theirs_of}{theirs}": tuple(f"mtp.layers.{{}}.{ours_of}{name}" for name in ours)
         for theirs_of, ours_of in (("transformer_layer.", ""), ("transformer_layer.layers.{}.", "layers.{}."))
@@ -132,6 +151,9 @@ _RENAMED: Final = {
     ".conv1d_weight": ".conv1d",
     ".conv1d.bias": ".conv1d_bias",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "encoder.linear_fc1.layer_norm_": "encoder.linear_fc1.layer_norm.",
+    "vision_model.class_token": "vision_model.class_token.weight",
+    LANGUAGE: "",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the linear layer that follows."""
 STORED_TWICE: Final = {
@@ -248,6 +270,8 @@ def family_of(names: Iterable[str]) -> str:
     if "decoder.final_norm.weight" in names:
         return "hybrid"
     has = {name.partition(".")[0] for name in names}
+    if "vision_model" in has:
+        return "vlm"
     return "gpt" if "encoder" not in has else "t5" if "decoder" in has else "bert"
 
 

@@ -5,8 +5,8 @@
 
     files of all ranks ─> local tensors ─> boxes of whole tensors ─> the same reader as for `torch_dist`
 
-Proven with files that were cut from recorded `torch_dist` checkpoints; no file of this format was recorded. Nothing is built or run:
-see `inert_pickle`.
+Proven with files that were cut from recorded `torch_dist` checkpoints, and with a recorded one of a vision-language model. Nothing
+is built or run: see `inert_pickle`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatrain.interop.megatron.archive import (
     tensor_record,
 )
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import GATED, STORED_TWICE
+from megatrain.interop.megatron.names import GATED, LANGUAGE, STORED_TWICE
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 FILE_NAME: Final = "model_optim_rng.pt"
@@ -235,6 +235,7 @@ class TorchFiles:
         moments = _states_of(state.get("optimizer"), found) if len(keys) == 1 else ()
         for local in (*found, *moments):
             is_copy = local.name.endswith("output_layer.weight") and sizes.is_tied
+            is_copy &= LANGUAGE not in local.name  # its head is never tied
             if not (is_copy or (ep and local.expert is None)):
                 yield local
 

@@ -149,6 +149,7 @@ ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "swiglu": activations.SILU,
     "geglu_tanh": activations.GELU_TANH,
     "quick_geglu": activations.QUICK_GELU,
+    "quick_gelu": activations.QUICK_GELU,
     "gelu": activations.GELU,
     "gelu_tanh": activations.GELU_TANH,
     "squared_relu": activations.SQUARED_RELU,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.model_spec.vision import CHANNELS
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
 from megatrain.parallel.batch import Batch
@@ -22,6 +23,7 @@ from megatrain.parallel.documents import Documents
 from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
+from megatrain.tools.parity.models import IMAGE_SIZE, IMAGES
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.parity.teachers import draw_teacher, teacher_of
 from megatrain.tools.worker_pool import kept_group
@@ -261,6 +263,9 @@ def local_batches(
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
     for first in range(dp_rank * micro_batch, layout.global_batch, layout.dp * micro_batch):
         rows = slice(first, first + micro_batch)
+        if layout.family == "vlm":
+            yield _with_images(layout, tokens[rows], labels[rows], mask[rows], step, first)
+            continue
         if layout.family != "gpt":
             yield _family_batch(layout.family, tokens[rows], labels[rows], mask[rows])
             continue
@@ -299,6 +304,25 @@ def _family_batch(family: str, tokens: torch.Tensor, labels: torch.Tensor, mask:
             "enc_mask": is_token,
         }
     return family_batch(family, arrays)
+
+
+def _with_images(
+    layout: Layout, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, step: int, first: int
+) -> Batch:
+    """Return a micro-batch with images among its tokens, at places that its labels decide; `first`: number of its first sample."""
+    count, size = IMAGES[layout.words_of("model")[0]]
+    ids, mask = tokens[:, :-1].clone(), mask.clone()
+    starts = tokens[:, -1] % 3
+    for image in range(count):
+        for row in range(size):
+            places = (torch.arange(len(ids)), starts + image * (size + 2) + row)
+            ids[places], mask[places] = -1 - image * size - row, 0
+    shape = (count, CHANNELS, *IMAGE_SIZE)
+    images = [np.random.default_rng([step, first + k]).standard_normal(shape) for k in range(len(ids))]
+    return Batch(
+        tokens=ids, labels=labels, loss_mask=mask, position_ids=_positions(None, len(ids)),
+        images=torch.from_numpy(np.stack(images)),
+    )  # fmt: skip
 
 
 def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
@@ -348,7 +372,7 @@ def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
     return [
         Part(box.piece.name, box.box, _numbers(flat[place].view(box.shape)))
         for shard, flat in zip(engine.buffers.shards, flats, strict=True)
-        for _, box, place in shard.owned()
+        for _, box, place in (shard.owned() if flat.numel() else ())  # frozen weights have no gradients
     ]
 
 

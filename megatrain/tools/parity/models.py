@@ -89,24 +89,47 @@ MODELS = {
         "--relative-attention-num-buckets 8 --relative-attention-max-distance 12 --normalization RMSNorm --swiglu "
         f"--disable-bias-linear {_NO_DROPOUT}"
     ),
+    # A tower like the language model, with two images a sample; a frozen tower; a projector alone that is trained.
+    "vlm": (
+        "--model-family vlm --vision-num-layers 2 --max-position-embeddings 30 --hidden-dropout 0 --img-h 8 --img-w 12 "
+        "--patch-dim 4 --images-per-sample 2 --disable-vision-class-token --dataloader-seq-length 12"
+    ),
+    "llava": (
+        f"--model-family vlm --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --vision-num-layers 2 "
+        "--vision-model-type clip --vision-hidden-size 48 --vision-num-attention-heads 24 --vision-ffn-hidden-size 72 "
+        "--img-h 8 --img-w 12 --patch-dim 4 --dataloader-seq-length 17 --vision-final-norm --freeze-vit"
+    ),
+    "projector": (
+        f"--model-family vlm {_GQA} {_ROPE} {_NO_DROPOUT} --vision-num-layers 1 --vision-model-type siglip "
+        "--vision-hidden-size 24 --vision-num-attention-heads 24 --vision-projection-type affine --vision-projection-norm "
+        "--img-h 8 --img-w 12 --patch-dim 4 --dataloader-seq-length 18 --freeze-vit --freeze-lm"
+    ),
 }
 """Flags by model name; all models have the same sizes."""
 
-OF_FAMILIES = {"bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5"}
+OF_FAMILIES = {
+    "bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5",
+    "vlm": "vlm", "llava": "vlm", "projector": "vlm",
+}  # fmt: skip
 """Models of other families than GPT, with the family."""
 WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
 """Models with learned positions, which multi-token prediction does not support, and those of other families."""
 WITHOUT_TEACHERS = tuple(OF_FAMILIES)
 """Models that distillation does not train."""
-WITHOUT_EXPERTS = ("puzzle", "own")
-"""Models that define each layer themselves and cannot be combined with experts."""
+WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
+"""Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
+FROZEN = ("llava", "projector")
+"""Models with frozen parts: neither Muon nor states in host memory."""
+IMAGES = {"vlm": (2, 6), "llava": (1, 7), "projector": (1, 6)}
+"""Images of a sample, and the tokens of an image."""
+IMAGE_SIZE = (8, 12)
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
 WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
 """Models of two stacks, whose samples are split over no context ranks."""
 WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)
-"""Models whose padding stops at no document's end."""
+"""Models whose padding stops at no document's end, or whose images need whole samples."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")

@@ -28,6 +28,7 @@ from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, 
 from megatrain.tools.parity.features import NUMBER_FORMATS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import (
+    FROZEN,
     MODELS,
     OF_FAMILIES,
     WITHOUT_CONTEXT_RANKS,
@@ -331,6 +332,8 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     "loss",
     "tensor communication",
     "distillation",
+    "optimizer",
+    "optimizer state",
     "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
@@ -342,6 +345,10 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
+    if known["model"] in FROZEN and (
+        "muon" in (known["optimizer"] or "") or known["optimizer state"] == "offload"
+    ):
+        return False
     is_split = known["context parallelism"] not in (None, "cp1")
     has_documents = known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)

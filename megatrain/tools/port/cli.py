@@ -150,7 +150,7 @@ def _program_problems(file: str, launch: Launch) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(
-            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5 or a hybrid",
+            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5, a hybrid or a vision-language model",
             f"use a script of {_of_programs()}",
         )
 

@@ -14,6 +14,7 @@ FAMILIES: Final = {
     "pretrain_gpt.py": "gpt",
     "pretrain_bert.py": "bert",
     "pretrain_t5.py": "t5",
+    "pretrain_vlm.py": "vlm",
     "pretrain_hybrid.py": "hybrid",
     "pretrain_mamba.py": "hybrid",
 }

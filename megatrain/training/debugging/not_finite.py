@@ -205,7 +205,7 @@ class _SecondRun:
         buffers, memory = self.engine.buffers, self.engine.buffers.gradients
         for number in buffers.buckets_of.get(segment, ()):
             is_kept = memory.is_kept_full[number]
-            if segment != buffers.buckets[number].users[0] or (is_kept and not is_last):
+            if segment != buffers.buckets[number].completed_by or (is_kept and not is_last):
                 continue
             for param in buffers.buckets[number].params:
                 gradient = param.entry.module.weight_grads[param.entry.attribute]

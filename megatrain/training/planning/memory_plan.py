@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
@@ -124,12 +125,13 @@ def planned_resident_memory(plan: Plan, grid: RankGrid) -> ResidentMemory:
 
 def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     buffers, first = optimizer.buffers, optimizer.num_on_device
-    has_master = optimizer.master_weights[0].dtype != buffers.weights.dtype
+    has_master = optimizer.master_dtype != buffers.weights.dtype
+    masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
     on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
-        "master_weights": optimizer.master_weights[:first] if has_master else [],
+        "master_weights": [x for x, shard in masters if has_master and shard.bucket.is_trained],
         "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
         "on_host": on_host
         + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
@@ -378,9 +380,11 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
-    s, model = data.seq_length, plan.config.model
-    if model.model_family in MASKED_FAMILIES:
-        shapes = array_shapes(model.model_family, s, model.decoder_seq_length)
+    s, model = sample_length(plan.config), plan.config.model
+    vision = plan.derived.model_spec.vision
+    if model.model_family in MASKED_FAMILIES or vision is not None:
+        images = None if vision is None else vision.image_shape
+        shapes = array_shapes(model.model_family, s, model.decoder_seq_length, images)
         arrays = {
             name: torch.zeros(b, *shape, dtype=torch.int64, device=device) for name, shape in shapes.items()
         }

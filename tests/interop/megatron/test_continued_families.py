@@ -1,4 +1,4 @@
-"""Runs of BERT, T5 and models with delta nets that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
+"""Runs of BERT, T5, models with delta nets and vision-language models that Megatron-LM began continue here: its checkpoints of iteration 8 give the recorded iterations 9 to 12.
 
 From the flags of the recorded runs, with their corpus and tokenizer: samples continue where the checkpoint says.
 """
@@ -8,10 +8,15 @@ import tarfile
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megatrain.config import ConfigError, parse
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.samples import build
+from megatrain.data.samples.image_dataset import MockImages
+from megatrain.data.samples.mock import MockSequences
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.main import main
 from megatrain.training.launch import facts
@@ -20,7 +25,9 @@ from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 LOSS, NORM = 1e-6, 2e-6
-ROWS: Final = {"bert": 256, "t5": 352, "qwen3next": 256, "gdn": 256, "mamba": 256, "nemotron": 256}
+ROWS: Final = {
+    "bert": 256, "t5": 352, "qwen3next": 256, "gdn": 256, "mamba": 256, "nemotron": 256, "llava": 256
+}  # fmt: skip
 """Rows of the vocabulary's tensors, padding included."""
 FOLDERS: Final = {
     "bert": ("bert", "bert"),
@@ -29,6 +36,7 @@ FOLDERS: Final = {
     "gdn": ("gdn", "hybrid"),
     "mamba": ("hybrid", "hybrid"),
     "nemotron": ("hybrid", "hybrid"),
+    "llava": ("vlm", "vlm"),
 }
 """Folder of the recordings, and family of the model."""
 
@@ -45,6 +53,21 @@ def theirs(family: str, families: Path, tmp_path: Path) -> Path:
     with tarfile.open(families / FOLDERS[family][0] / f"{family}.ckpt.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / f"{family}.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def recorded_mock_data(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give mock data the ids of the recorded tokenizer, and sample k the random image of the recorded run."""
+
+    def images(self: MockImages, k: int) -> npt.NDArray[np.float32]:
+        return np.random.RandomState(1000 + k).standard_normal(self.image_shape).astype(np.float32)
+
+    def of_tokenizer(**_: int) -> MockSequences:
+        return MockSequences(vocab_size=250, eod=249)
+
+    if family == "llava":
+        monkeypatch.setattr(MockImages, "images", images)
+        monkeypatch.setattr(build, "MockSequences", of_tokenizer)
 
 
 @pytest.fixture
@@ -74,7 +97,7 @@ def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more:
         "--data-cache-path",
         str(tmp_path / "cache"),
     ]
-    words += ["--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
+    words += ["--allow-pickle", "--load", str(load), "--metrics-file", str(tmp_path / "metrics.jsonl"), *more]
     with joined_ranks(parse(words), Phases(Console())) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
@@ -98,25 +121,25 @@ def assert_recorded(found: list[dict[str, Any]], families: Path, family: str) ->
             assert ours["mtp_losses"][name] == pytest.approx(recorded[name], rel=LOSS, abs=0)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_a_run_continues_with_the_recorded_digits(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:
     assert_recorded(continue_run(families, family, theirs, tmp_path), families, family)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_a_converted_run_continues_with_the_recorded_digits(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:
     ours = tmp_path / "ours"
     words = ["--vocab-size", str(ROWS[family])]
-    assert main(["convert", "megatron-to-megatrain", str(theirs), str(ours), *words]) == 0
-    words = words if FOLDERS[family][1] in ("gpt", "hybrid") else []
+    assert main(["convert", "megatron-to-megatrain", "--allow-pickle", str(theirs), str(ours), *words]) == 0
+    words = words if FOLDERS[family][1] in ("gpt", "hybrid", "vlm") else []
     assert_recorded(continue_run(families, family, ours, tmp_path, *words), families, family)
 
 
-@pytest.mark.usefixtures("softmax_over_padding")
+@pytest.mark.usefixtures("softmax_over_padding", "whole_mock_data")
 def test_states_of_the_optimizer_are_above_the_bounds(
     family: str, families: Path, theirs: Path, tmp_path: Path
 ) -> None:

@@ -233,7 +233,7 @@ def test_a_script_without_a_training_command_is_an_error(capsys, script):
     assert "no command runs a pretrain_*.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("family", "more"), [("bert", ""), ("t5", "--decoder-seq-length 32")])
+@pytest.mark.parametrize(("family", "more"), [("bert", ""), ("t5", "--decoder-seq-length 32"), ("vlm", "")])
 def test_the_program_names_the_family(port, script, family, more):
     code, command, sections = port(script(f"torchrun a/pretrain_{family}.py {SMALL} {more}"))
     assert code == 0
@@ -243,11 +243,14 @@ def test_the_program_names_the_family(port, script, family, more):
 
 
 def test_a_program_of_another_model_is_a_problem(port, script):
-    code, _, sections = port(script(f"python pretrain_vlm.py {SMALL}"))
+    code, _, sections = port(script(f"python train_mimo.py {SMALL}"))
     (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
     assert code == 1
-    assert "pretrain_vlm.py trains another model than a GPT, BERT, T5 or a hybrid" in "\n".join(problems)
     assert (
-        "use a script of pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py, pretrain_hybrid.py or"
+        "train_mimo.py trains another model than a GPT, BERT, T5, a hybrid or a vision-language model"
+        in "\n".join(problems)
+    )
+    assert (
+        "use a script of pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py, pretrain_vlm.py, pretrain_hybrid.py or"
         in "\n".join(problems)
     )

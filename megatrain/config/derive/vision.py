@@ -1,0 +1,166 @@
+"""The vision tower and the projector that settings describe (`--model-family vlm`), and the lengths of samples with images.
+
+    like_language   width, heads, norm, activation and biases of the language model: Megatron-LM's pretrain_vlm.py
+    clip, siglip    those of these towers, with LLaVA's projector: two linear layers with biases and an exact GELU
+
+Source: Megatron-LM, pretrain_vlm.py, core/models/multimodal, core/models/vision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from megatrain.config.derive.layer_blocks import LayersError
+from megatrain.config.model_spec.activation import Activation
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.vision import CHANNELS, ProjectorSpec, VisionSpec
+from megatrain.config.schema.tree import flag_of
+
+if TYPE_CHECKING:
+    from megatrain.config.schema.model import ModelConfig
+    from megatrain.config.schema.tree import Config
+    from megatrain.config.schema.vision import VisionConfig
+
+TOWER, PROJECTOR = "vision", "vision.projector"
+"""Prefixes of the names of their tensors."""
+_ACTIVATIONS: Final[dict[str, Activation]] = {"clip": "quick_gelu", "siglip": "gelu_tanh"}
+_EPSILONS: Final = {"clip": 1e-5, "siglip": 1e-6}
+
+
+def text_length(config: Config) -> int:
+    """Return the tokens of the text of a sample."""
+    data = config.data
+    if config.model.model_family != "vlm":
+        return data.seq_length
+    return data.dataloader_seq_length or data.seq_length
+
+
+def length_setting(config: Config) -> str:
+    """Return the path of the setting that decides `text_length`."""
+    is_own = config.model.model_family == "vlm" and config.data.dataloader_seq_length is not None
+    return "data.dataloader_seq_length" if is_own else "data.seq_length"
+
+
+def length_in_words(config: Config) -> str:
+    """Return the length of samples with its flag, for messages."""
+    flag, text = flag_of(length_setting(config).split(".")[1]), text_length(config)
+    images = sample_length(config) - text
+    return f"{flag} {text}" + (f" with {images} tokens of images, {text + images}," if images else "")
+
+
+def sample_length(config: Config) -> int:
+    """Return the tokens of a sample in the first stack of the model: those of its text, and of its images."""
+    if config.model.model_family != "vlm":
+        return config.data.seq_length
+    return text_length(config) + config.vision.images_per_sample * tokens_per_image(config.vision)
+
+
+def num_positions(config: Config) -> int | None:
+    """Return the rows of learned positions, at least as many as a sample with its images has tokens, as in Megatron-LM."""
+    given = config.model.max_position_embeddings
+    return given if given is None or config.model.model_family != "vlm" else max(given, sample_length(config))
+
+
+def tokens_per_image(vision: VisionConfig) -> int:
+    """Return the vectors of an image in the language model."""
+    patches = (vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim)
+    return patches + (vision.vision_model_type != "siglip" and not vision.disable_vision_class_token)
+
+
+def image_shape(config: Config) -> tuple[int, int, int, int] | None:
+    """Return the shape of the images of a sample; None: the model reads text alone."""
+    vision = config.vision
+    if config.model.model_family != "vlm":
+        return None
+    return vision.images_per_sample, CHANNELS, vision.img_h, vision.img_w
+
+
+def is_frozen(name: str, *, tower: bool, language: bool) -> bool:
+    """Return whether a canonical tensor is not trained, if the tower or the language model is not."""
+    if name.startswith(f"{PROJECTOR}."):
+        return False
+    return tower if name.startswith(f"{TOWER}.") else language
+
+
+def is_frozen_in(config: Mapping[str, Any], name: str) -> bool:
+    """Return the same for a stored configuration."""
+    vision = config.get("vision", {})
+    return is_frozen(name, tower=vision.get("freeze_vit", False), language=vision.get("freeze_lm", False))
+
+
+def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm: NormSpec) -> VisionSpec:
+    """Return the vision tower and the projector.
+
+    Args:
+        layer: a layer of the language model, without experts and latents.
+        norm: the norm of the language model.
+
+    Raises:
+        LayersError: a size of the tower is missing.
+    """
+    kind = vision.vision_model_type
+    own = _like_language(model, layer) if kind == "like_language" else _own_layer(vision)
+    hidden_size = model.hidden_size if kind == "like_language" else vision.vision_hidden_size
+    assert hidden_size is not None
+    return VisionSpec(
+        hidden_size=hidden_size,
+        layers=(own,) * (vision.vision_num_layers or model.num_layers),
+        norm=norm if kind == "like_language" else NormSpec(kind="LayerNorm", epsilon=_EPSILONS[kind]),
+        image_size=(vision.img_h, vision.img_w),
+        patch_size=vision.patch_dim,
+        images_per_sample=vision.images_per_sample,
+        has_class_token=kind != "siglip",
+        keeps_class_token=not vision.disable_vision_class_token,
+        has_patch_bias=kind == "siglip",
+        has_pre_norm=kind != "siglip",
+        has_final_norm=vision.vision_final_norm,
+        projector=_projector(model, vision, hidden_size, own),
+        is_tower_frozen=vision.freeze_vit,
+        is_language_frozen=vision.freeze_lm,
+    )
+
+
+def _like_language(model: ModelConfig, layer: LayerSpec) -> LayerSpec:
+    """Return a layer of the language model that attends to all tokens, without positions and dropout."""
+    if layer.attention is None or layer.attention.latent is not None or layer.dense is None:
+        raise LayersError("the vision tower has no attention or no MLP of the language model")
+    attention = replace(
+        layer.attention, mask="padding", rotary=None, window=None, sink="none", softcap=None, dropout=0.0,
+        num_query_groups=model.num_query_groups,
+    )  # fmt: skip
+    mlp = replace(layer.dense, ffn_hidden_size=model.ffn_hidden_size)
+    return LayerSpec(parts=(attention, mlp), norm_position=layer.norm_position)
+
+
+def _own_layer(vision: VisionConfig) -> LayerSpec:
+    width, heads = vision.vision_hidden_size, vision.vision_num_attention_heads
+    if width is None or heads is None or width % heads:
+        raise LayersError("--vision-hidden-size or --vision-num-attention-heads is none")
+    attention = AttentionSpec(
+        num_heads=heads, num_query_groups=heads, head_dim=width // heads, mask="padding",
+        has_qkv_bias=True, has_bias=True,
+    )  # fmt: skip
+    mlp = MlpSpec(
+        ffn_hidden_size=vision.vision_ffn_hidden_size or 4 * width,
+        activation=_ACTIVATIONS[vision.vision_model_type],
+        has_bias=True,
+    )
+    return LayerSpec(parts=(attention, mlp))
+
+
+def _projector(model: ModelConfig, vision: VisionConfig, inputs: int, layer: LayerSpec) -> ProjectorSpec:
+    is_like_language = vision.vision_model_type == "like_language"
+    mlp: MlpSpec | None = layer.dense
+    if not is_like_language:
+        mlp = MlpSpec(ffn_hidden_size=model.hidden_size, activation="gelu", has_bias=True)
+    return ProjectorSpec(
+        inputs=inputs,
+        mlp=mlp if vision.vision_projection_type == "mlp" else None,
+        has_norm=vision.vision_projection_norm,
+        has_bias=not (is_like_language and model.disable_bias_linear),
+    )

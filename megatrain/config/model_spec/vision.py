@@ -1,0 +1,102 @@
+"""Vision tower and projector of a vision-language model as data.
+
+    image ─ patches ─ + positions ─ norm ─ layers ─ norm ─ projector ─> vectors at the places of the image in the sequence
+            class token ┘                   (each of the norms, and the class token, where a tower has it)
+
+Source: Liu et al., arXiv:2304.08485; Radford et al., arXiv:2103.00020 (CLIP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.linear import Linear, Piece
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.model_spec.part import Part, Role
+
+CHANNELS = 3
+"""Colours of an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorSpec(Part):
+    """From the tower's width to that of the language model: down(act(up x)), gated as an MLP, or one linear layer."""
+
+    name: ClassVar[str] = "projector"
+    role: ClassVar[Role] = "mlp"
+
+    inputs: int
+    """Width of the tower."""
+    mlp: MlpSpec | None
+    """None: one linear layer, `affine`."""
+    has_norm: bool = False
+    has_bias: bool = True
+
+    def linears(self, hidden_size: int) -> Iterator[Linear]:
+        """Yield its GEMMs; `hidden_size` is that of the language model."""
+        output = (Piece("down", hidden_size),)
+        if self.mlp is None:
+            yield Linear(part=self.name, pieces=output, inputs=self.inputs, split="none")
+            return
+        width, kinds = self.mlp.ffn_hidden_size, ("gate", "up") if self.mlp.is_gated else ("up",)
+        pieces = tuple(Piece(kind, width) for kind in kinds)
+        yield Linear(
+            part=self.name, pieces=pieces, inputs=self.inputs, split="outputs", writes="the projector"
+        )
+        yield Linear(part=self.name, pieces=output, inputs=width, split="inputs", reads="the projector")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSpec:
+    """Vision tower, projector, and which parts of the model are trained."""
+
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    image_size: tuple[int, int]
+    """Height and width in pixels."""
+    patch_size: int
+    projector: ProjectorSpec
+    images_per_sample: int = 1
+    has_class_token: bool = True
+    keeps_class_token: bool = True
+    """Its output is one of the image's vectors."""
+    has_patch_bias: bool = False
+    has_pre_norm: bool = True
+    has_final_norm: bool = False
+    is_tower_frozen: bool = False
+    is_language_frozen: bool = False
+
+    @property
+    def num_patches(self) -> int:
+        height, width = self.image_size
+        return (height // self.patch_size) * (width // self.patch_size)
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of an image in the tower."""
+        return self.num_patches + self.has_class_token
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Vectors of an image in the language model."""
+        return self.num_patches + (self.has_class_token and self.keeps_class_token)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the images of a sample: [images, channels, height, width]."""
+        return self.images_per_sample, CHANNELS, *self.image_size
+
+    def flops_per_sample(self, hidden_size: int) -> int:
+        """Return the FLOPs of a sample's images, forward and backward; a frozen tower has no backward pass."""
+        tokens, h = self.num_positions, self.hidden_size
+        weights = sum(layer.active_weights(h) for layer in self.layers)
+        tower = 2 * tokens * weights + tokens**2 * sum(layer.pair_channels for layer in self.layers)
+        tower += 2 * self.num_patches * CHANNELS * self.patch_size**2 * h
+        projector = sum(one.active_weights for one in self.projector.linears(hidden_size))
+        per_image = tower * (1 if self.is_tower_frozen else 3) + 6 * self.tokens_per_image * projector
+        return self.images_per_sample * per_image

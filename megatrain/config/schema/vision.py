@@ -1,0 +1,48 @@
+"""Settings of the vision tower and the projector of a vision-language model (`--model-family vlm`)."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from megatrain.config.schema.needs import one_of
+from megatrain.config.schema.resume_class import SAFE, SHAPE
+from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.values import AUTO
+
+VLM: Final = one_of("model.model_family", "vlm")
+_OWN: Final = (VLM, one_of("vision.vision_model_type", "clip", "siglip"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Section, on_resume=SHAPE):
+    """Vision tower and projector: images, sizes, frozen parts."""
+
+    img_h: int = setting(224, at_least=1, unit="pixels", needs=VLM)
+    """Height of an image."""
+    img_w: int = setting(224, at_least=1, unit="pixels", needs=VLM)
+    """Width of an image."""
+    patch_dim: int = setting(16, at_least=1, unit="pixels", needs=VLM)
+    """Side of a patch."""
+    images_per_sample: int = setting(1, at_least=1, needs=VLM)
+    """Most images of a sample. Not in Megatron-LM, whose samples have one."""
+    vision_model_type: Literal["like_language", "clip", "siglip"] = setting("like_language", needs=VLM)
+    """Vision tower. like_language: all sizes and options of the language model, as in Megatron-LM's pretrain_vlm.py; clip: LayerNorm, biases, quick GELU, a class token, a norm before the layers; siglip: LayerNorm, biases, GELU by tanh, a bias of patches."""
+    vision_num_layers: int | None = setting(None, at_least=1, needs=VLM)
+    """Layers of the vision tower. none: --encoder-num-layers."""
+    vision_hidden_size: int | None = setting(None, at_least=1, needs=_OWN)
+    """Width of a clip or siglip tower."""
+    vision_ffn_hidden_size: int | None = setting(None, at_least=1, needs=_OWN)
+    """Width of its MLPs. none: 4 * --vision-hidden-size."""
+    vision_num_attention_heads: int | None = setting(None, at_least=1, needs=_OWN)
+    """Its attention heads."""
+    vision_final_norm: bool = setting(False, needs=VLM)
+    """A norm follows the layers of the tower."""
+    disable_vision_class_token: bool = setting(False, needs=VLM)
+    """Drop the output of the class token: an image has one token less in the language model."""
+    vision_projection_type: Literal["mlp", "affine"] = setting("mlp", needs=VLM)
+    """Projector. mlp: two linear layers with an activation; affine: one linear layer."""
+    vision_projection_norm: bool = setting(AUTO, needs=VLM)
+    """A norm precedes the projector. auto: with --vision-model-type like_language, except for --transformer-impl local, as in Megatron-LM."""
+    freeze_vit: bool = setting(False, on_resume=SAFE, needs=VLM)
+    """Do not train the vision tower: it has no gradients and no optimizer state. --freeze-ViT in Megatron-LM."""
+    freeze_lm: bool = setting(False, on_resume=SAFE, needs=VLM)
+    """Do not train the language model. --freeze-LM in Megatron-LM."""

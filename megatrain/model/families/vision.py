@@ -1,0 +1,225 @@
+"""Vision tower and projector: the segments before the language model.
+
+    images [m, 3, height, width] ─ patches ─ + positions ─ norm ─> [patches, m, width]      VisionEmbedding
+                                                 layers ─> the same
+    vectors ─ norm ─ projector ─┐
+    tokens [b, s] ─ embedding ──┴─ token -1 - r has row r of its sample's vectors ─> hidden [s/tp, b, h]      ImagesInText
+
+The tower has all rows on every tensor and context rank: it splits heads and widths over tensor ranks, not the sequence. A
+context rank, and a tensor rank under sequence parallelism, uses the rows at its own places, and their gradients are summed.
+A frozen tower runs without autograd, in the segment that uses its vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatrain.config.derive.vision import PROJECTOR, TOWER, is_frozen
+from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.stack import Stack
+from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
+from megatrain.model.embedding import Embedding
+from megatrain.model.functions import weight_of
+from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.layer_context import LayerContext
+from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
+from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
+from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule, whole_box
+from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
+
+
+class _Projector(ModelSpec):
+    """The projector as a part of the tower, without a layer."""
+
+    def layer_name(self, number: int) -> str:  # noqa: ARG002
+        return TOWER
+
+
+def tower_of(spec: ModelSpec) -> ModelSpec:
+    """Return the tower of a vision-language model as a model of one stack, without a vocabulary."""
+    vision = spec.vision
+    assert vision is not None
+    return ModelSpec(
+        hidden_size=vision.hidden_size, vocab_size=0, padded_vocab_size=0, is_tied=False, norm=vision.norm,
+        stacks=(Stack(name=TOWER, layers=vision.layers),),
+        init_std=spec.init_std, output_init_std=spec.output_init_std,
+    )  # fmt: skip
+
+
+class VisionEmbedding(ShardedModule):
+    """Images of a micro-batch -> hidden states of their patches [patches, m, width], after the class token's."""
+
+    def __init__(
+        self, spec: VisionSpec, norm: nn.Module | None, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.spec, self.norm, self.dtype = spec, norm, dtype
+        width, side = spec.hidden_size, spec.patch_size
+        bound = (CHANNELS * side**2) ** -0.5
+        filters = Init(uniform=(-bound, bound))
+        self._add("patches", "patch_embedding.weight", (width, CHANNELS, side, side), filters, tp)
+        self._add("positions", "position_embeddings.weight", (spec.num_positions, width), Init(std=1.0), tp)
+        if spec.has_class_token:
+            self._add("class_token", "class_token.weight", (1, 1, width), Init(std=1.0), tp)
+        if spec.has_patch_bias:
+            self.add_weight("bias", stream_layout(f"{TOWER}.patch_embedding.bias", width, Init(), tp), dtype)
+
+    def _add(self, attribute: str, name: str, shape: tuple[int, ...], init: Init, tp: TensorParallel) -> None:
+        piece = Piece(f"{TOWER}.{name}", shape, whole_box(shape), copies=(tp.group.name,))
+        layout = ParamLayout(shape=shape, pieces=(piece,), init=init, kind="positions")
+        self.add_weight(attribute, layout, self.dtype)
+
+    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+        assert batch.images is not None, "the batch of a model with images"
+        images, side = batch.images.flatten(0, 1).to(self.dtype), self.spec.patch_size
+        rows = F.unfold(images, side, stride=side).transpose(1, 2)  # [m, patches, channels * side * side]
+        bias = weight_of(self, "bias") if self.spec.has_patch_bias else None
+        x = F.linear(rows, weight_of(self, "patches").flatten(1), bias)
+        if self.spec.has_class_token:
+            x = torch.cat((weight_of(self, "class_token").expand(len(x), -1, -1), x), dim=1)
+        x = (x + weight_of(self, "positions")).transpose(0, 1).contiguous()
+        return x if self.norm is None else self.norm(x, info)
+
+
+class Projector(nn.Module):
+    """From vectors of the tower to those of the language model, [n, m, width] -> [n, m, h]."""
+
+    def __init__(self, spec: ModelSpec, context: LayerContext) -> None:
+        super().__init__()
+        assert spec.vision is not None
+        part, tp = spec.vision.projector, context.tp
+        norm = norm_weights(f"{PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
+        linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
+        if part.mlp is None:
+            down = linears["down"]
+            init = Init(std=spec.init_std)
+            weight = replicated_layout([(f"{PROJECTOR}.down.weight", down.outputs)], down.inputs, init, tp)
+            bias = stream_layout(f"{PROJECTOR}.down.bias", down.outputs, Init(), tp)
+            self.fc1 = context.builder.replicated_linear(
+                norm, LinearLayout(weight, bias if part.has_bias else None)
+            )
+            return
+        first, second = linears.values()
+        self.fc1 = context.column_linear(first, norm, has_bias=part.has_bias)
+        self.fc2 = context.builder.activation_row_linear(
+            part.mlp, context.row_weights(second, has_bias=part.has_bias)
+        )
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        _, y = self.fc1(x, None, info)
+        out: Tensor = self.fc2(y, info) if hasattr(self, "fc2") else y
+        return out
+
+
+class ImagesInText(nn.Module):
+    """The segment that puts the vectors of images at the places of their tokens.
+
+    Args:
+        spec: of the tower.
+        tower: its segments, if it is frozen; empty: they are segments before this one.
+        norm: norm after the layers of the tower; None: there is none.
+        embedding: of the text, with its output modules.
+        tp: of the language model.
+    """
+
+    def __init__(
+        self,
+        spec: VisionSpec,
+        tower: Sequence[nn.Module],
+        norm: nn.Module | None,
+        projector: Projector,
+        embedding: Embedding,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.spec, self.tp = spec, tp
+        self.tower = nn.ModuleList(tower)
+        self.norm, self.projector, self.embedding = norm, projector, embedding
+
+    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.is_tower_frozen):
+            for segment in self.tower:
+                hidden = segment(hidden, batch, info)
+            assert hidden is not None
+            if self.norm is not None:
+                hidden = self.norm(hidden, info)
+        if self.spec.has_class_token and not self.spec.keeps_class_token:
+            hidden = hidden[1:]
+        vectors = self.projector(hidden.contiguous(), info)  # [n, m, h]
+        text = EncoderTokens(batch.tokens.clamp(min=0), batch.position_ids)
+        x: Tensor = self.embedding.output(self.embedding.embed(text, info), info)
+        if self.tp.sequence_parallel:  # each rank has the gradients of its own rows
+            vectors = enter_tp_region(vectors, replace(self.tp, sequence_parallel=False))
+        first = self.tp.first_row(len(x))
+        tokens = batch.tokens.t()[first : first + len(x)]
+        return put_vectors(x, vectors.to(x.dtype), tokens)
+
+
+def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
+    """Return x [s, b, h] with the vectors of its images where tokens [s, b] are below 0: of sample i, number -1 - token.
+
+    Args:
+        vectors: [n, b * images, h], the images of a sample one after the other.
+    """
+    n, _, h = vectors.shape
+    b = x.shape[1]
+    of_sample = vectors.view(n, b, -1, h).permute(2, 0, 1, 3).flatten(0, 1)  # [images * n, b, h]
+    rows = (-1 - tokens).clamp(min=0)
+    found = of_sample[rows, torch.arange(b, device=x.device)]
+    return torch.where((tokens < 0).unsqueeze(-1), found, x)
+
+
+def vision_segments(
+    spec: ModelSpec,
+    embedding: Embedding,
+    layers: Sequence[nn.Module],
+    context: LayerContext,
+    builder: ModuleBuilder,
+    tp: TensorParallel,
+) -> list[nn.Module]:
+    """Build the segments of the tower and the one that joins images and text.
+
+    Args:
+        spec: of the whole model.
+        layers: segments of the tower's layers.
+        context: of the tower, whose tensor ranks do not split the sequence.
+        builder: of its norms.
+        tp: of the language model.
+    """
+    vision = spec.vision
+    assert vision is not None
+
+    def norm(name: str) -> nn.Module:
+        weights = norm_weights(f"{TOWER}.{name}", vision.hidden_size, vision.norm, context.tp)
+        module = builder.norm(weights, vision.norm)
+        assert isinstance(module, nn.Module)
+        return module
+
+    pre = norm("pre_norm") if vision.has_pre_norm else None
+    tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype), *layers]
+    of_projector = replace(
+        context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size})
+    )
+    projector = Projector(spec, of_projector)
+    final = norm("final_norm") if vision.has_final_norm else None
+    is_inside = vision.is_tower_frozen
+    joined = ImagesInText(vision, tower if is_inside else [], final, projector, embedding, tp)
+    return [joined] if is_inside else [*tower, joined]
+
+
+def freeze(segments: Sequence[nn.Module], spec: ModelSpec) -> None:
+    """Mark the parameters of the parts that are not trained."""
+    vision = spec.vision
+    if vision is None:
+        return
+    for module in (one for segment in segments for one in segment.modules()):
+        for attribute, layout in module.layouts.items() if isinstance(module, ShardedModule) else ():
+            names = [piece.name for piece in layout.pieces]
+            tower, language = vision.is_tower_frozen, vision.is_language_frozen
+            if names and is_frozen(names[0], tower=tower, language=language):
+                module.layouts[attribute] = replace(layout, is_trained=False)
