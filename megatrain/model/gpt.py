@@ -271,7 +271,9 @@ class _StageBuilder:
         whole, tower = self.ranks.split.tp, tower_of(self.spec)
         tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
         cp = ContextParallel(RankGroup("alone", (whole.group.ranks[whole.rank],), 0))
-        builder = dataclasses.replace(self._plain_builder, tp=tp, cp=cp, norms=tower.norm)
+        plain = self._plain_builder
+        assert isinstance(plain, LocalBuilder)
+        builder = dataclasses.replace(plain, tp=tp, cp=cp, norms=tower.norm)
         ranks = dataclasses.replace(self.ranks, split=TokenSplit(tp, cp))
 
         def context(number: int) -> LayerContext:

@@ -148,10 +148,10 @@ class ImageConversations:
                 f"{name} has {num_images} images, more than --images-per-sample {self.options.image_shape[0]}",
                 fix=f"use --images-per-sample {num_images}, or leave images out",
             )
-        ids = np.array(tokens, np.int64)
-        num_text = np.cumsum(ids != IMAGE_TOKEN)
+        found = np.array(tokens, np.int64)
+        num_text = np.cumsum(found != IMAGE_TOKEN)
         kept = int(np.searchsorted(num_text, self.options.text_length, side="right"))
-        return ids[:kept], np.array(labels, np.int64)[:kept]
+        return found[:kept], np.array(labels, np.int64)[:kept]
 
     def _turns(self, row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
         turns = row.get("conversations", row.get("messages"))

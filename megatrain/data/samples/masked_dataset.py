@@ -76,6 +76,7 @@ def array_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array of a sample of a family, GPT included."""
     if family in ("gpt", "vlm"):
+        text: dict[str, tuple[int, ...]]
         text = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (seq_length,))
         return text if image_shape is None else {**text, "images": image_shape}
     if family == "bert":

@@ -217,8 +217,9 @@ def freeze(segments: Sequence[nn.Module], spec: ModelSpec) -> None:
     vision = spec.vision
     if vision is None:
         return
-    for module in (one for segment in segments for one in segment.modules()):
-        for attribute, layout in module.layouts.items() if isinstance(module, ShardedModule) else ():
+    modules = [one for segment in segments for one in segment.modules() if isinstance(one, ShardedModule)]
+    for module in modules:
+        for attribute, layout in module.layouts.items():
             names = [piece.name for piece in layout.pieces]
             tower, language = vision.is_tower_frozen, vision.is_language_frozen
             if names and is_frozen(names[0], tower=tower, language=language):
