@@ -231,7 +231,8 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _document_chunks(ids: Tensor, chunk: int) -> Tensor:
-    """[s, b] -> [b, 1, chunks, chunk, 1]; the last document goes on through the padding."""
+    """[s, b] -> [b, 1, chunks, chunk, 1]; the last document continues through the padding."""
     padding = -len(ids) % chunk
     padded = torch.cat((ids, ids[-1:].expand(padding, -1))) if padding else ids
-    return padded.t().unflatten(1, (-1, chunk))[:, None, ..., None]
+    chunks: Tensor = padded.t().unflatten(1, (-1, chunk))
+    return chunks[:, None, ..., None]

@@ -238,7 +238,7 @@ class _HeadLoss(Function):
         return dx * grads[2].to(dx.dtype), *[None] * 12
 
 
-def _add_weight_gradients(weight_grad: Tensor, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
+def _add_weight_gradients(weight_grad: Tensor | None, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
     accumulate_weight_gradient(weight_grad, dlogits, x)
     if bias is not None and bias.grad is not None:
         add_column_sums(bias.grad, dlogits)

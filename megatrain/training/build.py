@@ -229,7 +229,7 @@ def build_executor(
     hooks: SegmentHooks,
     grid: RankGrid,
     device: torch.device,
-    kind: type[AnyExecutor] = Executor,
+    kind: type[AnyExecutor],
 ) -> AnyExecutor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config

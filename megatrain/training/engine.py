@@ -25,6 +25,7 @@ from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.training.build import (
     build_buffers,
@@ -68,7 +69,7 @@ class Engine:
         """With --on-spike skip or --rerun-mode, a step whose loss or gradient norm is not below these updates nothing."""
         self.routers = Routers(self.model, grid, device)
         self.pipeline = build_pipeline(plan)
-        self.executor = build_executor(plan, self.model, self.data_parallel, grid, device)
+        self.executor = build_executor(plan, self.model, self.data_parallel, grid, device, Executor)
         self.training_passes = build_training_passes(
             plan, self.model, self.executor, self.data_parallel, grid, device
         )

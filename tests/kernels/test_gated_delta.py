@@ -13,7 +13,7 @@ from megatrain.kernels.gated_delta import (
 )
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 8 + [2] * 2, [5] * 8 + [6] + [7] * 4]).t()
-"""Documents of two samples of 13 tokens: within a chunk of 4, at its border, of a single token."""
+"""Documents of two samples of 13 tokens: within a chunk of 4, at its boundary, of a single token."""
 TWO_SAMPLES = [(sample, document) for sample in (0, 1) for document in DOCUMENTS[:, sample].unique()]
 
 

@@ -86,7 +86,7 @@ def _convolutions_over_documents() -> AbstractContextManager[Any]:
 
 
 def _states_over_documents() -> AbstractContextManager[Any]:
-    """Let the state of delta nets go on in the next document."""
+    """Keep the state of delta nets over the end of a document."""
 
     def over_all(*arguments: Any, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         assert document_ids is not None

@@ -62,7 +62,7 @@ class LinearAttentionSpec(Part):
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         """Yield the GEMMs; consecutive heads of values share one of keys, with which they are split: one to queries, keys, values, gate and what decays, erases and writes, and the output projection."""
         k, v, keys, heads = self.key_dim, self.value_dim, self.num_key_heads, self.num_value_heads
-        strengths = (("beta", heads), ("alpha", heads))
+        strengths: tuple[tuple[str, int], ...] = (("beta", heads), ("alpha", heads))
         if self.has_channel_gates:
             strengths = (("decay", k), ("erase", k), ("write", v))
         yield Linear(

@@ -1,4 +1,4 @@
-"""Exchange of heads over context ranks, for parts whose state runs through a sample: delta nets, Mamba-2.
+"""Heads for rows, traded over context ranks, for parts whose state runs through a sample: delta nets, Mamba-2.
 
     rank 0  rows 0 7, heads 0 1 2 3  ─┐                ┌─  rank 0  rows 0 .. 7, heads 0 1
     rank 1  rows 1 6, heads 0 1 2 3  ─┼─ all-to-all  ──┼─  rank 1  rows 0 .. 7, heads 2 3
@@ -12,6 +12,7 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509, whose exchange Megatron-LM applies 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,12 +23,13 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import conjugate
 
 
-class Heads(NamedTuple):
+@dataclass(frozen=True)
+class Heads:
     """Consecutive channels of a tensor that are heads."""
 
     count: int
     channels: int
-    """Of each head."""
+    """Channels of each head."""
 
 
 class HeadExchange(NamedTuple):
