@@ -48,7 +48,9 @@ def test_frozen_parts_cost_nothing_and_stay(flag: str) -> None:
         after = {box.piece.name: x for _, box, x in engine.optimizer.owned(WEIGHT)}
         for name, values in before.items():
             assert torch.equal(values, after[name]) == is_frozen(name, flag) or not values.numel(), name
-        assert resident_memory(engine.optimizer) == planned_resident_memory(ranks.plan, ranks.grid)
+        assert resident_memory(engine.optimizer, engine.model) == planned_resident_memory(
+            ranks.plan, ranks.grid
+        )
         assert build_samples(ranks.plan, ranks.facts).train is not None
 
 

@@ -243,11 +243,11 @@ def test_the_program_names_the_family(port, script, family, more):
 
 
 def test_a_program_of_another_model_is_a_problem(port, script):
-    code, _, sections = port(script(f"python train_mimo.py {SMALL}"))
+    code, _, sections = port(script(f"python pretrain_retro.py {SMALL}"))
     (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
     assert code == 1
     assert (
-        "train_mimo.py trains another model than a GPT, BERT, T5, a hybrid or a vision-language model"
+        "pretrain_retro.py trains another model than a GPT, BERT, T5, a hybrid or a vision-language model"
         in "\n".join(problems)
     )
     assert (
