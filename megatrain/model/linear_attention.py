@@ -104,10 +104,10 @@ class DeltaRule(ShardedModule):
         self.exchange = HeadExchange(context.ranks.split.cp.group)
         keys = Heads(sizes.num_key_heads // tp.size, sizes.key_head_dim)
         values = Heads(sizes.num_value_heads // tp.size, sizes.value_head_dim)
-        one = Heads(values.count, 1)
+        one = Heads(values.num_heads, 1)
         self.convolved = (keys, keys, values)
         self.strengths = (keys, keys, values) if self.has_channel_gates else (one, one)
-        self.biases, self.logs = (keys, Heads(keys.count, 1)) if self.has_channel_gates else (one, one)
+        self.biases, self.logs = (keys, Heads(keys.num_heads, 1)) if self.has_channel_gates else (one, one)
 
     def forward(self, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
         """Map q, k, v and the other projections but the gate, [s/cp, b, channels/tp] -> [s/cp, b, nv/tp, dv]."""
@@ -152,11 +152,11 @@ class DeltaRule(ShardedModule):
     def _heads(self, x: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
         """Split channels in the local heads of each part, [s, b, n, d]."""
         local = [self.exchange.local(heads) for heads in parts]
-        split = x.split([heads.count * heads.channels for heads in local], dim=-1)
+        split = x.split([heads.num_heads * heads.channels for heads in local], dim=-1)
         return [part.unflatten(-1, heads) for part, heads in zip(split, local, strict=True)]
 
     def _width(self, parts: Sequence[Heads]) -> int:
-        return sum(heads.count * heads.channels for heads in map(self.exchange.local, parts))
+        return sum(heads.num_heads * heads.channels for heads in map(self.exchange.local, parts))
 
 
 def _unit_heads(x: Tensor, dtype: torch.dtype) -> Tensor:

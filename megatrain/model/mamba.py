@@ -90,7 +90,7 @@ class MambaScan(ShardedModule):
         exchange, documents = self.exchange, info.documents
         if exchange.group.size > 1:
             whole = exchange.to_heads(torch.cat((mixed, dt), dim=-1), (*self.mixed, self.per_head))
-            heads = exchange.local(self.per_head).count
+            heads = exchange.local(self.per_head).num_heads
             mixed, dt = whole.split([whole.shape[-1] - heads, heads], dim=-1)
         convolved = self.convolved(mixed, None if documents is None else documents.document_ids.t())
         y, _ = self.scan(convolved, dt, cu_seqlens=None if documents is None else documents.cu_seqlens)
@@ -112,7 +112,7 @@ class MambaScan(ShardedModule):
             self.exchange.share(weight_of(self, name).to(dtype), [self.per_head])
             for name in ("dt_bias", "a_log", "d")
         )
-        channels = convolved.transpose(0, 1).split([part.count * part.channels for part in parts], dim=-1)
+        channels = convolved.transpose(0, 1).split([part.num_heads * part.channels for part in parts], dim=-1)
         x, b, c = (values.unflatten(-1, part) for values, part in zip(channels, parts, strict=True))
         steps = F.softplus((dt.to(dtype) + dt_bias).transpose(0, 1))
         y, state = mamba2_scan(x, steps, -a_log.exp(), b, c, d, cu_seqlens=cu_seqlens, initial_state=state)

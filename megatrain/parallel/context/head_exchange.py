@@ -12,7 +12,6 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509, whose exchange Megatron-LM applies 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,10 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import conjugate
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """Consecutive channels of a tensor that are heads."""
 
-    count: int
+    num_heads: int
     channels: int
     """Channels of each head."""
 
@@ -39,7 +37,7 @@ class HeadExchange(NamedTuple):
 
     def local(self, heads: Heads) -> Heads:
         """Return this rank's share of heads."""
-        return Heads(max(1, heads.count // self.group.size), heads.channels)
+        return Heads(max(1, heads.num_heads // self.group.size), heads.channels)
 
     def share(self, x: Tensor, parts: Sequence[Heads]) -> Tensor:
         """Return the channels of this rank's heads of a weight: [..., channels of all parts] -> [..., those of their local heads]."""
@@ -61,10 +59,10 @@ class HeadExchange(NamedTuple):
         """Return the channels of each rank: [..., channels] -> [..., c, local channels]."""
         size, found = self.group.size, []
         for part, heads in zip(
-            x.split([heads.count * heads.channels for heads in parts], -1), parts, strict=True
+            x.split([heads.num_heads * heads.channels for heads in parts], -1), parts, strict=True
         ):
-            split = part.unflatten(-1, (heads.count, heads.channels))
-            copies = max(1, size // heads.count)
+            split = part.unflatten(-1, (heads.num_heads, heads.channels))
+            copies = max(1, size // heads.num_heads)
             split = split.repeat_interleave(copies, dim=-2) if copies > 1 else split
             found.append(split.unflatten(-2, (size, -1)).flatten(-2))
         return torch.cat(found, dim=-1)
