@@ -39,11 +39,12 @@ def chosen(scripts: tuple[Any, Any]) -> dict[str, dict[str, list[str]]]:
     for line in recorded.recorded_command_lines():
         if line.case in starting:
             family = dict(zip(line.flags, line.flags[1:], strict=False)).get("--model-family", "gpt")
-            lines[family][line.case] = shrink_command_line.shrink(line.flags)
+            lines.setdefault(family, {})[line.case] = shrink_command_line.shrink(line.flags)
     found: dict[str, dict[str, list[str]]] = {family: {} for family in NUM_LINES}
-    for family, own in lines.items():
+    for family, count in NUM_LINES.items():
+        own = lines[family]
         covered: set[tuple[str, ...]] = set()
-        for _ in range(NUM_LINES[family]):
+        for _ in range(count):
             case = max(own, key=lambda case: len(settings(own[case]) - covered))
             covered |= settings(own[case])
             found[family][case] = own.pop(case)

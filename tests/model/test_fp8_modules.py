@@ -31,12 +31,12 @@ def build(plan: Plan) -> Model:
 @pytest.mark.parametrize(
     "words",
     [
-        *(name for name in MODELS if not name.startswith("t5")),
+        *(name for name in MODELS if not name.startswith(("t5", "llava", "projector"))),
         "mixtral mtp1",
         "deepseek",
         "latentexperts gpt2",
     ],
-)  # the file names the third layer, and the stacks of T5 have two
+)  # the file names the third layer, and the stacks of T5 have two; models with frozen parts are not in FP8
 def test_the_names_that_the_file_may_have_are_those_of_the_model(words: str) -> None:
     plan = tiny_plan(Layout.of(f"{words} fp8modules"), 1)
     asked = set()
@@ -53,7 +53,7 @@ def test_the_names_that_the_file_may_have_are_those_of_the_model(words: str) -> 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_only_linear_layers_with_delayed_scales_have_a_history(implementation: str) -> None:
-    """Layers 0 and 3 are delayed but for the output projection; MLP 1 has other recipes, and layer 2 too."""
+    """Layer 0 and attention 3 are delayed but for the output projection; MLPs 1 and 3 have another recipe, and layer 2 too."""
     plan = tiny_plan(Layout.of("fp8modules"), 1)
     values = {"transformer_impl": implementation, "attention_backend": "math"}
     plan = dataclasses.replace(plan, derived=plan.derived.replaced(values))
@@ -64,7 +64,7 @@ def test_only_linear_layers_with_delayed_scales_have_a_history(implementation: s
     layers = {
         0: ("attention.q", "mlp.gate", "mlp.down"),
         1: ("attention.q",),
-        3: ("attention.q", "mlp.gate", "mlp.down"),
+        3: ("attention.q",),
     }
     assert sorted(weights) == sorted(
         f"decoder.layers.{number}.{name}.weight" for number, names in layers.items() for name in names

@@ -125,6 +125,8 @@ REFUSED = {
     ("muon", "offload"): "muon offload",
     ("teacher", "zbv"): "pp2 zbv teacher",
     ("teacher", "dualpipev"): "pp2 dualpipev reverseteacher",
+    ("mtprepeated", "globalauxloss"): "mixtral globalauxloss mtprepeated",
+    ("mtprepeated", "severallosses"): "mixtral severallosses mtprepeated",
 }
 """Features that exclude each other, in a layout that has no other fault."""
 

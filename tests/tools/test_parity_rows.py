@@ -86,6 +86,7 @@ def test_every_pair_of_features_is_in_a_row_or_refused_or_without_meaning():
         for one in first.features:
             for other in second.features:
                 is_idle = _is_idle(one, _others(second, other)) or _is_idle(other, _others(first, one))
+                is_idle = is_idle or _needs_others(one, other)
                 is_refused = other.name in one.excludes or one.name in other.excludes
                 pair = frozenset((one.name, other.name))
                 assert (pair in proven) != (is_idle or is_refused), sorted(pair)
@@ -94,6 +95,14 @@ def test_every_pair_of_features_is_in_a_row_or_refused_or_without_meaning():
 def _is_idle(feature, excluded):
     return bool(feature.needs) and all(
         need in excluded or _is_idle(FEATURES[need], excluded) for need in feature.needs
+    )
+
+
+def _needs_others(one, other):
+    """Return whether two features need different features of an option, such as one and several pipeline stages."""
+    pairs = [{need, another} for need in one.needs for another in other.needs if need != another]
+    return any(
+        pair <= {feature.name for feature in option.features} for pair in pairs for option in FEATURE_OPTIONS
     )
 
 
@@ -115,6 +124,7 @@ def test_every_choice_of_a_model_is_in_a_model_of_parity():
 
 NOT_IN_MODELS = {
     "model.attention_backend": "selects a kernel for the same computation",
+    "model.mtp_use_repeated_layer": "a word of any model: mtprepeated",
     "model.transformer_impl": "likewise; its rows are those of `megatrain parity --device cuda --transformer-impl`",
 }
 """Choices that no model of parity needs, and why."""

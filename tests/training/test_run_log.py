@@ -16,7 +16,7 @@ from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
-    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "routers": None, "mtp_losses": None,
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "routers": None, "mtp_losses": None, "kd_losses": None,
     "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip

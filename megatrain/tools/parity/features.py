@@ -441,7 +441,7 @@ configs:
   blockwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: blockwise}}
 matchers:
   projections: {type: glob, enabled: true, pattern: "*.self_attention.*proj", config: bf16}
-  mlp: {type: glob, enabled: true, pattern: "*.layers.1.mlp.*", config: tensorwise}
+  mlp: {type: glob, enabled: true, pattern: "*.layers.[13].mlp.*", config: tensorwise}
   layer: {type: glob, enabled: true, pattern: "*.layers.2.*", config: blockwise}
 """
 """The file of a row with --te-precision-config-file; other linear layers have the recipe of the flags."""

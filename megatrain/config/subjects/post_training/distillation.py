@@ -187,7 +187,7 @@ def teacher_is_a_gpt(draft: Draft) -> Problems:
     if layer_function(model.spec) is not None:
         yield Problem(
             f"{FLAG} {facts.path} has custom layers, and no code is run that only a checkpoint names",
-            "name a teacher without --spec",
+            "name a teacher whose layers flags describe",
         )
     for name, value in facts.described.items():
         stored = facts.config["model"].get(name)

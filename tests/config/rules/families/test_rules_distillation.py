@@ -52,7 +52,7 @@ LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings 
 CASES = {
     "teacher_is_a_gpt": [
         (KD, "", teacher("--model-family bert --max-position-embeddings 128"), ("t is a bert",), ("GPT",)),
-        (KD, "", with_custom_layers(), ("t has custom layers",), ("without --spec",)),
+        (KD, "", with_custom_layers(), ("t has custom layers",), ("flags describe",)),
         (KD, "", teacher(described={"num_layers": 4}), ("num_layers is 4, and 3 in t",), ("remove it",)),
     ],
     "teacher_has_the_vocabulary": [

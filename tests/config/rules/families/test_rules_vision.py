@@ -3,29 +3,50 @@
 import pytest
 
 from megatrain.config import Facts
+from megatrain.config.facts import DatasetFacts
 
 VLM = "--model-family vlm --img-h 28 --img-w 28 --patch-dim 14"
 CLIP = f"{VLM} --vision-model-type clip --vision-hidden-size 16 --vision-num-attention-heads 4"
+TEXT = DatasetFacts(split="all", prefix="d", weight=None, num_sequences=9999, num_tokens=99999, digest="d")
 
-CASES = [
-    (f"{VLM} --img-h 8", "", None, ("--img-h 8", "--patch-dim 14"), ("14",)),
-    (f"{VLM} --img-w 30", "", None, ("--img-w 30", "--patch-dim 14"), ("--img-w 28",)),
-    (f"{VLM} --vision-model-type clip --vision-num-attention-heads 4", "", None, ("--vision-hidden-size",), ("--vision-hidden-size 1024",)),
-    (f"{CLIP} --vision-hidden-size 18", "", None,
-     ("--vision-hidden-size 18", "--vision-num-attention-heads 4"), ("--vision-hidden-size 20",)),
-    (f"{CLIP} --vision-num-attention-heads 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-     ("--vision-num-attention-heads 1", "2"), ("--tensor-model-parallel-size 1",)),
-    (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
-    (f"{VLM} --freeze-ViT --optimizer muon", "", None,
-     ("--freeze-ViT", "--optimizer muon"), ("remove --freeze-ViT or --optimizer muon",)),
-    (f"{VLM} --freeze-LM --optimizer-cpu-offload", "", None,
-     ("--freeze-LM", "--optimizer-cpu-offload"), ("remove --freeze-LM",)),
-    (f"{VLM} --tensor-model-parallel-size 4 --sequence-parallel", "", Facts(world_size=4),
-     ("with 5 tokens of images", "--tensor-model-parallel-size 4"), ("--seq-length",)),
-]  # fmt: skip
+CASES = {
+    "images_have_patches": [
+        (f"{VLM} --img-h 8", "", None, ("--img-h 8", "--patch-dim 14"), ("14",)),
+        (f"{VLM} --img-w 30", "", None, ("--img-w 30", "--patch-dim 14"), ("--img-w 28",)),
+    ],
+    "tower_has_sizes": [
+        (f"{VLM} --vision-model-type clip --vision-num-attention-heads 4", "", None, ("--vision-hidden-size",), ("--vision-hidden-size 1024",)),
+        (f"{CLIP} --vision-hidden-size 18", "", None,
+         ("--vision-hidden-size 18", "--vision-num-attention-heads 4"), ("--vision-hidden-size 20",)),
+        (f"{CLIP} --vision-num-attention-heads 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--vision-num-attention-heads 1", "2"), ("--tensor-model-parallel-size 1",)),
+    ],
+    "tower_is_like_the_language_model": [
+        (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
+    ],
+    "images_have_their_own_samples": [
+        (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
+    ],
+    "images_are_mock_data": [
+        (f"{VLM} --tokenizer-type NullTokenizer --data-path d", "--mock-data", Facts(datasets=(TEXT,)),
+         ("d has text without images",), ("--image-data-path", "--mock-data")),
+    ],
+    "frozen_parts_have_no_gradients": [
+        (f"{VLM} --freeze-ViT --optimizer muon", "", None,
+         ("--freeze-ViT", "--optimizer muon"), ("remove --freeze-ViT or --optimizer muon",)),
+        (f"{VLM} --freeze-LM --optimizer-cpu-offload", "", None,
+         ("--freeze-LM", "--optimizer-cpu-offload"), ("remove --freeze-LM",)),
+    ],
+    "sequence_divides_over_tp_ranks": [
+        (f"{VLM} --tensor-model-parallel-size 4 --sequence-parallel", "", Facts(world_size=4),
+         ("with 5 tokens of images", "--tensor-model-parallel-size 4"), ("--seq-length",)),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "without", "facts", "named", "remedy"), CASES)
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
 
