@@ -47,6 +47,8 @@ _STAGES: Final = (
     "num_layers_per_virtual_pipeline_stage",
 )
 """Settings of the split of layers into stages, which a pattern of a hybrid may have itself."""
+_MOST_MEASURED_RANKS: Final = 4
+"""Pipeline ranks of the longest pipeline that was measured."""
 _COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Settings of what counts in that split."""
 
@@ -119,7 +121,9 @@ def _fastest(draft: Draft) -> str:
         or config.distillation.export_kd_teacher_load
     )
     overlaps = config.experts.overlap_moe_expert_parallel_comm
-    if pp == 1 or is_set or is_other or has_more or overlaps or config.training.device != "cuda":
+    if is_set or is_other or has_more or overlaps or config.training.device != "cuda":
+        return ""
+    if not 1 < pp <= _MOST_MEASURED_RANKS:
         return ""
     per_rank = min(draft.derived.num_microbatches, num_layers(config.model)) // pp
     return ZERO_BUBBLE[1] if pp > 3 and per_rank > 1 else ZERO_BUBBLE[0] if per_rank else ""

@@ -80,7 +80,8 @@ def norm_backward(
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
     programs = min(cdiv(count, rows), _WARPS // warps)
-    sums = torch.empty(programs, 1 if mean is None else 2, columns, dtype=torch.float32, device=x.device)
+    shape = (programs, columns) if mean is None else (programs, 2, columns)
+    sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     launch(
         _backward, (programs,),
         dy.contiguous(), dy if dy_term is None else dy_term, dy if dtotal is None else dtotal.contiguous(),
@@ -89,8 +90,8 @@ def norm_backward(
         HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
         ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    dweight, *dbias = sums.sum(0)
-    return dx, dweight, dbias[0] if dbias else None
+    dweight, dbias = (sums.sum(0), None) if mean is None else sums.sum(0)
+    return dx, dweight, dbias
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

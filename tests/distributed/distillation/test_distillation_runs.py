@@ -133,6 +133,7 @@ def scripts() -> Iterator[tuple[Any, Any]]:
         yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
 
 
+@pytest.mark.nightly
 def test_the_recorded_line_trains_with_its_file_and_a_teacher(
     scripts: tuple[Any, Any], pool: WorkerPool, tmp_path: Path
 ) -> None:
