@@ -291,8 +291,8 @@ _WITHOUT_IMAGES: Final = (
 """Settings for samples of text alone."""
 _OF_LANGUAGE: Final = ("model.multi_latent_attention", "model.experimental_attention_variant")
 """Attention that a tower like the language model cannot have."""
+_TEXTS: Final = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _WITHOUT_FREEZING: Final = ("optimizer.optimizer_cpu_offload", "precision.fp8_format", "precision.fp4_format")
-_SMALLEST: Final = "use --img-h and --img-w of at least --patch-dim {}"
 
 
 @derives("vision.vision_projection_norm")
@@ -327,7 +327,7 @@ def images_have_patches(draft: Draft) -> Problems:
     if _is_vlm(draft) and min(vision.img_h, vision.img_w) < vision.patch_dim:
         yield Problem(
             f"--img-h {vision.img_h} and --img-w {vision.img_w} are smaller than a patch (--patch-dim {vision.patch_dim})",
-            _SMALLEST.format(vision.patch_dim),
+            f"use --img-h {max(vision.img_h, vision.patch_dim)} and --img-w {max(vision.img_w, vision.patch_dim)}",
         )
     for side, name in ((vision.img_h, "img_h"), (vision.img_w, "img_w")):
         if _is_vlm(draft) and side % vision.patch_dim and side > vision.patch_dim:
@@ -372,7 +372,7 @@ def tower_is_like_the_language_model(draft: Draft) -> Problems:
             yield Problem(
                 f"--vision-model-type like_language is not supported with {flag_of(path.split('.')[1])}: the vision tower"
                 " has plain attention and MLPs",
-                "use --vision-model-type clip with --vision-hidden-size and --vision-num-attention-heads",
+                "use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
             )
 
 
@@ -388,10 +388,12 @@ def images_have_their_own_samples(draft: Draft) -> Problems:
 
 @rule
 def images_are_mock_data(draft: Draft) -> Problems:
-    if _is_vlm(draft) and draft.facts.datasets:
+    given = [flag_of(name) for name in _TEXTS if getattr(draft.config.data, name)]
+    if _is_vlm(draft) and draft.facts.datasets and given:
         yield Problem(
-            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone",
-            "use --mock-data, or --image-data-path with a file of conversations",
+            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone;"
+            " --image-data-path names a file of conversations with images",
+            f"remove {' and '.join(given)}, and use --mock-data",
         )
 
 
