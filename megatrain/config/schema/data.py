@@ -7,6 +7,7 @@ from megatrain.config.schema.needs import conflict, none_of, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
+from megatrain.config.schema.vision import VLM
 
 SOURCES: Final = (
     "data.data_path",
@@ -23,7 +24,6 @@ SOURCES: Final = (
 MASKED_FAMILIES: Final = ("bert", "t5")
 """Families of models that learn from masked sentences."""
 _GPT: Final = none_of("model.model_family", *MASKED_FAMILIES)
-_VLM: Final = one_of("model.model_family", "vlm")
 _MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 
 _NEEDS_FILES: Final = tuple(
@@ -80,9 +80,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
-    image_data_path: str | None = setting(None, on_resume=ORDER, needs=_VLM, conflicts=_NEEDS_FILES)
+    image_data_path: str | None = setting(None, on_resume=ORDER, needs=VLM, conflicts=_NEEDS_FILES)
     """vlm: file of JSON Lines with conversations about images, whose files are in its folder (docs/data.md). Not in Megatron-LM."""
-    stop_at_unread_images: bool = setting(False, needs=_VLM)
+    stop_at_unread_images: bool = setting(False, needs=VLM)
     """vlm: an image that cannot be read ends the run. off: it is named and counted, and its sample has no loss."""
     dataset: str | None = setting(None, on_resume=ORDER, taken_by="")
     """Function that returns samples, in place of files: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
@@ -97,7 +97,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         taken_by=ARGS,
     )
     """Tokens per sample. vlm: of its text; those of its images are added."""
-    dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=_VLM)
+    dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=VLM)
     """vlm: tokens of the text of a sample, in place of --seq-length."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""

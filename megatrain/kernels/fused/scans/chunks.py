@@ -63,6 +63,12 @@ def like(x: Tensor) -> Tensor:
 
 
 @jit
+def head_at(X, strides, sample, head):
+    """Return the pointer to a head of a sample."""
+    return X + tl.cast(sample, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2]
+
+
+@jit
 def load_rows(X, start, stride, rows, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr):
     """Load the rows of a chunk, [CHUNK, PADDED]; 0 outside."""
     row, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, PADDED)[None, :]

@@ -16,6 +16,7 @@ from megatrain.kernels.fused.scans.chunks import (
     decays_between,
     decays_from_start,
     decays_to_end,
+    head_at,
     load_block,
     load_rows,
     load_state,
@@ -27,12 +28,6 @@ from megatrain.kernels.fused.scans.chunks import (
 )
 
 _kernel = functools.partial(jit, any_value=("s", "chunks", "shares"))
-
-
-@jit
-def _at(X, strides, sample, head):
-    """Return the pointer to a head of a sample."""
-    return X + tl.cast(sample, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2]
 
 
 @jit
@@ -74,13 +69,13 @@ def solve(
     start = chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
     FIRST += tl.cast(sample, tl.int64) * s
-    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
-    sums, _ = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    beta = load_values(head_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
+    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
     if WRITES_SCORES:
-        q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+        q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
         store_state(SCORES + place * (CHUNK * CHUNK), scores, CHUNK, CHUNK)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
@@ -110,11 +105,11 @@ def states(
     """
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
-    K, V = _at(K, k_at, sample, head // shares), _at(V, v_at, sample, head) + column
+    K, V = head_at(K, k_at, sample, head // shares), head_at(V, v_at, sample, head) + column
     G, BETA, NEW = (
-        _at(G, g_at, sample, head),
-        _at(BETA, beta_at, sample, head),
-        _at(NEW, new_at, sample, head) + column,
+        head_at(G, g_at, sample, head),
+        head_at(BETA, beta_at, sample, head),
+        head_at(NEW, new_at, sample, head) + column,
     )
     FIRST += tl.cast(sample, tl.int64) * s
     state, of_sample = (
@@ -158,18 +153,18 @@ def outputs(
     start = chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
     FIRST += tl.cast(sample, tl.int64) * s
-    q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
-    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     state = load_state(STATES + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-    sums, _ = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
     out = tl.dot(q, state, input_precision=PRECISION)
     out *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
     out = tl.dot(scores.to(q.dtype), new, out, input_precision=PRECISION)
-    store_rows(_at(OUT, out_at, sample, head), out, start, out_at[0], s, CHUNK, DV, ALL_V)
+    store_rows(head_at(OUT, out_at, sample, head), out, start, out_at[0], s, CHUNK, DV, ALL_V)
 
 
 @_kernel
@@ -186,9 +181,12 @@ def state_gradients(
     """
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
-    Q, K = _at(Q, q_at, sample, head // shares), _at(K, k_at, sample, head // shares)
-    DOUT, DRIGHT = _at(DOUT, dout_at, sample, head) + column, _at(DRIGHT, dright_at, sample, head) + column
-    G, BETA = _at(G, g_at, sample, head), _at(BETA, beta_at, sample, head)
+    Q, K = head_at(Q, q_at, sample, head // shares), head_at(K, k_at, sample, head // shares)
+    DOUT, DRIGHT = (
+        head_at(DOUT, dout_at, sample, head) + column,
+        head_at(DRIGHT, dright_at, sample, head) + column,
+    )
+    G, BETA = head_at(G, g_at, sample, head), head_at(BETA, beta_at, sample, head)
     FIRST += tl.cast(sample, tl.int64) * s
     state, of_sample = (
         tl.zeros([ALL_K, BLOCK], tl.float32),
@@ -240,19 +238,19 @@ def query_gradients(
     n, start = tl.num_programs(0), chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
     first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
-    sums, _ = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
-    dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    dout = load_rows(head_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
     before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-    q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
     dq = tl.dot(dout, tl.trans(before), input_precision=PRECISION)
     dq *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
     dsums = tl.sum(q.to(tl.float32) * dq, 1)
-    new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
     dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
     dscores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
     dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(_at(DQ, dq_at, sample, head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
+    store_rows(head_at(DQ, dq_at, sample, head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
     dscores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dsums += tl.sum(dscores, 1) - tl.sum(dscores, 0)
     store_values(DSUMS + (tl.cast(sample, tl.int64) * n + head) * s, dsums, start, 1, s, CHUNK)
@@ -274,32 +272,32 @@ def key_gradients(
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
     of_head = (tl.cast(sample, tl.int64) * n + head) * s
     first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
-    beta = load_values(_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
-    sums, total = _sums(_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    beta = load_values(head_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
+    sums, total = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
     before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
     after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
     of_state = decay_of_chunk(total, last, start, HAS_FIRST)
     of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
 
-    dright = load_rows(_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-    v = load_rows(_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
+    dright = load_rows(head_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    v = load_rows(head_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
     dv = dright.to(tl.float32) * beta[:, None]
-    store_rows(_at(DV_, dv_at, sample, head), dv, start, dv_at[0], s, CHUNK, DV, ALL_V)
+    store_rows(head_at(DV_, dv_at, sample, head), dv, start, dv_at[0], s, CHUNK, DV, ALL_V)
     dbeta = tl.sum(dright.to(tl.float32) * v.to(tl.float32), 1)
-    k = load_rows(_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
     read = tl.dot(dright, tl.trans(before), input_precision=PRECISION)
     read *= -decays_from_start(sums, first, start, HAS_FIRST)[:, None]
     dbeta_of_state = tl.sum(k.to(tl.float32) * read, 1)
     dk = read * beta[:, None]
-    new = load_rows(_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
+    new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     written = tl.dot(new, tl.trans(after), input_precision=PRECISION)
     written *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
     at_end = tl.sum(k.to(tl.float32) * written, 1)
     dk += written
 
     decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-    dout = load_rows(_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
-    q = load_rows(_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    dout = load_rows(head_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
+    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
     dscores = (tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay).to(k.dtype)
     dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
     dsystem = tl.dot(dright, tl.trans(new), input_precision=PRECISION) * decay
@@ -308,7 +306,7 @@ def key_gradients(
     of_keys = (dsystem * beta[:, None]).to(k.dtype)
     dk = tl.dot(of_keys, k, dk, input_precision=PRECISION)
     dk = tl.dot(tl.trans(of_keys), k, dk, input_precision=PRECISION)
-    store_rows(_at(DK_, dk_at, sample, head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)
+    store_rows(head_at(DK_, dk_at, sample, head), dk, start, dk_at[0], s, CHUNK, DK, ALL_K)
     dsystem *= tl.dot(k, tl.trans(k), input_precision=PRECISION)
     store_values(DBETA + of_head, dbeta + dbeta_of_state + tl.sum(dsystem, 1), start, 1, s, CHUNK)
     dsystem *= beta[:, None]

@@ -16,6 +16,7 @@ from megatrain.kernels.fused.scans.chunks import (
     decays_between,
     decays_from_start,
     decays_to_end,
+    head_at,
     load_block,
     load_rows,
     load_state,
@@ -27,12 +28,6 @@ from megatrain.kernels.fused.scans.chunks import (
 )
 
 _kernel = functools.partial(jit, any_value=("s", "n", "chunks", "per_segment", "segments", "heads_per_group"))
-
-
-@jit
-def _at(X, strides, sample, head):
-    """Return the pointer to a head of a sample."""
-    return X + tl.cast(sample, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2]
 
 
 @_kernel
@@ -50,9 +45,9 @@ def states(
     head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, segments = tl.num_programs(0), tl.num_programs(1)
     X, DT, B = (
-        _at(X, x_at, sample, head),
-        _at(DT, dt_at, sample, head),
-        _at(B, b_at, sample, head // heads_per_group),
+        head_at(X, x_at, sample, head),
+        head_at(DT, dt_at, sample, head),
+        head_at(B, b_at, sample, head // heads_per_group),
     )
     FIRST += tl.cast(sample, tl.int64) * s
     place = (tl.cast(sample, tl.int64) * segments + segment) * n + head
@@ -122,8 +117,12 @@ def outputs(
     """Compute y of one segment of a head from the state before it: programs (head, segment, sample)."""
     head, segment, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, group = tl.num_programs(0), head // heads_per_group
-    X, DT, Y = _at(X, x_at, sample, head), _at(DT, dt_at, sample, head), _at(Y, y_at, sample, head)
-    B, C = _at(B, b_at, sample, group), _at(C, c_at, sample, group)
+    X, DT, Y = (
+        head_at(X, x_at, sample, head),
+        head_at(DT, dt_at, sample, head),
+        head_at(Y, y_at, sample, head),
+    )
+    B, C = head_at(B, b_at, sample, group), head_at(C, c_at, sample, group)
     FIRST += tl.cast(sample, tl.int64) * s
     log_decay, skip = tl.load(A + head).to(tl.float32) * 1.4426950408889634, tl.load(D + head).to(tl.float32)
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + segment) * n + head
@@ -164,7 +163,7 @@ def head_gradients(
     n, group, start = tl.num_programs(0), head // heads_per_group, chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
     a, skip = tl.load(A + head).to(tl.float32), tl.load(D + head).to(tl.float32)
-    dt = load_values(_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
+    dt = load_values(head_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
     first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
     sums, total = tl.cumsum(dt * (a * 1.4426950408889634), 0), tl.sum(dt * (a * 1.4426950408889634), 0)
 
@@ -172,14 +171,14 @@ def head_gradients(
     after = load_state(AFTER + place * (P * M), P, M, ALL_P, ALL_M)
     of_state = decay_of_chunk(total, last, start, HAS_FIRST)
     of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
-    dy = load_rows(_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
-    c = load_rows(_at(C, c_at, sample, group), start, c_at[0], s, CHUNK, M, ALL_M)
+    dy = load_rows(head_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
+    c = load_rows(head_at(C, c_at, sample, group), start, c_at[0], s, CHUNK, M, ALL_M)
     read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
     dsums = tl.sum(read * dy.to(tl.float32), 1) * decays_from_start(sums, first, start, HAS_FIRST)
 
-    x = load_rows(_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
+    x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
     tl.store(DD + place, tl.sum(tl.sum(x.to(tl.float32) * dy.to(tl.float32), 1), 0))
-    b = load_rows(_at(B, b_at, sample, group), start, b_at[0], s, CHUNK, M, ALL_M)
+    b = load_rows(head_at(B, b_at, sample, group), start, b_at[0], s, CHUNK, M, ALL_M)
     scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
     du = tl.dot(b, tl.trans(after), input_precision=PRECISION)
@@ -188,7 +187,7 @@ def head_gradients(
     du = tl.dot(tl.trans(scores.to(x.dtype)), dy, du, input_precision=PRECISION)
     ddt = tl.sum(du * x.to(tl.float32), 1)
     dx = du * dt[:, None] + skip * dy.to(tl.float32)
-    store_rows(_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
+    store_rows(head_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
     scores *= tl.dot(dy, tl.trans(x), input_precision=PRECISION) * dt[None, :]
     dsums += tl.sum(scores, 1) - tl.sum(scores, 0)
     da = decay_gradient(dsums, at_end, of_state)
@@ -216,11 +215,11 @@ def group_gradients(
     db, dc = tl.zeros([CHUNK, BLOCK], tl.float32), tl.zeros([CHUNK, BLOCK], tl.float32)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         place = ((tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head) * (P * M)
-        x = load_rows(_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
-        dy = load_rows(_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
+        x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
+        dy = load_rows(head_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
         before = load_block(BEFORE + place + column, 0, M, P, width, ALL_P, BLOCK)
         after = load_block(AFTER + place + column, 0, M, P, width, ALL_P, BLOCK)
-        dt = load_values(_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
+        dt = load_values(head_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
         log_decay = tl.load(A + head).to(tl.float32) * 1.4426950408889634
         sums, total = tl.cumsum(dt * log_decay, 0), tl.sum(dt * log_decay, 0)
         of_pairs = tl.dot(dy, tl.trans(x), input_precision=PRECISION)
@@ -231,10 +230,10 @@ def group_gradients(
         )
         to_end = dt * decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
         db = tl.dot((x.to(tl.float32) * to_end[:, None]).to(x.dtype), after, db, input_precision=PRECISION)
-    b = load_block(_at(B, b_at, sample, group) + column, start, b_at[0], s, width, CHUNK, BLOCK)
-    c = load_block(_at(C, c_at, sample, group) + column, start, c_at[0], s, width, CHUNK, BLOCK)
+    b = load_block(head_at(B, b_at, sample, group) + column, start, b_at[0], s, width, CHUNK, BLOCK)
+    c = load_block(head_at(C, c_at, sample, group) + column, start, c_at[0], s, width, CHUNK, BLOCK)
     dbetween = dbetween.to(b.dtype)
     dc = tl.dot(dbetween, b, dc, input_precision=PRECISION)
     db = tl.dot(tl.trans(dbetween), c, db, input_precision=PRECISION)
-    store_block(_at(DC, dc_at, sample, group) + column, dc, start, dc_at[0], s, width, CHUNK, BLOCK)
-    store_block(_at(DB, db_at, sample, group) + column, db, start, db_at[0], s, width, CHUNK, BLOCK)
+    store_block(head_at(DC, dc_at, sample, group) + column, dc, start, dc_at[0], s, width, CHUNK, BLOCK)
+    store_block(head_at(DB, db_at, sample, group) + column, db, start, db_at[0], s, width, CHUNK, BLOCK)
