@@ -19,8 +19,6 @@ def only(everyday: Container[Any], values: Iterable[Any]) -> list[Any]:
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:
     """Mark all values but every `count`-th as nightly."""
     return [
-        value
-        if number % count == 0
-        else nightly(*(value if isinstance(value, tuple) else (value,)))
+        value if number % count == 0 else nightly(*(value if isinstance(value, tuple) else (value,)))
         for number, value in enumerate(values)
     ]

@@ -34,7 +34,6 @@ from megatrain.tools.parity.rows import ALWAYS, QUICK_ROWS, Layout, pairwise_row
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 
-
 ROWS = (ALWAYS[1], ALWAYS[2], ALWAYS[7])
 """Rows of every test run: each axis with others, experts, latent attention, multi-token prediction and BERT."""
 
