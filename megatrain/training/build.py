@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
+from megatrain.parallel.pipeline.graph_choice import always, host_is_late, used_memory
 from megatrain.parallel.pipeline.graphed_passes import (
     Capture,
     GraphedPasses,
@@ -277,14 +279,26 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
+    tell: Callable[[str], None],
 ) -> Executor | GraphedPasses | TeacherFirst:
-    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none).
+
+    Args:
+        tell: receives sentences for the log.
+    """
     if not plan.derived.cuda_graphs or device.type == "meta":
         return after_teacher(executor, model)
     num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
     recorder = Capture(device)
     make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
-    return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder)
+
+    def choice(lead: float) -> bool:
+        return host_is_late(lead, world=grid.world, device=device, used=used_memory(device), tell=tell)
+
+    is_open = plan.config.training.cuda_graph_impl == "auto"
+    return GraphedPasses(
+        executor, make_graphs, data_parallel, num_warmup_steps, recorder, choice if is_open else always
+    )
 
 
 def build_graphs(

@@ -10,6 +10,7 @@ import torch
 
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.pipeline.graph_choice import always, host_is_late
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, Work
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import local_batches, tiny_plan, weights_of
@@ -26,8 +27,9 @@ class Recorder:
     def __init__(self) -> None:
         self.recorded: list[Recorded] = []
 
-    def warm_up(self, work: Work) -> None:
+    def warm_up(self, work: Work) -> float:
         work()
+        return 0.0
 
     def record(self, works: Sequence[Work]) -> list[Recorded]:
         self.recorded += map(Recorded, works)
@@ -82,7 +84,7 @@ def trained(layout: Layout, *, with_graphs: bool) -> tuple[list[tuple[float, ...
     if with_graphs:
         make_graphs = functools.partial(build_graphs, plan, engine.model, engine.grid, CPU, recorder)
         engine.training_passes = GraphedPasses(
-            engine.executor, make_graphs, engine.data_parallel, 2, recorder
+            engine.executor, make_graphs, engine.data_parallel, 2, recorder, always
         )
     found = []
     for step in range(4):
@@ -96,3 +98,41 @@ def trained(layout: Layout, *, with_graphs: bool) -> tuple[list[tuple[float, ...
         engine.training_passes.close()
         assert not any(one.work for one in recorder.recorded)
     return found, [part.values.tobytes() for part in weights_of(engine)]
+
+
+@pytest.mark.parametrize(
+    ("lead", "used", "is_chosen", "sentence"),
+    [
+        (0.0004, 0.5, True, "records CUDA graphs: the host is 0.4 ms ahead of the GPU and limits the speed"),
+        (0.030, 0.5, False, "records no CUDA graphs: the host is 30.0 ms ahead of the GPU"),
+        (0.0004, 0.9, False, "records no CUDA graphs, although the host is 0.4 ms ahead of the GPU: 90% of a GPU's memory is in use"),
+    ],
+)  # fmt: skip
+def test_graphs_are_chosen_where_the_host_is_late(
+    lead: float, used: float, is_chosen: bool, sentence: str
+) -> None:
+    news: list[str] = []
+    world = build_grid(GridShape(), 0).world
+    assert host_is_late(lead, world=world, device=CPU, used=used, tell=news.append) == is_chosen
+    assert news == [sentence]
+
+
+def test_passes_that_are_not_chosen_stay_with_the_executor() -> None:
+    layout = Layout.of("llama")
+    engine = Engine(tiny_plan(layout, 1), build_grid(GridShape(), 0), CPU)
+    engine.initialize()
+    leads: list[float] = []
+    recorder = Recorder()
+    make_graphs = functools.partial(build_graphs, engine.plan, engine.model, engine.grid, CPU, recorder)
+    engine.training_passes = GraphedPasses(
+        engine.executor,
+        make_graphs,
+        engine.data_parallel,
+        2,
+        recorder,
+        lambda lead: leads.append(lead) or False,
+    )
+    for step in range(4):
+        engine.step(list(local_batches(step, layout, 0)), Hyperparams(lr=1e-2, weight_decay=0.01))
+    assert leads == [0.0]
+    assert not recorder.recorded

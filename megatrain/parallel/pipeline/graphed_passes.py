@@ -15,6 +15,7 @@ are reduced after the last one. NCCL's watchdog does not see collectives of a gr
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -26,6 +27,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.graph_choice import Choice
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
@@ -61,8 +63,8 @@ class RecordedWork(Protocol):
 class Recorder(Protocol):
     """Records work; tests without a GPU have a stand-in."""
 
-    def warm_up(self, work: Work) -> None:
-        """Run work that is not recorded."""
+    def warm_up(self, work: Work) -> float:
+        """Run work that is not recorded; return the seconds from its last launch to its end."""
 
     def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
         """Record the kernels that each of `works` launches. They share memory: replays have the order of the records."""
@@ -78,12 +80,15 @@ class Capture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def warm_up(self, work: Work) -> None:
+    def warm_up(self, work: Work) -> float:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
+        launched = time.perf_counter()
+        self._stream.synchronize()
+        return time.perf_counter() - launched
 
     def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
         torch.cuda.synchronize(self._stream.device)
@@ -111,7 +116,7 @@ class Graphs(Protocol):
 
 
 class GraphedPasses:
-    """Runs the training schedule of a stage: by `executor` in the first steps, then by replays of graphs.
+    """Runs the training schedule of a stage: by `executor` in the first steps, then by replays of graphs if they pay.
 
     Args:
         executor: runs the warm-up steps.
@@ -119,6 +124,7 @@ class GraphedPasses:
         data_parallel: communicates weights and gradients.
         num_warmup_steps: steps before the capture.
         recorder: runs the warm-up.
+        choice: decides after the warm-up.
     """
 
     def __init__(
@@ -128,10 +134,12 @@ class GraphedPasses:
         data_parallel: DataParallel,
         num_warmup_steps: int,
         recorder: Recorder,
+        choice: Choice,
     ) -> None:
         self._executor, self._make_graphs, self._data_parallel = executor, make_graphs, data_parallel
         self._steps_left = num_warmup_steps
-        self._recorder = recorder
+        self._recorder, self._choice = recorder, choice
+        self._is_chosen: bool | None = None
         self._graphs: Graphs | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
@@ -142,7 +150,12 @@ class GraphedPasses:
             like_graphs = [
                 replace(info, first_sample=torch.tensor(info.first_sample, device=device)) for info in infos
             ]
-            self._recorder.warm_up(lambda: self._executor.run(actions, batches, like_graphs))
+            lead = self._recorder.warm_up(lambda: self._executor.run(actions, batches, like_graphs))
+            if not self._steps_left and self._is_chosen is None:
+                self._is_chosen = self._choice(lead)
+            return
+        if not self._is_chosen:
+            self._executor.run(actions, batches, infos)
             return
         self._data_parallel.wait_for_weights()
         self._graphs = self._graphs or self._make_graphs()
