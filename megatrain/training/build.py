@@ -38,7 +38,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
-from megatrain.parallel.pipeline.graph_choice import always, host_is_late, used_memory
+from megatrain.parallel.pipeline.graph_trial import MIN_WARMUP_STEPS, GpuClock, Trial
 from megatrain.parallel.pipeline.graphed_passes import (
     Capture,
     GraphedPasses,
@@ -288,17 +288,13 @@ def build_training_passes(
     """
     if not plan.derived.cuda_graphs or device.type == "meta":
         return after_teacher(executor, model)
-    num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
+    num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
+    if plan.config.training.cuda_graph_impl == "auto":
+        num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
+        trial = Trial(GpuClock(device), grid.world, device, tell)
     recorder = Capture(device)
     make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
-
-    def choice(lead: float) -> bool:
-        return host_is_late(lead, world=grid.world, device=device, used=used_memory(device), tell=tell)
-
-    is_open = plan.config.training.cuda_graph_impl == "auto"
-    return GraphedPasses(
-        executor, make_graphs, data_parallel, num_warmup_steps, recorder, choice if is_open else always
-    )
+    return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder, trial)
 
 
 def build_graphs(

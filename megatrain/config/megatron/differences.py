@@ -79,7 +79,7 @@ DIFFERENT_DEFAULTS: Final = (
     DifferentDefault(
         "training.cuda_graph_impl",
         "none",
-        "graphs where the GPU waits for the host after the warm-up",
+        "graphs where they make steps faster, which is tried",
         is_noted=False,
     ),
     DifferentDefault(

@@ -1,7 +1,7 @@
 """The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), dtypes, CUDA graphs.
 
-CUDA graphs are used where every kernel of a micro-batch has fixed sizes and arguments, and the host limits the speed or they are
-asked for.
+CUDA graphs are used where every kernel of a micro-batch has fixed sizes and arguments, and steps are faster
+with them (`parallel/pipeline/graph_trial.py`) or they are asked for.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def cuda_graphs(draft: Draft) -> DerivedValue:
     kind = draft.config.training.cuda_graph_impl
     if kind == "auto":
         reason = next(itertools.chain(_obstacles(draft), _obstacles_of_a_choice(draft)), None)
-        return DerivedValue(reason is None, reason or "if the GPU waits for the host after the warm-up")
+        return DerivedValue(reason is None, reason or "if steps are faster with them, which is tried")
     if kind not in WHOLE:
         return DerivedValue(False, f"--cuda-graph-impl {kind}")
     reason = next(_obstacles(draft), None)

@@ -15,7 +15,6 @@ are reduced after the last one. NCCL's watchdog does not see collectives of a gr
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -27,7 +26,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.graph_choice import Choice
+from megatrain.parallel.pipeline.graph_trial import StepKind, Trial
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
@@ -63,8 +62,8 @@ class RecordedWork(Protocol):
 class Recorder(Protocol):
     """Records work; tests without a GPU have a stand-in."""
 
-    def warm_up(self, work: Work) -> float:
-        """Run work that is not recorded; return the seconds from its last launch to its end."""
+    def warm_up(self, work: Work) -> None:
+        """Run work that is not recorded."""
 
     def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
         """Record the kernels that each of `works` launches. They share memory: replays have the order of the records."""
@@ -80,15 +79,12 @@ class Capture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def warm_up(self, work: Work) -> float:
+    def warm_up(self, work: Work) -> None:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
-        launched = time.perf_counter()
-        self._stream.synchronize()
-        return time.perf_counter() - launched
 
     def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
         torch.cuda.synchronize(self._stream.device)
@@ -124,7 +120,7 @@ class GraphedPasses:
         data_parallel: communicates weights and gradients.
         num_warmup_steps: steps before the capture.
         recorder: runs the warm-up.
-        choice: decides after the warm-up.
+        trial: times steps and decides whether graphs stay. None: they do.
     """
 
     def __init__(
@@ -134,34 +130,43 @@ class GraphedPasses:
         data_parallel: DataParallel,
         num_warmup_steps: int,
         recorder: Recorder,
-        choice: Choice,
+        trial: Trial | None = None,
     ) -> None:
         self._executor, self._make_graphs, self._data_parallel = executor, make_graphs, data_parallel
         self._steps_left = num_warmup_steps
-        self._recorder, self._choice = recorder, choice
-        self._is_chosen: bool | None = None
+        self._recorder, self._trial = recorder, trial
+        self._is_rejected = False
         self._graphs: Graphs | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a step's micro-batches, like `Executor.run`."""
+        if self._is_rejected or not self._may_go_on(len(batches)):
+            self._executor.run(actions, batches, infos)
+            return
         if self._steps_left:
             self._steps_left -= 1
             device = batches[0].tokens.device
             like_graphs = [
                 replace(info, first_sample=torch.tensor(info.first_sample, device=device)) for info in infos
             ]
-            lead = self._recorder.warm_up(lambda: self._executor.run(actions, batches, like_graphs))
-            if not self._steps_left and self._is_chosen is None:
-                self._is_chosen = self._choice(lead)
-            return
-        if not self._is_chosen:
-            self._executor.run(actions, batches, infos)
+            self._recorder.warm_up(lambda: self._executor.run(actions, batches, like_graphs))
             return
         self._data_parallel.wait_for_weights()
         self._graphs = self._graphs or self._make_graphs()
         self._graphs.run(actions, batches, infos)
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
+
+    def _may_go_on(self, num_microbatches: int) -> bool:
+        """Return False, and release the graphs, if the trial rejects them; it knows that a step begins."""
+        replays = StepKind.RECORD if self._graphs is None else StepKind.REPLAY
+        kind = StepKind.WARMUP if self._steps_left else replays
+        if self._trial is None or self._trial.allows(kind, num_microbatches):
+            return True
+        self.close()
+        torch.cuda.empty_cache()  # of the stream of warm-up and record
+        self._is_rejected = True
+        return False
 
     def forget(self) -> None:
         """Release the graphs, as memory has other sizes from now on: others are recorded after a step of the executor."""

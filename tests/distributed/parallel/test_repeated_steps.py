@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.parallel.pipeline.graph_choice import always
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_overlap.peer_memory import NUM_SLOTS, PeerMemory
@@ -52,7 +51,7 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
             build_graphs, plan, engine.model, engine.grid, engine.device, recorder
         )
         engine.training_passes = GraphedPasses(
-            engine.executor, make_graphs, engine.data_parallel, 1, recorder, always
+            engine.executor, make_graphs, engine.data_parallel, 1, recorder
         )
     repeats, losses = [], []
     for step in range(NUM_STEPS):
@@ -71,9 +70,8 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
 class Repeats:
     """A stand-in for CUDA graphs. Each replay has whole rounds of sends, so that a graph can repeat their slots."""
 
-    def warm_up(self, work: Callable[[], None]) -> float:
+    def warm_up(self, work: Callable[[], None]) -> None:
         work()
-        return 0.0
 
     def record(self, works: Sequence[Callable[[], None]]) -> list[Any]:
         return [SimpleNamespace(replay=functools.partial(replay, work), reset=lambda: None) for work in works]
