@@ -64,7 +64,8 @@ class GpuClock:
         """See `Clock`."""
         begin, end = self._events[number : number + 2]
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000
 
     def used_memory(self) -> float:
         """See `Clock`."""
