@@ -150,8 +150,8 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
     print(f"{reader.family.architecture}: {' '.join(reader.flags)}")
     if reader.unread_keys:
         print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
-    if reader.left_out:
-        print(f"{len(reader.left_out)} layers of multi-token prediction are left out, as in transformers")
+    if reader.left_out and reader.family.more_layers is not None:
+        print(f"{len(reader.left_out)} {reader.family.more_layers.words} are left out, as in transformers")
     size, kept = reader.tokenizer_size, reader.vocab_size
     if size is not None and size != kept:
         remedy = f": to train with it, convert with --vocab-size {size}" if size < kept else ""
