@@ -29,6 +29,7 @@ from megatrain.data.tokenizers.files import read_json
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, has_tensor, shapes_of
 from megatrain.interop.hf.tensors import Part, their_tensors, unused_tensors, zero_tensors
 from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
@@ -45,13 +46,16 @@ class HfExport(TensorReader):
 
     Args:
         architecture: class of transformers; None: the first that computes the same function.
+        image_token: token that stands for an image; None: --image-token-id of the run, or <image> of its tokenizer.
 
     Raises:
         InputError: no family computes the function of the model, or its tokenizer cannot be exported.
         MismatchError: the checkpoint's tensors do not fit its configuration.
     """
 
-    def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
+    def __init__(
+        self, reader: CheckpointReader, architecture: str | None = None, *, image_token: int | None = None
+    ) -> None:
         self._reader, self.path = reader, reader.path
         manifest = reader.manifest
         self._biases = manifest.state.get("expert_biases", {})
@@ -73,8 +77,11 @@ class HfExport(TensorReader):
         )
         self.tokenizer = self._stored_tokenizer()
         vision: VisionConfig = stored_section(reader.path, manifest.config, "vision", VisionConfig)
-        if model.model_family == "vlm" and vision.image_token_id is None:
-            vision = replace(vision, image_token_id=self._image_token())
+        is_tower = architecture in FAMILIES and FAMILIES[architecture].is_tower
+        if image_token is not None or (
+            model.model_family == "vlm" and vision.image_token_id is None and not is_tower
+        ):
+            vision = replace(vision, image_token_id=self._image_token(image_token))
         self._config = Config(model=model, experts=experts, vision=vision)
         self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
@@ -168,18 +175,25 @@ class HfExport(TensorReader):
         generation = self._generation_config() | {"eos_token_id": end, **starts}
         return {CONFIG_NAME: json_bytes(keys), _GENERATION: json_bytes(generation), **files}
 
-    def _image_token(self) -> int:
-        """Return the token of the tokenizer that stands for an image.
+    def _image_token(self, given: int | None) -> int:
+        """Return the token that stands for an image: the given one, or that of the tokenizer.
 
         Raises:
-            InputError: there is none.
+            InputError: there is none in the vocabulary.
         """
+        if given is not None and not 0 <= given < self.vocab_size:
+            raise InputError(
+                f"--image-token-id {given}: the vocabulary has ids 0 to {self.vocab_size - 1}",
+                fix="give --image-token-id N, a token of the vocabulary that no text has",
+            )
+        if given is not None:
+            return given
         ids = [] if self.tokenizer is None else self.tokenizer.tokenizer.encode(_IMAGE)
         if len(ids) != 1:
             raise InputError(
                 f"{self._reader.path}: no token stands for an image in transformers: --image-token-id is none, and the"
                 f" tokenizer has no {_IMAGE}",
-                fix=f"train with a tokenizer that has {_IMAGE}, or with --image-token-id N, a token that no text has",
+                fix="add --image-token-id N, a token of the vocabulary that no text has",
             )
         return ids[0]
 

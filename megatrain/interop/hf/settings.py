@@ -34,6 +34,7 @@ from megatrain.interop.hf.family import Family, Fixed
 from megatrain.interop.hf.tensors import Shape
 from megatrain.model.gpt import build_model
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.rank_lists import GridShape
 
 _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
@@ -97,19 +98,23 @@ def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
         ) from error
 
 
-def shapes_of(family: Family | None, config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the shapes of our model's tensors that a family has, by canonical name; no memory is allocated for them."""
-    model = build_model(
+def registry_of(config: Config, vocab_size: int) -> ParamRegistry:
+    """Return the registry of our model; no memory is allocated for its tensors."""
+    return build_model(
         describe_model(config.model, config.experts, config.vision, vocab_size=vocab_size),
         build_grid(GridShape(), 0),
         seq_length=1,
         sequence_parallel=False,
         dtype=torch.float32,
         device=torch.device("meta"),
-    )
+    ).registry
+
+
+def shapes_of(family: Family | None, config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the shapes of our model's tensors that a family has, by canonical name."""
     return {
         piece.name: piece.shape
-        for entry in model.registry.entries.values()
+        for entry in registry_of(config, vocab_size).entries.values()
         for piece in entry.layout.pieces
         if family is None or has_tensor(family, piece.name)
     }

@@ -61,7 +61,8 @@ def images_have_patches(draft: Draft) -> Problems:
             f"use --img-h {max(vision.img_h, vision.patch_dim)} and --img-w {max(vision.img_w, vision.patch_dim)}",
         )
     for side, name in ((vision.img_h, "img_h"), (vision.img_w, "img_w")):
-        if _is_vlm(draft) and side % vision.patch_dim and side > vision.patch_dim:
+        is_cut = vision.vision_model_type == "siglip"  # as in its own towers: 384 pixels, patches of 14
+        if _is_vlm(draft) and side % vision.patch_dim and side > vision.patch_dim and not is_cut:
             yield Problem(
                 f"{flag_of(name)} {side} is not a multiple of --patch-dim {vision.patch_dim}",
                 f"use {flag_of(name)} {side // vision.patch_dim * vision.patch_dim}",

@@ -114,6 +114,17 @@ class _ImageTokens:
         return {"image_token_index": vision.image_token_id, "image_seq_length": tokens_per_image(vision)}
 
 
+class _WithoutPooling:
+    """SigLIP's head of the pooled image, which is left out."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        source.get("vision_use_head")
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"vision_use_head": False} if config.vision.vision_model_type == "siglip" else {}
+
+
 class _Untied:
     """The output layer of a vision-language model, which is never the embedding's."""
 
@@ -160,7 +171,8 @@ def _tower_parts(kind: str, activation: str, epsilon: float) -> tuple[ConfigPart
         Choice("hidden_act", {activation: {}}),
         Choice("layer_norm_eps", {epsilon: {}}),
         Choice("attention_dropout", {0.0: {}}),
-        Implied(("projection_dim", "initializer_factor", "vision_use_head")),
+        _WithoutPooling(),
+        Implied(("projection_dim", "initializer_factor")),
         Fixed({"vision.vision_model_type": kind}),
     )
 
