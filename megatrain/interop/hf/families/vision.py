@@ -42,7 +42,7 @@ _SIZES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _LANGUAGE_SIZES: Final[dict[str, Any]] = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _LAYER: Final[dict[str, str | Fused]] = {
     "layer_norm1": "attention.norm",
@@ -222,17 +222,14 @@ _CLASS_TOKEN: Final = {
         reason="a SigLIP tower has no class token to leave out",
     ),
 }
-_SMALL_LANGUAGE: Final = Fixed(
-    {
-        "model.model_family": "vlm",
-        "model.num_layers": 1,
-        "model.hidden_size": 8,
-        "model.num_attention_heads": 1,
-        "model.max_position_embeddings": 1 << 20,
-        "model.position_embedding_type": "rope",
-        "vision.disable_vision_class_token": True,
-    }
-)
+_SMALL_LANGUAGE: Final = {
+    "model.model_family": "vlm",
+    "model.num_layers": 1,
+    "model.hidden_size": 8,
+    "model.num_attention_heads": 1,
+    "model.max_position_embeddings": 1 << 20,
+    "model.position_embedding_type": "rope",
+}
 """A model around a tower that is read alone."""
 
 
@@ -240,12 +237,13 @@ def _tower(kind: str) -> Family:
     """Return the family of a tower alone."""
     architecture, model_type, parts = _TOWERS[kind]
     nested = Nested("vision_config", model_type, parts, _SIZES)
+    around = Fixed({**_SMALL_LANGUAGE, "vision.disable_vision_class_token": kind == "clip"})
     text = (r"text_model\..*", "logit_scale", "logit_bias", r"(visual|text)_projection\.weight")
     alone = Family(
         architecture=architecture,
         model_type=model_type,
         auto_class=architecture,
-        config=(*parts, _SMALL_LANGUAGE),
+        config=(*parts, around),
         modules=_tower_modules(kind, _TOWER_ALONE),
         buffers=(*_left_out(_TOWER_ALONE), *text),
         unused=_unused(_TOWER_ALONE),
@@ -253,7 +251,7 @@ def _tower(kind: str) -> Family:
         is_tower=True,
     )  # fmt: skip
     with_text = replace(
-        alone, config=(nested, Implied(("text_config",)), Choice("tie_word_embeddings", {True: {}, False: {}}), _SMALL_LANGUAGE)
+        alone, config=(nested, Implied(("text_config",)), Choice("tie_word_embeddings", {True: {}, False: {}}), around)
     )  # fmt: skip
     return replace(alone, variants=(with_text,), is_of=lambda source: source.get("vision_config") is None)
 
