@@ -4,7 +4,7 @@
     y_t = S_t C_t + D x_t
 
 In chunks as the gated delta rule (`kernels.gated_delta`), without erasures: torch operators, differentiated by autograd, in the
-accumulation dtype, on any device. GPUs have fused kernels for 16-bit inputs (`fused/scans/mamba2.py`).
+accumulation dtype, on any device. GPUs have fused kernels of the scan for 16-bit inputs (`fused/scans/mamba2.py`), and of the norm.
 
 Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060, section 6.
 """
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused import gated_norm as fused_norm
+from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.fused.scans import mamba2 as fused
 from megatrain.kernels.fused.scans.chunks import has_kernel
 from megatrain.kernels.gated_delta import delta_rule
@@ -69,6 +71,8 @@ def document_ids(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
     """Return the RMSNorm of y SiLU(gate) over each group of channels, times the weight: y, gate [..., d], weight [d]."""
+    if is_fused(y):
+        return fused_norm.gated_norm(y, gate, weight, num_groups, eps)
     dtype = accumulation_dtype(y.dtype)
     gated = (y.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (num_groups, -1))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Kernels of chunked scans and of their convolution against the recurrences in fp64: outputs, states and every gradient."""
+"""Kernels of chunked scans, their convolution and gated norm against recurrences and formulas in fp64: outputs and every gradient."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,6 +8,7 @@ from fused_helpers import DEVICE, DTYPES, drawn
 from recurrences import convolution_sums, delta_recurrence, mamba2_recurrence
 from torch import Tensor
 
+from megatrain.kernels.fused import gated_norm
 from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -174,3 +175,24 @@ def test_gated_delta_rule(
         lambda **inputs: gated_delta.gated_delta_rule(**inputs, document_ids=ids),
         oracle, delta_inputs(*shape, dtype, has_state=has_state), dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "num_groups", "width"), [((7, 3), 2, 20), ((2, 1), 1, 2100), ((33, 2), 3, 16)])
+def test_gated_norm(
+    rows: tuple[int, int], num_groups: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_norm, "_PROGRAMS", 2 * num_groups)  # several tiles a program
+    monkeypatch.setattr(gated_norm, "_TILE", 64)
+    channels, eps = num_groups * width, 1e-5
+    inputs: dict[str, Tensor | None] = {
+        "y": drawn(*rows, channels, dtype=dtype),
+        "gate": drawn(*rows, 3 * channels, dtype=dtype, seed=1)[..., channels : 2 * channels],
+        "weight": drawn(channels, dtype=dtype, seed=2),
+    }
+
+    def oracle(y: Tensor, gate: Tensor, weight: Tensor) -> list[Tensor]:
+        gated = (y * gate * gate.sigmoid()).unflatten(-1, (num_groups, width))
+        return [torch.nn.functional.rms_norm(gated, (width,), eps=eps).flatten(-2) * weight]
+
+    compare(lambda **given: [gated_norm.gated_norm(**given, num_groups=num_groups, eps=eps)], oracle, inputs, dtype)
