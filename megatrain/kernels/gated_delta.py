@@ -31,6 +31,7 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.fused.scans import convolution
 from megatrain.kernels.fused.scans import gated_delta as fused
+from megatrain.kernels.split import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -202,11 +203,17 @@ def activated_convolution(
     bias: Tensor | None,
     activation: ActivationFunction,
     document_ids: Tensor | None = None,
+    place: Place | None = None,
 ) -> Tensor:
-    """Convolve, see `causal_convolution`, add a bias [c] and activate: [s, b, c] in the dtype of x, rounded once."""
+    """Convolve, see `causal_convolution`, add a bias [c] and activate: [s, b, c] in the dtype of x, rounded once.
+
+    A kernel writes the gradient of x into `place`, if given.
+    """
     is_silu = activation.name == SILU.name and weight.shape[1] <= convolution.MAX_WIDTH
     if is_silu and is_fused(x) and x.element_size() == 2:
-        y = convolution.causal_conv(x.transpose(0, 1), weight, bias, has_silu=True, document_ids=document_ids)
+        y = convolution.causal_conv(
+            x.transpose(0, 1), weight, bias, has_silu=True, document_ids=document_ids, place=place
+        )
         return y.transpose(0, 1)
     dtype = accumulation_dtype(x.dtype)
     total = causal_convolution(x.to(dtype), weight.to(dtype), document_ids)

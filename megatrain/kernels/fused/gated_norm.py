@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+from megatrain.kernels.split import Place
 
 _TILE = 2048
 """Elements per tile, unless a row of a group is longer."""
@@ -20,17 +21,21 @@ _PROGRAMS = 132 * 4
 """Programs of the backward pass, of 4 warps: an H200's multiprocessors hold them all at once."""
 
 
-def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
+def gated_norm(
+    y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float, gate_place: Place | None = None
+) -> Tensor:
     """Implement `kernels.mamba2.gated_norm`."""
-    out: Tensor = _GatedNorm.apply(y, gate, weight, num_groups, eps)
+    out: Tensor = _GatedNorm.apply(y, gate, weight, num_groups, eps, gate_place)
     return out
 
 
 class _GatedNorm(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float, gate_place: Place | None
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(y, gate, weight)
-        ctx.num_groups, ctx.eps = num_groups, eps
+        ctx.num_groups, ctx.eps, ctx.gate_place = num_groups, eps, gate_place
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         y_rows, gate_rows, tile = _rows(y), _rows(gate), _tile(y, num_groups)
         launch(
@@ -43,16 +48,21 @@ class _GatedNorm(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         y, gate, weight = ctx.saved_tensors
         dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        dout_rows, y_rows, gate_rows = _rows(dout), _rows(y), _rows(gate)
+        dgate = (
+            torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+            if ctx.gate_place is None
+            else ctx.gate_place()
+        )
+        dout_rows, y_rows, gate_rows, dgate_rows = _rows(dout), _rows(y), _rows(gate), dgate.flatten(0, -2)
         tile, count = _tile(y, ctx.num_groups), len(y_rows)
         programs = min(cdiv(count, tile["ROWS"]), cdiv(_PROGRAMS, ctx.num_groups))
         sums = torch.empty(programs, y.shape[-1], dtype=torch.float32, device=y.device)
         launch(
-            _backward, (programs, ctx.num_groups), dout_rows, y_rows, gate_rows, weight, dy, dgate, sums,
-            count, y.shape[-1] // ctx.num_groups, dout_rows.stride(0), y_rows.stride(0), gate_rows.stride(0), ctx.eps, **tile,
+            _backward, (programs, ctx.num_groups), dout_rows, y_rows, gate_rows, weight, dy, dgate_rows, sums,
+            count, y.shape[-1] // ctx.num_groups, dout_rows.stride(0), y_rows.stride(0), gate_rows.stride(0), dgate_rows.stride(0),
+            ctx.eps, **tile,
         )  # fmt: skip
-        return dy, dgate, sums.sum(0).to(weight.dtype), None, None
+        return dy, dgate, sums.sum(0).to(weight.dtype), None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -98,7 +108,8 @@ def _forward(Y, G, W, OUT, count, width, y_row, g_row, eps, ROWS: tl.constexpr, 
 
 @jit
 def _backward(
-    DOUT, Y, G, W, DY, DG, SUMS, count, width, dout_row, y_row, g_row, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    DOUT, Y, G, W, DY, DG, SUMS, count, width, dout_row, y_row, g_row, dg_row, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, programs, columns = tl.program_id(0), tl.num_programs(0), width * tl.num_programs(1)
     column = tl.arange(0, BLOCK)
@@ -119,5 +130,5 @@ def _backward(
         along = tl.sum(dnormed * normed, axis=1) / width
         dgated = (dnormed - normed * along[:, None]) * rstd[:, None]
         _store(DY, dgated * activated, row, channel, columns, inside)
-        _store(DG, dgated * y * slope, row, channel, columns, inside)
+        _store(DG, dgated * y * slope, row, channel, dg_row, inside)
     tl.store(SUMS + first * columns + channel, dweight, mask=is_column)

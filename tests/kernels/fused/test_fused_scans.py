@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.kernels.fused import gated_norm
 from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.split import split_channels
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -178,7 +179,9 @@ def test_gated_delta_rule(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "num_groups", "width"), [((7, 3), 2, 20), ((2, 1), 1, 2100), ((33, 2), 3, 16)])
+@pytest.mark.parametrize(
+    ("rows", "num_groups", "width"), [((7, 3), 2, 20), ((2, 1), 1, 2100), ((33, 2), 3, 16)]
+)
 def test_gated_norm(
     rows: tuple[int, int], num_groups: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,4 +198,44 @@ def test_gated_norm(
         gated = (y * gate * gate.sigmoid()).unflatten(-1, (num_groups, width))
         return [torch.nn.functional.rms_norm(gated, (width,), eps=eps).flatten(-2) * weight]
 
-    compare(lambda **given: [gated_norm.gated_norm(**given, num_groups=num_groups, eps=eps)], oracle, inputs, dtype)
+    compare(
+        lambda **given: [gated_norm.gated_norm(**given, num_groups=num_groups, eps=eps)],
+        oracle,
+        inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_projection_has_the_gradients_that_kernels_write_into_their_places(dtype: torch.dtype) -> None:
+    s, b, n, p, g, m = 70, 2, 4, 12, 2, 10
+    sizes, parts = [n * p, n * p + 2 * g * m], [(n, p), (g, m), (g, m)]
+    dt = torch.nn.functional.softplus(drawn(b, s, n, seed=1) * 2 - 2)
+    weights = (drawn(sizes[1], 4, seed=2), -torch.linspace(-4, 2, n, device=DEVICE).exp(), drawn(n, seed=3))
+    gain = drawn(sizes[0], seed=4)
+
+    def run(projection: Tensor) -> list[Tensor]:
+        (gate, mixed), places = split_channels(projection, sizes)
+        kernel, decays, skip = weights
+        y = convolution.causal_conv(mixed.transpose(0, 1), kernel, has_silu=True, place=places[1]).transpose(
+            0, 1
+        )
+        channels, of_parts = split_channels(y, [heads * width for heads, width in parts])
+        x, B, C = (one.transpose(0, 1).unflatten(-1, part) for one, part in zip(channels, parts, strict=True))  # noqa: N806
+        y, _ = mamba2.mamba2_scan(x, dt, decays, B, C, skip, places=of_parts)
+        return [gated_norm.gated_norm(y.transpose(0, 1).flatten(2), gate, gain, g, 1e-5, places[0])]
+
+    def oracle(projection: Tensor) -> list[Tensor]:
+        gate, mixed = projection.split(sizes, dim=-1)
+        kernel, decays, skip = (weight.double() for weight in weights)
+        z = convolution_sums(mixed.transpose(0, 1), kernel, None, [], None)
+        channels = (z * z.sigmoid()).split([heads * width for heads, width in parts], dim=-1)
+        x, B, C = (one.unflatten(-1, part) for one, part in zip(channels, parts, strict=True))  # noqa: N806
+        y, _ = mamba2_recurrence(x, dt.double(), decays, B, C, skip, [], None)
+        gated = y.transpose(0, 1).flatten(2) * gate * gate.sigmoid()
+        return [
+            torch.nn.functional.rms_norm(gated.unflatten(-1, (g, -1)), (n * p // g,), eps=1e-5).flatten(-2)
+            * gain
+        ]
+
+    compare(run, oracle, {"projection": drawn(s, b, sum(sizes), dtype=dtype)}, dtype)
