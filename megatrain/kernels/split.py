@@ -39,11 +39,16 @@ class _Gradient:
     def join(self, gradients: Sequence[Tensor]) -> Tensor:
         for number, gradient in enumerate(gradients):
             place = self.part(number)
-            if (gradient.data_ptr(), gradient.stride()) != (place.data_ptr(), place.stride()):
+            if not _is_same_memory(gradient, place):
                 place.copy_(gradient)
         whole, self._whole = self._whole, None
         assert whole is not None
         return whole
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+    return x.data_ptr() == y.data_ptr() and all(size == 1 or one == other for size, one, other in strides)
 
 
 class _Split(Function):

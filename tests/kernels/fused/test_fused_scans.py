@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.kernels.fused import gated_norm
 from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.fused.scans.unit_heads import unit_heads
 from megatrain.kernels.split import split_channels
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -239,3 +240,21 @@ def test_a_projection_has_the_gradients_that_kernels_write_into_their_places(dty
         ]
 
     compare(run, oracle, {"projection": drawn(s, b, sum(sizes), dtype=dtype)}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "n", "d"), [((7, 2), 3, 20), ((5, 1), 2, 128), ((1, 1), 1, 3000)])
+def test_unit_heads_write_their_gradient_into_a_part_of_a_projection(
+    tokens: tuple[int, int], n: int, d: int, dtype: torch.dtype
+) -> None:
+    def run(projection: Tensor) -> list[Tensor]:
+        parts, places = split_channels(projection, [n * d, n * d, 4])
+        heads = [part.unflatten(-1, (n, d)) for part in parts[:2]]
+        return [unit_heads(heads[0], 0.3, 1e-6, places[0]), unit_heads(heads[1], 1.0, 1e-6)]
+
+    def oracle(projection: Tensor) -> list[Tensor]:
+        heads = projection[..., : 2 * n * d].unflatten(-1, (2, n, d))
+        unit = heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return [0.3 * unit[:, :, 0], unit[:, :, 1]]
+
+    compare(run, oracle, {"projection": drawn(*tokens, 2 * n * d + 4, dtype=dtype)}, dtype)
