@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from everyday import nightly
 
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
@@ -53,19 +54,19 @@ class Recorded:
 @pytest.mark.parametrize(
     "words",
     [
-        "llama",
-        "llama tied zloss",
-        "llama tokens",
+        nightly("llama"),
+        nightly("llama tied zloss"),
+        nightly("llama tokens"),
         "llama uniform",
-        "llama muon",
-        "mixtral auxloss",
-        "qwenmoe",
+        nightly("llama muon"),
+        nightly("mixtral auxloss"),
+        nightly("qwenmoe"),
         "deepseek seqauxloss mtp1",
-        "mixtral auxloss batch12",
+        nightly("mixtral auxloss batch12"),
         "gpt2 attentiondropout",
-        "llama fp8tensorwise",
+        nightly("llama fp8tensorwise"),
         "llama fp8delayed",
-        "llama fp8blockwise",
+        nightly("llama fp8blockwise"),
     ],
 )
 def test_replays_compute_the_bits_of_the_executor(words: str) -> None:
