@@ -56,14 +56,14 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
         )
     repeats, losses = [], []
     for step in range(NUM_STEPS):
-        before = engine.num_repeats
+        before = len(engine.news)
         if step == 2 and layout.has("scarce"):  # a graph is recorded by now
             for layer in engine.model.communication.capacities.layers:
                 layer.factor = 0.5
         report = engine.step(
             list(local_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
         )
-        repeats.append(engine.num_repeats - before)
+        repeats.append(len(engine.news) - before)
         losses.append((report.lm_loss, report.grad_norm))
     return repeats, losses, [part.values.tobytes() for part in weights_of(engine)]
 
@@ -117,4 +117,4 @@ def repeats_if_one_is_full(rank: int, world_size: int, layout: Layout) -> int:
         engine.step(
             list(local_batches(0, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
         )
-    return engine.num_repeats
+    return len(engine.news)
