@@ -32,14 +32,14 @@ from megatrain.model.gpt import EMBEDDING_NAME
 Sizes = Mapping[str, int]
 """Sizes by the path of their setting."""
 
-LAYERS: Final = "model.num_layers"
-HIDDEN: Final = "model.hidden_size"
-HEADS: Final = "model.num_attention_heads"
-GROUPS: Final = "model.num_query_groups"
-FFN: Final = "model.ffn_hidden_size"
-EXPERTS: Final = "experts.num_experts"
-EXPERT_FFN: Final = "experts.moe_ffn_hidden_size"
-SHARED_FFN: Final = "experts.moe_shared_expert_intermediate_size"
+LAYERS: Final[str] = "model.num_layers"
+HIDDEN: Final[str] = "model.hidden_size"
+HEADS: Final[str] = "model.num_attention_heads"
+GROUPS: Final[str] = "model.num_query_groups"
+FFN: Final[str] = "model.ffn_hidden_size"
+EXPERTS: Final[str] = "experts.num_experts"
+EXPERT_FFN: Final[str] = "experts.moe_ffn_hidden_size"
+SHARED_FFN: Final[str] = "experts.moe_shared_expert_intermediate_size"
 WIDTHS: Final = (FFN, EXPERT_FFN, SHARED_FFN)
 PATHS: Final = (LAYERS, HIDDEN, HEADS, GROUPS, *WIDTHS, EXPERTS)
 
@@ -153,7 +153,7 @@ def target_sizes(source: Source, targets: Sizes, parameters: int | None) -> dict
     problems = list(_problems(source, targets))
     if problems:
         raise ConfigError.of(problems)
-    sizes = source.sizes | targets
+    sizes = {**source.sizes, **targets}
     if HEADS in targets and GROUPS not in targets and source.sizes[GROUPS] == source.sizes[HEADS]:
         sizes[GROUPS] = sizes[HEADS]
     if parameters is not None:

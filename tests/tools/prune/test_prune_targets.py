@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, tiny_model, write
 
-from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.tools.main import main
@@ -21,7 +19,6 @@ from megatrain.tools.prune.sizes import (
     FFN,
     HIDDEN,
     LAYERS,
-    PATHS,
     SHARED_FFN,
     Source,
     indivisible,
