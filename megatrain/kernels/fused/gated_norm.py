@@ -15,9 +15,9 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 from megatrain.kernels.split import Place
 
-_TILE = 2048
-"""Elements per tile, unless a row of a group is longer."""
-_PROGRAMS = 132 * 4
+_TILE, _ELEMENTS = 1024, 8
+"""Elements of a tile, unless a row of a group is longer, and of a thread."""
+_PROGRAMS = 132 * 8
 """Programs of the backward pass, of 4 warps: an H200's multiprocessors hold them all at once."""
 
 
@@ -74,7 +74,7 @@ def _rows(x: Tensor) -> Tensor:
 def _tile(y: Tensor, num_groups: int) -> dict[str, int]:
     block = power_of_two(y.shape[-1] // num_groups)
     rows = max(_TILE // block, 1)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // 512, 4), 16)}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // (32 * _ELEMENTS), 1), 16)}
 
 
 @jit
