@@ -30,10 +30,10 @@ from megatrain.kernels.split import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
-_PROGRAMS = 1024
+_PROGRAMS = 512
 """Programs that fill an H200 several times: segments are as long as this many allow."""
-_BLOCK = 1024
-_STATE_BLOCK = 64
+_BLOCK, _BLOCK_WARPS = 256, 1
+_STATE_BLOCK = 128
 """Columns of states in a program of `group_gradients`, which also has the gradients of the scores between tokens."""
 
 
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-STATES, OUTPUTS, HEAD_GRADIENTS, GROUP_GRADIENTS = Tile(4, 2), Tile(4, 2), Tile(4, 1), Tile(4, 2)
+STATES, OUTPUTS, HEAD_GRADIENTS, GROUP_GRADIENTS = Tile(4, 2), Tile(4, 2), Tile(4, 1), Tile(8, 2)
 
 
 class Inputs(NamedTuple):
@@ -175,7 +175,7 @@ def _segment_states(
     launch(
         kernels.pass_states, (cdiv(p * m, _BLOCK), n, samples), states, decays,
         states if state is None else state.contiguous(), end, segments,
-        SIZE=p * m, BLOCK=_BLOCK, HAS_START=state is not None, IS_REVERSE=is_reverse,
+        SIZE=p * m, BLOCK=_BLOCK, HAS_START=state is not None, IS_REVERSE=is_reverse, num_warps=_BLOCK_WARPS,
     )  # fmt: skip
     return states, end
 
