@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.kernels.part_sums import sum_parts
+from megatrain.kernels.sums import sum_parts
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 from megatrain.parallel.tensor_overlap.terms import PendingTerm

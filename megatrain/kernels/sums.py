@@ -1,4 +1,8 @@
-"""Sums of parts that ranks sent into one memory, and this rank's own part."""
+"""Sums that have a kernel of their own: of columns, for the gradient of a bias, and of parts that ranks sent.
+
+On GPUs a fused kernel reads its input once, at memory bandwidth, and is deterministic; the references here run in any dtype on any
+device.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,26 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.fused import part_sums as fused
+from megatrain.kernels.fused import sums as fused
 from megatrain.kernels.fused.launching import is_fused
+
+
+def add_column_sums(total: Tensor, x: Tensor) -> None:
+    """Compute total += x.sum(0).
+
+    Args:
+        total: [columns], in the dtype of the accumulation.
+        x: [rows, columns], in any float dtype.
+    """
+    if is_fused(x):
+        fused.add_column_sums(total, x)
+    else:
+        add_column_sums_reference(total, x)
+
+
+def add_column_sums_reference(total: Tensor, x: Tensor) -> None:
+    """Compute it with torch's sum."""
+    total.add_(x.sum(0, dtype=total.dtype))
 
 
 def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
