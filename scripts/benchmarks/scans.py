@@ -20,8 +20,7 @@ from timing import milliseconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.fused import gated_norm
-from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
 
 BYTES_PER_MS, OPERATIONS_PER_MS = 4.3e9, 790e9
 Run = Callable[..., Tensor]
