@@ -34,7 +34,8 @@ class _Gradient:
     def part(self, number: int) -> Tensor:
         if self._whole is None:
             self._whole = self._empty()
-        return self._whole.split(self.sizes, dim=-1)[number]
+        part: Tensor = self._whole.split(self.sizes, dim=-1)[number]
+        return part
 
     def join(self, gradients: Sequence[Tensor]) -> Tensor:
         for number, gradient in enumerate(gradients):
@@ -55,7 +56,8 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: _Gradient) -> tuple[Tensor, ...]:
         ctx.gradient = gradient
-        return x.split(gradient.sizes, dim=-1)
+        parts: tuple[Tensor, ...] = x.split(gradient.sizes, dim=-1)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -149,7 +149,7 @@ def norm_case(c: int, s: int = 8192, num_groups: int = 8) -> Case:
     return Case(
         f"gated norm s{s} c{c} g{num_groups}",
         (drawn(s, 1, c), gate, drawn(c)),
-        lambda *x: gated_norm.gated_norm(*x, num_groups, 1e-5),
+        lambda y, gate, weight: gated_norm.gated_norm(y, gate, weight, num_groups, 1e-5),
         None,
         (3 * moved, 5 * moved),
         (0, 0),
