@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.kernels.split import Place, split_channels
+from megatrain.kernels.qkv import Place, split_channels
 
 
 class _Doubled(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, has_kernel, like, with_contiguous_channels
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What a scan of the chunks computes."""
+    """Results of a scan of the chunks."""
 
     states: Tensor
     """State before each chunk, [b, chunks, n, dk, dv]."""

@@ -26,7 +26,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import mamba2_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
