@@ -1,4 +1,4 @@
-"""A split tensor's gradient is one tensor, into which kernels may write their parts."""
+"""The gradient of split channels is one tensor, into which kernels may write their parts."""
 
 from typing import Any
 
