@@ -4,8 +4,10 @@
     dq_of_queries       a tile of queries, all their keys                            -> dq, and dout . out for the next kernels
     dkdv_of_keys        a tile of keys, all their queries in all heads of the group  -> dk, dv
     bias_of_diagonals   a diagonal of tiles, which have the same distances           -> gradient of the bias
+    backward_of_heads   a group of heads of a sample, one tile of keys after the other -> all gradients
 
-Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
+`backward_of_heads` takes the place of the three before it where samples have heads enough for all multiprocessors: it computes scores and
+dropout once, and adds to the sums of dq in memory, which are its own. Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
 has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
 
 Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for the dropout mask.
@@ -47,6 +49,7 @@ class Tiles(NamedTuple):
     dkdv: Tile
     bias: Tile = Tile(64, 64, 4, 3)
     """As many queries as keys."""
+    heads: Tile = Tile(64, 64, 4, 2)
 
 
 TILES = {
@@ -62,6 +65,8 @@ _PARTS = 4
 """Programs that share the samples of a diagonal of tiles."""
 _MAX_KEPT_BYTES = 2**29
 """Bytes of the dropout mask of one launch, unless a group of heads needs more."""
+_MIN_HEADS = 96
+"""Groups of heads of all samples from which on a program computes all gradients of one."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -104,18 +109,17 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
     (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
+    if b * g >= _MIN_HEADS and mask.window is None and mask.cu_seqlens is None and not (mask.is_causal and sq > sk):
+        return _backward_of_heads(dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tile=(tiles or tiles_of(q)).heads)
     width = cdiv(sk, _MARGIN) * _MARGIN // 8
     if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
         return _backward_by_group(
             dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
         )
-    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
+    _, of_queries, of_keys, of_diagonals, _ = tiles or tiles_of(q)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
-    if sq == sk:  # views of one tensor: the gradient of a joint projection
-        dq, dk, dv = q.new_empty(sq, b, n + 2 * g, q.shape[3]).split((n, g, g), dim=2)
-    else:
-        dq, (dk, dv) = torch.empty_like(out), k.new_empty(sk, b, 2 * g, q.shape[3]).chunk(2, dim=2)
+    dq, dk, dv = _new_gradients(q, k)
     dout_dot_out = torch.empty_like(lse)
     far = lse if bias is None else lse.new_empty(b, n, 2, sq)
     first, masks, numbers = (
@@ -150,6 +154,56 @@ def backward(
     return Gradients(dq, dk, dv, dbias)
 
 
+def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Allocate dq, dk and dv; of as many queries as keys as views of one tensor, the gradient of a joint projection."""
+    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    if sq == sk:
+        return q.new_empty(sq, b, n + 2 * g, d).split((n, g, g), dim=2)
+    return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
+
+
+def _backward_of_heads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None, tile: Tile,
+) -> Gradients:  # fmt: skip
+    """Compute `backward` in one pass over the scores."""
+    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
+    lse = lse.permute(1, 2, 0).contiguous()
+    dq, dk, dv = _new_gradients(q, k)
+    constants = _constants(q, k, mask, softcap, bias, tile)
+    dq_sums = torch.empty(b, n, sq, constants["PADDED"], dtype=torch.float32, device=q.device)
+    bias_sums, far, zero = lse, lse, 0
+    if bias is not None:
+        zero = bias.reach + tile.queries + tile.keys  # place of distance 0; tiles further away are far
+        bias_sums = torch.zeros(b, n, tile.queries, 2 * zero, dtype=torch.float32, device=q.device)
+        far = lse.new_empty(b, n, cdiv(sk, tile.keys), 2)
+    launch(
+        kernels.backward_of_heads, (g, b), *_with_strides(q, k, v, dout, out, dq, dk, dv),
+        lse, torch.empty_like(lse), dq_sums, bias_sums, (2 * zero, zero), far, *_masks(q, k, mask, bias), scale,
+        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), IS_ALIGNED=_is_aligned(mask.dropout), **constants,
+    )  # fmt: skip
+    if bias is None:
+        return Gradients(dq, dk, dv, None)
+    dbias = _of_distances(bias_sums.sum((0, 2)), zero, far.sum((0, 2)), sq, sk) / scale
+    return Gradients(dq, dk, dv, dbias.to(bias.values.dtype))
+
+
+def _of_distances(near: Tensor, zero: int, far: Tensor, sq: int, sk: int) -> Tensor:
+    """Return the gradient of the bias of all distances, fp32 [n, sq + sk - 1].
+
+    Args:
+        near: sums of near distances, [n, distances]; `zero` is the place of distance 0.
+        far: sums of the others before and after the queries, [n, 2]: a part of the first and of the last one.
+    """
+    gradient = torch.zeros(len(near), sq + sk - 1, dtype=torch.float32, device=near.device)
+    start, end = max(1 - sq, -zero), min(sk, near.shape[1] - zero)
+    gradient[:, start + sq - 1 : end + sq - 1] = near[:, start + zero : end + zero]
+    gradient[:, 0] += far[:, 0]
+    gradient[:, -1] += far[:, 1]
+    return gradient
+
+
 def _bias_gradient(
     arguments: tuple[Any, ...], far: Tensor, tile: tuple[int, int], reach: int, sk: int, **constants: Any
 ) -> Tensor:
@@ -175,13 +229,7 @@ def _bias_gradient(
         kernels.bias_of_diagonals, (last - first + 1, n, parts), *arguments, sums, b, first * side, (width, zero),
         DQ_QUERIES=tile[0], DQ_KEYS=tile[1], **constants,
     )  # fmt: skip
-    gradient = torch.zeros(n, sq + sk - 1, dtype=torch.float32, device=far.device)
-    start, end = max(1 - sq, -zero), min(sk, width - zero)
-    gradient[:, start + sq - 1 : end + sq - 1] = sums.sum((0, 2))[:, start + zero : end + zero]
-    of_heads = far.sum((0, 3))
-    gradient[:, 0] += of_heads[:, 0]
-    gradient[:, -1] += of_heads[:, 1]
-    return gradient
+    return _of_distances(sums.sum((0, 2)), zero, far.sum((0, 3)), sq, sk)
 
 
 def _backward_by_group(
@@ -219,16 +267,20 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
 
 
 def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> tuple[Any, ...]:
-    """Return the mask of padding, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
+    """Return the mask of padding with its bounds, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
 
-    The bias gets distances that only rows outside have, so that tiles load it without a mask.
+    The bias is to base 2, and gets distances that only rows outside have, so that tiles load it without a mask.
     """
-    tokens = q if mask.is_token is None else mask.is_token.contiguous().view(torch.uint8)
+    tokens = bounds = q
+    if mask.is_token is not None:
+        tokens, (b, sk) = mask.is_token.contiguous().view(torch.uint8), mask.is_token.shape
+        bounds = torch.empty(b, 2, dtype=torch.int32, device=q.device)
+        launch(kernels.tokens_of_samples, (b,), bounds, tokens, sk, BLOCK=1024)
     if bias is None:
-        return tokens, q, (0, 0, 0)
+        return tokens, bounds, q, (0, 0, 0)
     before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
-    wide = pad(bias.values.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
-    return tokens, wide, (before + after, before, bias.reach)
+    wide = pad(bias.values.float() * _LOG2_E, (before + 1 - q.shape[0], after - k.shape[0]))
+    return tokens, bounds, wide, (before + after, before, bias.reach)
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:

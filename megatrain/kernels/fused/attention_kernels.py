@@ -7,8 +7,8 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two
     into_tanh               factor of q k before the tanh of softcaps
-    IS_TOKEN                of each key of each sample, False for padding, if HAS_PADDING
-    BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    IS_TOKEN, TOKENS        of each key of each sample, False for padding, and `tokens_of_samples`, if HAS_PADDING
+    BIAS, bias_at           to base 2, of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -77,15 +77,18 @@ def _is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constex
 
 @jit
 def _biased(
-    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr
+    scores, BIAS, bias_at, head, start_row, start_key, to_base_2,
+    HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False,
 ):  # fmt: skip
-    """Return scores, with the bias of their distances, and their factor to base 2."""
-    if HAS_BIAS:
-        BIAS += head * bias_at[0] + bias_at[1]
-        bias = tl.load(BIAS + start_key - start_row) if IS_FAR else tl.load(BIAS + distance)
-        return scores * to_base_2 + bias.to(tl.float32) * 1.4426950408889634, 1.0
-    else:  # noqa: RET505 (Triton needs it)
-        return scores, to_base_2
+    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile."""
+    if not HAS_BIAS:
+        return scores, to_base_2, 0.0
+    BIAS += head * bias_at[0] + bias_at[1] + start_key - start_row
+    if IS_FAR:
+        return scores, to_base_2, tl.load(BIAS)
+    first, second = tl.arange(0, scores.shape[0])[:, None], tl.arange(0, scores.shape[1])[None, :]
+    bias = tl.load(BIAS - second + first) if IS_BY_KEY else tl.load(BIAS - first + second)
+    return scores * to_base_2 + bias, 1.0, 0.0
 
 
 @jit
@@ -113,6 +116,8 @@ def _parts(
 @jit
 def _key_bounds(
     FIRST,
+    TOKENS,
+    sample,
     tile,
     sq,
     sk,
@@ -120,6 +125,7 @@ def _key_bounds(
     KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """Return four bounds of keys: the first, those between which all queries of a tile attend to all keys, and the last."""
     start, full_start, full_end, end = 0, 0, sk, sk
@@ -130,6 +136,9 @@ def _key_bounds(
         start = tl.maximum(tl.load(FIRST + tile * QUERIES), 0) // KEYS * KEYS
         full_start = tl.load(FIRST + tl.minimum((tile + 1) * QUERIES, sq) - 1)
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_start, KEYS), 0) * KEYS, end)
+    if HAS_PADDING:
+        full_end = tl.minimum(full_end, tl.load(TOKENS + 2 * sample))
+        end = tl.minimum(end, tl.load(TOKENS + 2 * sample + 1))
     return start, full_start, tl.maximum(full_end // KEYS * KEYS, full_start), end
 
 
@@ -145,9 +154,9 @@ def _masked(
             allowed = allowed & (key[None, :] <= row[:, None] + (sk - sq))
         if HAS_FIRST:
             allowed = allowed & (key[None, :] >= first)
+        if HAS_PADDING:
+            allowed = allowed & _is_token(IS_TOKEN, sample, key, sk)[None, :]
         x = tl.where(allowed, x, other)
-    if HAS_PADDING:
-        x = tl.where(_is_token(IS_TOKEN, sample, key, sk)[None, :], x, other)
     return x
 
 
@@ -169,7 +178,7 @@ def _tanh(x, into_tanh):
 
 @_kernel
 def forward(
-    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
@@ -193,10 +202,11 @@ def forward(
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
+    bounds = _key_bounds(FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING)
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
+        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
@@ -204,18 +214,17 @@ def forward(
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            distance = key_row[None, :] - row[:, None]
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
-            )  # fmt: skip
+            scores, factor, term = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
+            )
             scores = _masked(
                 scores, float("-inf"), row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor + term)
             shift = new_maximum
-            if part < 2 or HAS_PADDING:
+            if part < 2:
                 shift = tl.where(new_maximum == float("-inf"), 0, new_maximum)  # queries without a key so far
-            probs = tl.exp2(scores * factor - shift[:, None])
+            probs = tl.exp2(scores * factor - (shift - term)[:, None])
             rescale = tl.exp2(maximum - shift)
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
@@ -229,9 +238,23 @@ def forward(
     tl.store(LSE + (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row, lse, mask=row < sq)
 
 
+@jit
+def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
+    """Write the number of tokens before the first padding, and the end of the last token, of each sample."""
+    sample = tl.program_id(0).to(tl.int64)
+    full, end = sk, 0
+    for start in tl.range(0, sk, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        is_token = _is_token(IS_TOKEN, sample, key, sk)
+        full = tl.minimum(full, tl.min(tl.where(is_token | (key >= sk), sk, key), 0))
+        end = tl.maximum(end, tl.max(tl.where(is_token, key + 1, 0), 0))
+    tl.store(TOKENS + 2 * sample, full)
+    tl.store(TOKENS + 2 * sample + 1, end)
+
+
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
@@ -261,10 +284,11 @@ def dq_of_queries(
     lse = _base_2(LSE + of_head, row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
+    bounds = _key_bounds(FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING)
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
+        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
@@ -273,11 +297,10 @@ def dq_of_queries(
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            distance = key_row[None, :] - row[:, None]
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
-            )  # fmt: skip
-            probs = tl.exp2(scores * factor - lse[:, None])
+            scores, factor, term = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
+            )
+            probs = tl.exp2(scores * factor - (lse - term)[:, None])
             probs = _masked(
                 probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
@@ -304,7 +327,7 @@ def dq_of_queries(
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -342,11 +365,10 @@ def dkdv_of_keys(
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
-                distance = key_row[:, None] - row[None, :]
-                scores, factor = _biased(
-                    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS, part > 2
+                scores, factor, term = _biased(
+                    scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS, part > 2, IS_BY_KEY=True
                 )
-                probs = tl.exp2(scores * factor - lse[None, :])
+                probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
                 dropped = probs
                 if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
@@ -367,6 +389,122 @@ def dkdv_of_keys(
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
     _store(DK, dk * scale, start_key, dk_at[0], sk, CHANNELS)
     _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
+
+
+@_kernel
+def backward_of_heads(
+    Q, K, V, DOUT, OUT, DQ, DK, DV, q_at, k_at, v_at, dout_at, out_at, dq_at, dk_at, dv_at,
+    LSE, DOUT_DOT_OUT, DQ_SUMS, BIAS_SUMS, sums_at, FAR, IS_TOKEN, TOKENS, BIAS, bias_at,
+    scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
+    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
+    query_start, query_middle, query_jump, key_start, key_middle, key_jump,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    group, sample = tl.program_id(0), tl.program_id(1)
+    K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
+    DK, DV = _at(DK, dk_at, sample, group), _at(DV, dv_at, sample, group)
+    first_of_group = group * heads_per_group
+    of_sample = sample.to(tl.int64) * tl.num_programs(0) * heads_per_group
+    key, spans = (key_low, key_high), (key_start, key_middle, key_jump)
+    side = tl.arange(0, QUERIES)
+    log_factor = tl.log2(scale * keep_factor)
+    channel = tl.arange(0, PADDED)
+    for head in tl.range(first_of_group, first_of_group + heads_per_group):
+        DOUT_HEAD, OUT_HEAD = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
+        for start_row in tl.range(0, sq, QUERIES):
+            dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False).to(tl.float32)
+            out = _load(OUT_HEAD, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False).to(tl.float32)
+            row = start_row + side
+            tl.store(
+                DOUT_DOT_OUT + (of_sample + head) * sq + row, tl.sum(dout * out, 1) / keep_factor, mask=row < sq
+            )
+    tl.debug_barrier()  # other threads read what one stores
+    last_key, whole_keys = sk, sk
+    if HAS_PADDING:
+        whole_keys, last_key = tl.load(TOKENS + 2 * sample), tl.load(TOKENS + 2 * sample + 1)
+    for tile in tl.range(0, tl.cdiv(sk, KEYS)):
+        start_key = (tl.cdiv(sk, KEYS) - 1 - tile) * KEYS
+        key_row = start_key + tl.arange(0, KEYS)
+        k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, False)
+        v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
+        dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
+        dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
+        bounds = _query_bounds(K, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, False)
+        if HAS_PADDING:  # masks apply to all queries, or no query attends to these keys
+            is_whole = start_key + KEYS <= whole_keys
+            end = tl.where(start_key < last_key, bounds[3], bounds[0])
+            bounds = bounds[0], tl.where(is_whole, bounds[1], end), tl.where(is_whole, bounds[2], end), end
+        starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
+        for head in tl.range(first_of_group, first_of_group + heads_per_group):
+            Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
+            DQ_HEAD, of_head = _at(DQ, dq_at, sample, head), (of_sample + head) * sq
+            stream = (0, 0)
+            if HAS_DROPOUT:
+                stream = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads)
+            before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
+            for part in tl.static_range(
+                0 if HAS_PADDING or not IS_EVEN else 1 if IS_CAUSAL else 2,
+                3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
+            ):
+                for start_row in tl.range(starts[part], last_rows[part], QUERIES):
+                    row = start_row + side
+                    q = _load(Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1)
+                    dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
+                    lse = _base_2(LSE + of_head + row, row < sq) - log_factor
+                    dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
+                    end_key = tl.minimum(last_key, start_row + QUERIES + sk - sq) if IS_CAUSAL else last_key
+                    SUM = DQ_SUMS + (of_head + start_row) * PADDED + side[:, None] * PADDED + channel[None, :]
+                    is_later = start_key + KEYS < end_key
+                    so_far = tl.load(SUM, mask=(row < sq)[:, None] & is_later, other=0)
+                    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                    if HAS_SOFTCAP:
+                        scores = _tanh(scores, into_tanh)
+                    scores, factor, term = _biased(
+                        scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS, part > 2
+                    )
+                    probs = tl.exp2(scores * factor - (lse - term)[:, None])
+                    probs = _masked(
+                        probs, 0, row, key_row, 0, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, False, HAS_PADDING
+                    )  # fmt: skip
+                    dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")
+                    dropped = probs
+                    if HAS_DROPOUT:
+                        query = position(row, (query_start, query_middle, query_jump))
+                        kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
+                        dropped = tl.where(kept, probs, 0)
+                    dv = tl.dot(tl.trans(dropped.to(dout.dtype)), dout, dv, input_precision="ieee")
+                    dscores = dropped * dprobs - probs * dout_dot_out[:, None]
+                    if HAS_SOFTCAP:
+                        dscores *= 1 - scores * scores
+                    if HAS_BIAS:
+                        is_far = part > 2
+                        if part < 2:
+                            is_far = _is_far(start_row, start_key, bias_at[2], QUERIES, KEYS)
+                        if part != 2:
+                            far = tl.where(is_far, tl.sum(dscores, 1), 0)
+                            before += tl.where(start_key < start_row, far, 0)
+                            after += tl.where(start_key < start_row, 0, far)
+                        if part < 3:
+                            OF_BIAS = BIAS_SUMS + (of_sample + head) * QUERIES * sums_at[0] + sums_at[1]
+                            OF_BIAS += (start_key - start_row) + side[:, None] * (sums_at[0] - 1) + tl.arange(0, KEYS)[None, :]
+                            if part == 2:
+                                tl.store(OF_BIAS, tl.load(OF_BIAS) + dscores)
+                            else:
+                                tl.store(OF_BIAS, tl.load(OF_BIAS, mask=is_far == 0) + dscores, mask=is_far == 0)
+                    rounded = dscores.to(q.dtype)
+                    dk = tl.dot(tl.trans(rounded), q, dk, input_precision="ieee")
+                    dq = tl.dot(rounded, k, so_far, input_precision="ieee")
+                    tl.store(SUM, dq, mask=(row < sq)[:, None] & (start_key > 0))
+                    _store(DQ_HEAD, dq, start_row, dq_at[0], tl.where(start_key == 0, sq, 0), CHANNELS)
+                tl.debug_barrier()
+            if HAS_BIAS:  # sums of far tiles
+                place = (of_sample + head) * tl.cdiv(sk, KEYS) + tile
+                tl.store(FAR + 2 * place, tl.sum(before, 0))
+                tl.store(FAR + 2 * place + 1, tl.sum(after, 0))
+        _store(DK, dk, start_key, dk_at[0], sk, CHANNELS)
+        _store(DV, dv / scale, start_key, dv_at[0], sk, CHANNELS)
 
 
 @jit
@@ -401,7 +539,7 @@ def _query_bounds(
 
 @_kernel
 def bias_of_diagonals(
-    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, TOKENS, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, first, sums_at,  # noqa: ARG001
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
@@ -426,8 +564,8 @@ def bias_of_diagonals(
             lse = _base_2(LSE + of_head + row, row < sq)
             dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
             scores = tl.dot(q, k, input_precision="ieee")
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, start, start + shift, distance, to_base_2, HAS_BIAS, False
+            scores, factor, _ = _biased(
+                scores, BIAS, bias_at, head, start, start + shift, to_base_2, HAS_BIAS, False
             )
             probs = tl.exp2(scores * factor - lse[:, None])
             dq_row, dq_key = start // DQ_QUERIES * DQ_QUERIES, (start + shift) // DQ_KEYS * DQ_KEYS
