@@ -109,8 +109,25 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
     (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
-    if b * g >= _MIN_HEADS and mask.window is None and mask.cu_seqlens is None and not (mask.is_causal and sq > sk):
-        return _backward_of_heads(dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tile=(tiles or tiles_of(q)).heads)
+    if (
+        b * g >= _MIN_HEADS
+        and mask.window is None
+        and mask.cu_seqlens is None
+        and not (mask.is_causal and sq > sk)
+    ):
+        return _backward_of_heads(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            tile=(tiles or tiles_of(q)).heads,
+        )
     width = cdiv(sk, _MARGIN) * _MARGIN // 8
     if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
         return _backward_by_group(

@@ -202,7 +202,9 @@ def forward(
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING)
+    bounds = _key_bounds(
+        FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+    )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
@@ -284,7 +286,9 @@ def dq_of_queries(
     lse = _base_2(LSE + of_head, row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING)
+    bounds = _key_bounds(
+        FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+    )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
@@ -366,7 +370,16 @@ def dkdv_of_keys(
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
                 scores, factor, term = _biased(
-                    scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS, part > 2, IS_BY_KEY=True
+                    scores,
+                    BIAS,
+                    bias_at,
+                    head,
+                    start_row,
+                    start_key,
+                    to_base_2,
+                    HAS_BIAS,
+                    part > 2,
+                    IS_BY_KEY=True,
                 )
                 probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
@@ -414,11 +427,15 @@ def backward_of_heads(
     for head in tl.range(first_of_group, first_of_group + heads_per_group):
         DOUT_HEAD, OUT_HEAD = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
         for start_row in tl.range(0, sq, QUERIES):
-            dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False).to(tl.float32)
+            dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False).to(
+                tl.float32
+            )
             out = _load(OUT_HEAD, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False).to(tl.float32)
             row = start_row + side
             tl.store(
-                DOUT_DOT_OUT + (of_sample + head) * sq + row, tl.sum(dout * out, 1) / keep_factor, mask=row < sq
+                DOUT_DOT_OUT + (of_sample + head) * sq + row,
+                tl.sum(dout * out, 1) / keep_factor,
+                mask=row < sq,
             )
     tl.debug_barrier()  # other threads read what one stores
     last_key, whole_keys = sk, sk
@@ -488,11 +505,17 @@ def backward_of_heads(
                             after += tl.where(start_key < start_row, 0, far)
                         if part < 3:
                             OF_BIAS = BIAS_SUMS + (of_sample + head) * QUERIES * sums_at[0] + sums_at[1]
-                            OF_BIAS += (start_key - start_row) + side[:, None] * (sums_at[0] - 1) + tl.arange(0, KEYS)[None, :]
+                            OF_BIAS += (
+                                (start_key - start_row)
+                                + side[:, None] * (sums_at[0] - 1)
+                                + tl.arange(0, KEYS)[None, :]
+                            )
                             if part == 2:
                                 tl.store(OF_BIAS, tl.load(OF_BIAS) + dscores)
                             else:
-                                tl.store(OF_BIAS, tl.load(OF_BIAS, mask=is_far == 0) + dscores, mask=is_far == 0)
+                                tl.store(
+                                    OF_BIAS, tl.load(OF_BIAS, mask=is_far == 0) + dscores, mask=is_far == 0
+                                )
                     rounded = dscores.to(q.dtype)
                     dk = tl.dot(tl.trans(rounded), q, dk, input_precision="ieee")
                     dq = tl.dot(rounded, k, so_far, input_precision="ieee")
