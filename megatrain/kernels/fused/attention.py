@@ -184,7 +184,7 @@ def _backward_of_heads(
     *, scale: float, softcap: float | None, bias: DistanceBias | None, tile: Tile,
 ) -> Gradients:  # fmt: skip
     """Compute `backward` in one pass over the scores."""
-    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    (sq, b, n, _), (sk, _, g, _) = q.shape, k.shape
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = _new_gradients(q, k)
