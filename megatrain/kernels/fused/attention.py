@@ -4,10 +4,8 @@
     dq_of_queries       a tile of queries, all their keys                            -> dq, and dout . out for the next kernels
     dkdv_of_keys        a tile of keys, all their queries in all heads of the group  -> dk, dv
     bias_of_diagonals   a diagonal of tiles, which have the same distances           -> gradient of the bias
-    backward_of_heads   a group of heads of a sample, one tile of keys after the other -> all gradients
 
-`backward_of_heads` takes the place of the three before it where samples have heads enough for all multiprocessors: it computes scores and
-dropout once, and adds to the sums of dq in memory, which are its own. Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
+Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
 has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
 
 Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for the dropout mask.
@@ -49,24 +47,23 @@ class Tiles(NamedTuple):
     dkdv: Tile
     bias: Tile = Tile(64, 64, 4, 3)
     """As many queries as keys."""
-    heads: Tile = Tile(64, 64, 4, 2)
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 """Tiles by the least power of two that is at least the head width."""
 
+_BIASED_FORWARD = Tile(64, 128, 4, 2)
+"""Tile of the forward pass with a bias, for the narrowest heads."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
 _PARTS = 4
 """Programs that share the samples of a diagonal of tiles."""
 _MAX_KEPT_BYTES = 2**29
 """Bytes of the dropout mask of one launch, unless a group of heads needs more."""
-_MIN_HEADS = 96
-"""Groups of heads of all samples from which on a program computes all gradients of one."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -89,7 +86,7 @@ def forward(
     Args:
         bias: added to the scaled scores; None: none.
     """
-    (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q)).forward
+    (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q, bias)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, sq, dtype=torch.float32, device=q.device)
@@ -109,31 +106,12 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
     (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
-    if (
-        b * g >= _MIN_HEADS
-        and mask.window is None
-        and mask.cu_seqlens is None
-        and not (mask.is_causal and sq > sk)
-    ):
-        return _backward_of_heads(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            mask,
-            scale=scale,
-            softcap=softcap,
-            bias=bias,
-            tile=(tiles or tiles_of(q)).heads,
-        )
     width = cdiv(sk, _MARGIN) * _MARGIN // 8
     if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
         return _backward_by_group(
             dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
         )
-    _, of_queries, of_keys, of_diagonals, _ = tiles or tiles_of(q)
+    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q, bias)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = _new_gradients(q, k)
@@ -177,33 +155,6 @@ def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     if sq == sk:
         return q.new_empty(sq, b, n + 2 * g, d).split((n, g, g), dim=2)
     return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
-
-
-def _backward_of_heads(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None, tile: Tile,
-) -> Gradients:  # fmt: skip
-    """Compute `backward` in one pass over the scores."""
-    (sq, b, n, _), (sk, _, g, _) = q.shape, k.shape
-    dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
-    lse = lse.permute(1, 2, 0).contiguous()
-    dq, dk, dv = _new_gradients(q, k)
-    constants = _constants(q, k, mask, softcap, bias, tile)
-    dq_sums = torch.empty(b, n, sq, constants["PADDED"], dtype=torch.float32, device=q.device)
-    bias_sums, far, zero = lse, lse, 0
-    if bias is not None:
-        zero = bias.reach + tile.queries + tile.keys  # place of distance 0; tiles further away are far
-        bias_sums = torch.zeros(b, n, tile.queries, 2 * zero, dtype=torch.float32, device=q.device)
-        far = lse.new_empty(b, n, cdiv(sk, tile.keys), 2)
-    launch(
-        kernels.backward_of_heads, (g, b), *_with_strides(q, k, v, dout, out, dq, dk, dv),
-        lse, torch.empty_like(lse), dq_sums, bias_sums, (2 * zero, zero), far, *_masks(q, k, mask, bias), scale,
-        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), IS_ALIGNED=_is_aligned(mask.dropout), **constants,
-    )  # fmt: skip
-    if bias is None:
-        return Gradients(dq, dk, dv, None)
-    dbias = _of_distances(bias_sums.sum((0, 2)), zero, far.sum((0, 2)), sq, sk) / scale
-    return Gradients(dq, dk, dv, dbias.to(bias.values.dtype))
 
 
 def _of_distances(near: Tensor, zero: int, far: Tensor, sq: int, sk: int) -> Tensor:
@@ -268,8 +219,11 @@ def _backward_by_group(
     return Gradients(dq, dk, dv, torch.cat(of_bias) if of_bias else None)
 
 
-def tiles_of(q: Tensor) -> Tiles:
-    return TILES[max(power_of_two(q.shape[-1]), min(TILES))]
+def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
+    """Return the tiles for the width of the heads."""
+    width = max(power_of_two(q.shape[-1]), min(TILES))
+    is_biased = bias is not None and width == min(TILES)
+    return TILES[width]._replace(forward=_BIASED_FORWARD) if is_biased else TILES[width]
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:

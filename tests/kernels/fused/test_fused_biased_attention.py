@@ -84,12 +84,6 @@ def check(
         assert error <= bound * size.clamp(min=1), f"{name} is off by {error} of {size}"
 
 
-@pytest.fixture(autouse=True, params=["three kernels", "one kernel"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose the kernels of the backward pass."""
-    monkeypatch.setattr(attention, "_MIN_HEADS", 1 if request.param == "one kernel" else 10**9)
-
-
 SIZES = {"encoder": (130, 130), "whole tiles": (128, 128), "few queries": (70, 200), "few keys": (200, 70)}
 
 
