@@ -115,7 +115,7 @@ def backward(
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = _new_gradients(q, k)
-    dout_dot_out = torch.empty_like(lse)
+    lse_2, dout_dot_out = torch.empty_like(lse), torch.empty_like(lse)
     far = lse if bias is None else lse.new_empty(b, n, 2, sq)
     first, masks, numbers = (
         _first_keys(q, k, mask),
@@ -125,14 +125,14 @@ def backward(
     dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
+        *_with_strides(q, k, v, dout, out, dq), lse, lse_2, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
         HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
     kept = lse
     if rule is not None:
         kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
-    of_rows = lse, dout_dot_out, kept, width
+    of_rows = lse_2, dout_dot_out, kept, width
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
         *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,
@@ -143,9 +143,14 @@ def backward(
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
         dbias = _bias_gradient(
-            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), far, of_queries[:2], bias.reach, sk,
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers),
+            far,
+            of_queries[:2],
+            bias.reach,
+            sk,
             **_constants(q, k, mask, softcap, bias, of_diagonals),
-        ).to(bias.values.dtype)  # fmt: skip
+        )
+        dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
 
 

@@ -9,6 +9,8 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN, TOKENS        of each key of each sample, False for padding, and `tokens_of_samples`, if HAS_PADDING
     BIAS, bias_at           to base 2, of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
+    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of scores lack that factor
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -256,7 +258,7 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
@@ -280,10 +282,12 @@ def dq_of_queries(
     q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row
-    tl.store(DOUT_DOT_OUT + of_head, dout_dot_out, mask=row < sq)
-    lse = _base_2(LSE + of_head, row < sq)
+    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
+    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
+    tl.store(DOUT_DOT_OUT + of_head + row, dout_dot_out, mask=row < sq)
+    lse = tl.load(LSE + of_head + row, mask=row < sq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(LSE_2 + of_head + row, lse, mask=row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
     bounds = _key_bounds(
@@ -309,10 +313,11 @@ def dq_of_queries(
                 probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
             dprobs = tl.dot(dout, v, input_precision="ieee")
+            dropped = probs
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                dprobs = tl.where(kept, dprobs * keep_factor, 0)
-            dscores = probs * (dprobs - dout_dot_out[:, None])
+                dropped = tl.where(kept, probs, 0)
+            dscores = dropped * dprobs - probs * dout_dot_out[:, None]
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
@@ -322,7 +327,7 @@ def dq_of_queries(
                 before += tl.where(start_key < tile * QUERIES, far, 0)
                 after += tl.where(start_key < tile * QUERIES, 0, far)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    _store(DQ, dq * scale, tile * QUERIES, dq_at[0], sq, CHANNELS)
+    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS)
     if HAS_BIAS:  # sums of the tiles that `bias_of_diagonals` leaves out
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
@@ -331,7 +336,7 @@ def dq_of_queries(
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -349,7 +354,10 @@ def dkdv_of_keys(
     v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
-    bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
+    queries = sq
+    if HAS_PADDING:  # no query attends to a tile of padding
+        queries = tl.where(start_key < tl.load(TOKENS + 2 * sample + 1), sq, 0)
+    bounds = _query_bounds(END, start_key, queries, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
     starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
@@ -364,7 +372,7 @@ def dkdv_of_keys(
                     Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
                 dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                lse = _base_2(LSE + of_head + row, row < sq)
+                lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
                 dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
@@ -391,24 +399,16 @@ def dkdv_of_keys(
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                 dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
                 if HAS_DROPOUT:
-                    dprobs = tl.where(probs > 0, dprobs * keep_factor, 0)
-                    probs = tl.abs(probs)
-                dscores = probs * (dprobs - dout_dot_out[None, :])
+                    dropped, probs = tl.maximum(probs, 0), tl.abs(probs)
+                dscores = dropped * dprobs - probs * dout_dot_out[None, :]
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
                 dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
-    _store(DK, dk * scale, start_key, dk_at[0], sk, CHANNELS)
+    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS)
     _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
-
-
-@jit
-def _base_2(LSE, inside):
-    """Load log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys."""
-    lse = tl.load(LSE, mask=inside, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @jit
@@ -436,7 +436,7 @@ def _query_bounds(
 
 @_kernel
 def bias_of_diagonals(
-    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, TOKENS, BIAS, bias_at,  # noqa: ARG001
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, first, sums_at,  # noqa: ARG001
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
@@ -458,7 +458,7 @@ def bias_of_diagonals(
             dout = _load(DOUT_HEAD, start, QUERIES, dout_at[0], sq, CHANNELS, PADDED, IS_EVEN)
             k = _load(K_HEAD, start + shift, KEYS, k_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
             v = _load(V_HEAD, start + shift, KEYS, v_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
-            lse = _base_2(LSE + of_head + row, row < sq)
+            lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
             dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
             scores = tl.dot(q, k, input_precision="ieee")
             scores, factor, _ = _biased(
@@ -475,7 +475,7 @@ def bias_of_diagonals(
             dprobs = tl.dot(dout, v, input_precision="ieee")
             if HAS_DROPOUT:
                 kept = load_kept(KEPT + of_head * kept_width, row, sq, start + shift, kept_width, KEYS)
-                dprobs = tl.where(kept, dprobs * keep_factor, 0)
+                dprobs = tl.where(kept, dprobs, 0)
             total += tl.where(allowed, probs * (dprobs - dout_dot_out[:, None]), 0)
     SUMS += (tl.program_id(2) * tl.num_programs(1) + head) * QUERIES * sums_at[0] + sums_at[1]
     tl.store(SUMS + side[:, None] * sums_at[0] + distance, total)
