@@ -122,17 +122,16 @@ def backward(
         _masks(q, k, mask, bias),
         _numbers(q, k, mask, scale, softcap),
     )
-    dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
-    launch(
-        kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, lse_2, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
-        HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
-    )  # fmt: skip
-    end = None if first is None else _query_ends(first, sk)
     kept = lse
     if rule is not None:
-        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
+        kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
     of_rows = lse_2, dout_dot_out, kept, width
+    launch(
+        kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
+        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, far, lse if first is None else first, *masks, scale, *numbers,
+        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
+    )  # fmt: skip
+    end = None if first is None else _query_ends(first, sk)
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
         *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,

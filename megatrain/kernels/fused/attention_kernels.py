@@ -258,12 +258,10 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
-    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
-    query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -275,10 +273,6 @@ def dq_of_queries(
     if HAS_FIRST:
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    if HAS_DROPOUT:
-        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
-        query = position(row, (query_start, query_middle, query_jump))
-        spans = (key_start, key_middle, key_jump)
     q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
@@ -315,7 +309,7 @@ def dq_of_queries(
             dprobs = tl.dot(dout, v, input_precision="ieee")
             dropped = probs
             if HAS_DROPOUT:
-                kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
+                kept = load_kept(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
                 dropped = tl.where(kept, probs, 0)
             dscores = dropped * dprobs - probs * dout_dot_out[:, None]
             if HAS_SOFTCAP:
