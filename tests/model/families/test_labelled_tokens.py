@@ -52,7 +52,7 @@ def test_more_labels_than_expected_make_the_loss_nan() -> None:
 
 def test_samples_have_at_most_the_labels_that_the_head_expects() -> None:
     """The bound of `max_labels` is that of `masked_runs`."""
-    vocabulary = MaskVocabulary(100, cls=1, sep=2, mask=3, continues=np.zeros(100, bool))
+    vocabulary = MaskVocabulary(size=100, cls=1, sep=2, mask=3, continues=np.zeros(100, bool))
     random, counts = np.random.RandomState(0), []
     for length in (6, 7, 61, 125):
         for _ in range(20):
