@@ -128,6 +128,8 @@ class Source:
     def with_layers(self, kept: Sequence[int]) -> Source:
         """Return the model with these layers alone: patterns that give layers a feature become lists."""
         model, experts = self.config.model, self.config.experts
+        if len(kept) == model.num_layers:
+            return self
         values: dict[str, object] = {LAYERS: len(kept)}
         for name, means in _PATTERNS.items():
             text = getattr(model, name)
@@ -234,6 +236,11 @@ def _within(source: Source, sizes: dict[str, int], targets: Sizes, parameters: i
     free = [path for path in (HIDDEN, *WIDTHS) if path in sizes and path not in targets]
     free = [path for path in free if path != HIDDEN or not source.config.model.use_mup]
     steps = {path: _step(sizes[path]) for path in free}
+    heads = sizes.get(HEADS, 1)
+    if (
+        HIDDEN in steps and sizes[HIDDEN] % heads == 0
+    ):  # a multiple of the heads, which models of transformers need
+        steps[HIDDEN] = heads * _step(sizes[HIDDEN] // heads)
 
     def scaled(paths: Sequence[str], part: int, parts: int, base: Sizes) -> dict[str, int]:
         shrunk = {path: sizes[path] * part // parts // steps[path] * steps[path] for path in paths}
