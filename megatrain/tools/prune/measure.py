@@ -1,6 +1,6 @@
 """Measures the importance of a checkpoint's parts: the model, or one layer after the other, computes the calibration set.
 
-    samples ─> parts of the set ─> stage by stage of a pipeline on this process alone ─> sums ─> importance.npz beside the output
+    samples ─> parts of the set ─> stage by stage of a pipeline on this process alone ─> sums ─> importance.npz next to the output
 
 A model that fits in half of the free memory is one stage; otherwise each layer is one, which is read for each part of the set, and
 the stream of that part waits in host memory.

@@ -278,7 +278,7 @@ class _Shrinking:
 
 
 def _count(source: Source, sizes: Sizes) -> int:
-    """Return the most parameters that the model has, whichever of its layers are kept."""
+    """Return the most parameters that the model has, for any choice of its layers."""
     of_layers: Counter[str] = Counter()
     rest = 0
     for name, shape in source.resized({**sizes, LAYERS: source.sizes[LAYERS]}).shapes.items():
