@@ -277,7 +277,7 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family.modules, rows, vars(model))
+            found = their_tensors(self.family, rows, vars(model))
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(

@@ -169,6 +169,8 @@ class Family:
     """Files may store experts in MXFP4."""
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that loads a folder."""
+    layers_per_block: int = 1
+    """Layers of ours that one of theirs holds."""
     more_layers: str | None = None
     """Key with the number of layers in the files after the layers of the model, which transformers leaves out: multi-token prediction."""
 

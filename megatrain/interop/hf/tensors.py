@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from megatrain.interop.hf.family import Fused, Modules
+from megatrain.interop.hf.family import Family, Fused
 
 Shape = tuple[int, ...]
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -47,7 +47,7 @@ class TheirTensor:
 
 
 def their_tensors(
-    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
+    family: Family, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
 ) -> dict[str, TheirTensor]:
     """Return their tensors that hold all of ours, by name. `sizes`: settings of the model.
 
@@ -56,7 +56,7 @@ def their_tensors(
     """
     homes = {
         name: (theirs, fused)
-        for theirs, module in modules.items()
+        for theirs, module in family.modules.items()
         for fused in (Fused((module,)) if isinstance(module, str) else module,)
         for name in fused.names
     }
@@ -68,7 +68,8 @@ def their_tensors(
             raise KeyError(name)
         theirs, fused = homes[module]
         numbers = _NUMBER.findall(f"{name}.")
-        whole = theirs.format(*numbers) + _ending(kind, fused)
+        block = [str(int(number) // family.layers_per_block) for number in numbers[:1]]
+        whole = theirs.format(*block, *numbers[1:]) + _ending(kind, fused)
         if whole not in found:
             names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]
             names = [name] if fused.is_one_of else names

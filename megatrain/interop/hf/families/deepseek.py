@@ -85,7 +85,7 @@ class _SharedExperts:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class ExpertGroups:
     """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores."""
 
     best: int
@@ -173,7 +173,7 @@ DEEPSEEK_V2: Final = Family(
         Choice("scoring_func", {"softmax": {}}),
         Choice("norm_topk_prob", {False: {}}, reason="transformers does not normalize its probabilities"),
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
-        _Groups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
+        ExpertGroups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
         Fixed({"experts.moe_router_pre_softmax": True}),
     ),
     modules=modules(_LAYER),
@@ -189,7 +189,7 @@ DEEPSEEK_V3: Final = Family(
         Choice("topk_method", {"noaux_tc": {}}),
         Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
         Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
-        _Groups(best=2, groups=8, used=4),
+        ExpertGroups(best=2, groups=8, used=4),
         Fixed(
             {
                 "experts.moe_router_score_function": "sigmoid",
