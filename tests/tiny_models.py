@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron-H": (
         "NemotronHForCausalLM",
-        {**GQA, **MAMBA, "num_hidden_layers": 4, "layers_block_type": [*_M, "mlp", "full_attention", *_M, "mlp"]},
+        {**GQA, **MAMBA, "layers_block_type": [*_M, "mlp", "full_attention", *_M]},
     ),
     "Nemotron 3": (
         "NemotronHForCausalLM",

@@ -70,7 +70,7 @@ class HfCheckpoint(TensorReader):
         self.left_out = self._layers_left_out()
         """Numbers of layers in the files that the model of transformers leaves out."""
         self._check_tensors()
-        self.unread_keys = source.unread
+        self.unread_keys, self.notes = source.unread, source.notes
         self._whole = functools.lru_cache(1)(self._read_whole)
 
     @property
@@ -277,7 +277,9 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family, rows, vars(model))
+            found = their_tensors(
+                self.family.modules, rows, vars(model), layers_per_block=self.family.layers_per_block
+            )
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(

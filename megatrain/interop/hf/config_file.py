@@ -35,6 +35,8 @@ class ConfigFile:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
         self.read: set[str] = set()
+        self.notes: list[str] = []
+        """What transformers computes in another way than the models here, and they as in training."""
         if _CODE in values:
             raise InputError(
                 f"{path}: {_CODE} names code of its own, which is not run",

@@ -73,7 +73,12 @@ class HfExport(TensorReader):
         self.has_mtp = len(ours) < len(manifest.model_tensors)
         biases = bias_shapes(self._config, self.vocab_size)
         self.tensors = {
-            **their_tensors(self.family, ours | biases, vars(model)),
+            **their_tensors(
+                self.family.modules,
+                ours | biases,
+                vars(model),
+                layers_per_block=self.family.layers_per_block,
+            ),
             **zero_tensors(self.family.zeros, model.hidden_size),
         }
         self.tokenizer_config: TokenizerConfig = stored_section(

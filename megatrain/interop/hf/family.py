@@ -10,7 +10,7 @@ Each part is read (config.json to settings) and written (settings to config.json
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -169,6 +169,8 @@ class Family:
     """Files may store experts in MXFP4."""
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that loads a folder."""
+    fits: Callable[[Config], bool] = lambda _: True
+    """Whether an export tries the family for a model of ours: its layers are of the right kinds."""
     layers_per_block: int = 1
     """Layers of ours that one of theirs holds."""
     more_layers: str | None = None

@@ -126,7 +126,7 @@ def fitting_family(
     described = function_of(config, vocab_size)
     closest: tuple[int, str, list[str]] | None = None
     kind = config.model.model_family
-    alike = [family for family in FAMILIES.values() if _model_family(family) == kind]
+    alike = [one for one in FAMILIES.values() if _model_family(one) == kind and one.fits(config)]
     for family in [FAMILIES[wanted]] if wanted else alike:
         keys: dict[str, Any] = {"vocab_size": vocab_size}
         for part in family.config:
@@ -188,7 +188,16 @@ def _layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _router(router: RouterSpec) -> RouterSpec:
-    return replace(router, dtype=None, losses=(), z_loss_coeff=0.0, bias_update_rate=0.0, jitter=0.0)
+    factor = router.scaling_factor or 1.0
+    return replace(
+        router,
+        dtype=None,
+        losses=(),
+        z_loss_coeff=0.0,
+        bias_update_rate=0.0,
+        jitter=0.0,
+        scaling_factor=factor,
+    )
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:

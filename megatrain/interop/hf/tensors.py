@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from megatrain.interop.hf.family import Family, Fused
+from megatrain.interop.hf.family import Fused, Modules
 
 Shape = tuple[int, ...]
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -47,16 +47,20 @@ class TheirTensor:
 
 
 def their_tensors(
-    family: Family, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
+    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any], *, layers_per_block: int = 1
 ) -> dict[str, TheirTensor]:
-    """Return their tensors that hold all of ours, by name. `sizes`: settings of the model.
+    """Return their tensors that hold all of ours, by name.
+
+    Args:
+        sizes: settings of the model.
+        layers_per_block: layers of ours that one of theirs holds.
 
     Raises:
         KeyError: the family has no place for one of our tensors; the argument is its name.
     """
     homes = {
         name: (theirs, fused)
-        for theirs, module in family.modules.items()
+        for theirs, module in modules.items()
         for fused in (Fused((module,)) if isinstance(module, str) else module,)
         for name in fused.names
     }
@@ -68,7 +72,7 @@ def their_tensors(
             raise KeyError(name)
         theirs, fused = homes[module]
         numbers = _NUMBER.findall(f"{name}.")
-        block = [str(int(number) // family.layers_per_block) for number in numbers[:1]]
+        block = [str(int(number) // layers_per_block) for number in numbers[:1]]
         whole = theirs.format(*block, *numbers[1:]) + _ending(kind, fused)
         if whole not in found:
             names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]

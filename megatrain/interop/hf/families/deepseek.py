@@ -85,6 +85,20 @@ class _SharedExperts:
 
 
 @dataclass(frozen=True)
+class ScalingFactor:
+    """Factor of the probabilities of experts; models of ours may have none."""
+
+    default: float
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        factor = source.checked("routed_scaling_factor", check=POSITIVE, default=self.default)
+        return {"experts.moe_router_topk_scaling_factor": float(factor)}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"routed_scaling_factor": config.experts.moe_router_topk_scaling_factor or 1.0}
+
+
+@dataclass(frozen=True)
 class ExpertGroups:
     """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores."""
 
@@ -142,7 +156,7 @@ def _config(
             default=experts,
             also=("num_experts", "num_local_experts"),
         ),
-        Value("routed_scaling_factor", "experts.moe_router_topk_scaling_factor", POSITIVE, default=scaling),
+        ScalingFactor(scaling),
         Fixed({"model.multi_latent_attention": True, "model.qk_layernorm": True}),
     )
 

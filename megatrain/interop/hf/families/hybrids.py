@@ -15,7 +15,7 @@ from megatrain.config.derive.hybrid_pattern import known_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.config_parts import QueryGroups
-from megatrain.interop.hf.families.deepseek import ExpertGroups
+from megatrain.interop.hf.families.deepseek import ExpertGroups, ScalingFactor
 from megatrain.interop.hf.families.llama import (
     ATTENTION,
     MLP,
@@ -115,16 +115,24 @@ class _Where:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Limits of the step sizes of Mamba-2: models here have none."""
+    """Limits of the step sizes of Mamba-2: models here have none, as in Megatron-LM."""
 
     raises_small: bool = False
-    """Transformers raises steps below `time_step_min` in passes of several tokens: an export has a tiny one."""
+    """Transformers raises steps to `time_step_min` in passes of several tokens, not of one: an export has a tiny one."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        source.get("time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
+        source.get(
+            "time_step_max", "time_step_floor", "time_step_rank", "mamba_dt_max", "mamba_dt_init_floor"
+        )
         limit = source.get("time_step_limit", "mamba_dt_limit", default=[0.0, float("inf")])
         if limit not in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
-            raise source.refusal("time_step_limit", limit, "step sizes have no limit")
+            raise source.refusal("time_step_limit", limit, "their step sizes have no limit")
+        least = source.checked("time_step_min", "mamba_dt_min", check=POSITIVE, default=0.001)
+        if self.raises_small and least > _SMALLEST_STEP:
+            source.notes.append(
+                f"transformers raises step sizes of Mamba-2 to time_step_min ({least:g}) in passes of several tokens;"
+                " models here do not, as in training with Megatron-LM, so that logits differ"
+            )
         return {}
 
     def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
@@ -155,7 +163,7 @@ class _Heads:
             source.checked(self.channels, check=COUNT, default=self.default)
         if total not in (None, heads * given):
             raise source.refusal(
-                self.channels, given, f"{self.expand} and hidden_size give {total} for {heads} heads"
+                self.channels, given, f"with {self.heads} {heads}, {self.expand} * hidden_size gives {total}"
             )
         return {"model.mamba_num_heads": heads, "model.mamba_head_dim": given}
 
@@ -169,7 +177,7 @@ class _MambaLayers:
     """Layers of Mamba-2 alone."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        return _settings("M" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS), default=64))
+        return _settings("M" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
 
     def write(self, config: Config) -> dict[str, Any]:
         return {"num_hidden_layers": len(_letters(config))}
@@ -266,7 +274,7 @@ _EXPERTS: Final[tuple[ConfigPart, ...]] = (
     Value("moe_intermediate_size", "experts.moe_ffn_hidden_size", default=7688),
     Value("moe_shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=7688),
     Value("moe_latent_size", "experts.moe_latent_size", is_optional=True),
-    Value("routed_scaling_factor", "experts.moe_router_topk_scaling_factor", POSITIVE, default=1.0),
+    ScalingFactor(1.0),
     Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
     ExpertGroups(best=2, groups=1, used=1),
     Implied(("n_shared_experts", "moe_shared_expert_overlap")),
@@ -286,21 +294,18 @@ NEMOTRON_H: Final = Family(
         Value("hidden_size", "model.hidden_size"),
         Value("max_position_embeddings", "model.max_position_embeddings"),
         _Kinds(),
-        Value("num_attention_heads", "model.num_attention_heads", default=32),
+        Value("num_attention_heads", "model.num_attention_heads"),
         QueryGroups(default=8),
         Value("head_dim", "model.kv_channels", default=128, also=("attention_head_dim",)),
         Value("attention_dropout", "model.attention_dropout", PROBABILITY, default=0.0),
         Value("hidden_dropout", "model.hidden_dropout", PROBABILITY, default=0.0),
-        Value("intermediate_size", "model.ffn_hidden_size", default=21504),
+        Value("intermediate_size", "model.ffn_hidden_size"),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
         Choice("mlp_hidden_act", {"relu2": {"model.squared_relu": True}, "gelu": {}}),
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         NO_ATTENTION_BIAS,
-        Choice(
-            "tie_word_embeddings",
-            {False: {"model.untie_embeddings_and_output_weights": True}},
-            reason="transformers does not tie its output layer",
-        ),
+        Choice("tie_word_embeddings", {False: {}}, reason="transformers does not tie its output layer"),
+        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
         _Where(
             "M",
             (
@@ -341,7 +346,7 @@ MAMBA2: Final = Family(
     model_type="mamba2",
     config=(
         Fixed({**_HYBRID, "model.position_embedding_type": "none", "model.num_attention_heads": 1}),
-        Value("hidden_size", "model.hidden_size", default=4096),
+        Value("hidden_size", "model.hidden_size"),
         Value("max_position_embeddings", "model.max_position_embeddings", default=_MAMBA2_LENGTH),
         _MambaLayers(),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
@@ -363,6 +368,7 @@ MAMBA2: Final = Family(
         **_outer("backbone.embeddings", "backbone.norm_f"),
         **in_layers("backbone.layers", {"norm": "mamba.norm", **_MAMBA_LAYERS}),
     },
+    fits=lambda config: set(_letters(config)) == {"M"},
 )
 BAMBA: Final = Family(
     architecture="BambaForCausalLM",
@@ -400,5 +406,6 @@ BAMBA: Final = Family(
             },
         ),
     },
+    fits=lambda config: set(_letters(config)[1::2]) == {"-"} and len(_letters(config)) % 2 == 0,
     layers_per_block=2,
 )
