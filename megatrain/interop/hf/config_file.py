@@ -36,7 +36,7 @@ class ConfigFile:
         self.path, self._values = path, values
         self.read: set[str] = set()
         self.notes: list[str] = []
-        """What transformers computes in another way than the models here, and they as in training."""
+        """Sentences about what transformers computes in another way than the models here."""
         if _CODE in values:
             raise InputError(
                 f"{path}: {_CODE} names code of its own, which is not run",

@@ -170,7 +170,7 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that loads a folder."""
     fits: Callable[[Config], bool] = lambda _: True
-    """Whether an export tries the family for a model of ours: its layers are of the right kinds."""
+    """An export tries the family for a model of ours: its layers are of the right kinds."""
     layers_per_block: int = 1
     """Layers of ours that one of theirs holds."""
     more_layers: str | None = None
