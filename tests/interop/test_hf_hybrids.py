@@ -47,7 +47,7 @@ def test_the_pattern_of_the_hub_means_the_list_of_transformers() -> None:
     ("model", "changes", "problem"),
     [
         (NEMOTRON, {"layers_block_type": ["linear_attention", "sparse"]}, "'sparse' is not one of"),
-        (NEMOTRON, {"layers_block_type": None, "hybrid_override_pattern": "MD"}, "its letters are M E"),
+        (NEMOTRON, {"layers_block_type": None, "hybrid_override_pattern": "MD"}, "M is Mamba-2, E experts"),
         (NEMOTRON, {"layer_norm_epsilon": 1e-6}, "the gated norm of Mamba-2 has 1e-05"),
         (NEMOTRON, {"conv_kernel": 3}, "the convolution of Mamba-2 reads 4 tokens"),
         (NEMOTRON, {"use_conv_bias": False}, "the convolution of Mamba-2 has biases"),
@@ -108,7 +108,11 @@ def test_a_run_with_prediction_heads_is_exported_without_them(
 @pytest.mark.parametrize(
     ("pattern", "words", "problem"),
     [
-        ("MG*-", "--squared-relu --untie-embeddings-and-output-weights", "'gated_delta_net' is not one of"),
+        (
+            "MG*-",
+            "--squared-relu --untie-embeddings-and-output-weights",
+            "hybrid_override_pattern is 'MG\\*-'",
+        ),
         ("M*-", "--squared-relu", "transformers does not tie"),
         ("ME", "--untie-embeddings-and-output-weights --squared-relu", "moe_shared_expert_intermediate_size"),
         ("M*-", "--untie-embeddings-and-output-weights --quick-geglu", "activation is 'quick_geglu' here"),

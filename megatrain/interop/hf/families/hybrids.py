@@ -60,14 +60,12 @@ def _settings(letters: str) -> dict[str, Any]:
 
 
 class _Kinds:
-    """Kinds of the layers of Nemotron-H, as a list, or as the older pattern of letters."""
+    """Kinds of the layers of Nemotron-H: a pattern of letters, as on the hub, or a list."""
 
     kinds: ClassVar = {
-        "M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp",
-        "G": "gated_delta_net", "+": "multi_latent_attention",
+        "linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-", "mamba": "M", "attention": "*",
     }  # fmt: skip
-    """The last two are none of transformers."""
-    older: ClassVar = {"mamba": "M", "attention": "*"}
+    """The last two are older."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         return _settings(self.letters(source))
@@ -75,25 +73,22 @@ class _Kinds:
     @classmethod
     def letters(cls, source: ConfigFile) -> str:
         """Return a letter for each layer."""
-        by_kind = {cls.kinds[letter]: letter for letter in "ME*-"} | cls.older
-        check = list_of(text(tuple(by_kind)), most=_MAX_LAYERS)
         source.get("num_hidden_layers", "hybrid_override_pattern")
+        check = list_of(text(tuple(cls.kinds)), most=_MAX_LAYERS)
         kinds = source.checked("layers_block_type", "layer_types", check=check, is_optional=True)
         if kinds is not None:
-            return "".join(by_kind[kind] for kind in kinds)
-        pattern = source.checked(
-            "hybrid_override_pattern", check=text(max_characters=_MAX_LAYERS), default="ME*-"
-        )
-        if not pattern or set(pattern) - set("ME*-"):
-            raise source.refusal("hybrid_override_pattern", pattern, "its letters are M E * -")
-        return str(pattern)
+            return "".join(cls.kinds[kind] for kind in kinds)
+        check = text(max_characters=_MAX_LAYERS)
+        letters: str = source.checked("hybrid_override_pattern", check=check, default="ME*-")
+        if not letters or set(letters) - set("ME*-"):
+            raise source.refusal(
+                "hybrid_override_pattern", letters, "M is Mamba-2, E experts, * attention, - an MLP"
+            )
+        return letters
 
     def write(self, config: Config) -> dict[str, Any]:
         letters = _letters(config)
-        return {
-            "layers_block_type": [self.kinds[letter] for letter in letters],
-            "num_hidden_layers": len(letters),
-        }
+        return {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
 
 
 @dataclass(frozen=True)
