@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, VOCAB, tiny_model, write
 
 from megatrain.config import ConfigError
@@ -81,6 +82,9 @@ def test_step_sizes_have_no_lower_limit(tmp_path: Path, capsys: pytest.CaptureFi
     theirs.config.time_step_min = 0.05
     (raised,) = logits_of_transformers(theirs, tokens)
     source = write(theirs, tmp_path / "theirs")
+    file = source / "model.safetensors"  # names of both versions are read
+    renamed = {name.replace("backbone.", "model."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     assert "raises step sizes of Mamba-2 to time_step_min (0.05)" in capsys.readouterr().out
     (found,) = logits_here(tmp_path / "ours" / "iter_0000000", tokens)

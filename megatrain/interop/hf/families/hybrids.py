@@ -335,6 +335,7 @@ NEMOTRON_H: Final = Family(
     ),
     modules={**_outer("backbone.embeddings", "backbone.norm_f"), **in_layers("backbone.layers", _LAYERS)},
     buffers=(r"mtp\..*",),
+    renamed={"model.": "backbone."},
 )
 MAMBA2: Final = Family(
     architecture="Mamba2ForCausalLM",
