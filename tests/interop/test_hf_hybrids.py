@@ -1,5 +1,6 @@
 """Hybrids and transformers: forms of config.json, limits of step sizes, runs with prediction heads, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,13 @@ def test_step_sizes_have_no_lower_limit(tmp_path: Path, capsys: pytest.CaptureFi
     source = write(theirs, tmp_path / "theirs")
     file = source / "model.safetensors"  # names of both versions are read
     renamed = {name.replace("backbone.", "model."): tensor for name, tensor in load_file(file).items()}
-    save_file(renamed, file, metadata={"format": "pt"})
+    save_file(renamed | {"mtp.layers.0.norm.weight": torch.ones(32)}, file, metadata={"format": "pt"})
+    keys = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(keys))
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
-    assert "raises step sizes of Mamba-2 to time_step_min (0.05)" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "raises step sizes of Mamba-2 to time_step_min (0.05)" in output
+    assert "layers of multi-token prediction are left out" in output
     (found,) = logits_here(tmp_path / "ours" / "iter_0000000", tokens)
     assert (found - expected).abs().max() < 1e-5
     assert (found - raised).abs().max() > 1e-3

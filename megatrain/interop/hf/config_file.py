@@ -37,7 +37,7 @@ class ConfigFile:
         self.path, self._values = path, values
         self.read: set[str] = set()
         self.notes: list[str] = []
-        """Sentences about what transformers computes in another way than the models here."""
+        """Sentences for a conversion: what is left out, and what transformers computes in another way than the models here."""
         self._nested: dict[str, ConfigFile] = {}
         if _CODE in values:
             raise InputError(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 from megatrain.config.derive.families import mamba_of
 from megatrain.config.derive.hybrid_pattern import known_pattern
 from megatrain.config.schema.tree import Config
+from megatrain.config.schema.values import Range
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.config_parts import QueryGroups
 from megatrain.interop.hf.families.deepseek import ExpertGroups, ScalingFactor
@@ -39,12 +40,13 @@ from megatrain.interop.hf.family import (
     in_layers,
 )
 from megatrain.interop.hf.rope import Rope
-from megatrain.storage.untrusted_json import integer, list_of, text
+from megatrain.storage.untrusted_json import integer, list_of, number, text
 
 _MAX_LAYERS: Final = 1 << 16
 _EPSILON: Final = 1e-5
 """Epsilon of the gated norm of Mamba-2 here, which is that of all norms in transformers."""
 _SMALLEST_STEP: Final = 1e-9
+_NOT_NEGATIVE: Final = number(Range(at_least=0))
 _MAMBA2_LENGTH: Final = 1 << 17
 """Length of a Mamba-2 whose config.json has none: its state has no limit."""
 
@@ -122,7 +124,7 @@ class _Steps:
         limit = source.get("time_step_limit", "mamba_dt_limit", default=[0.0, float("inf")])
         if limit not in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
             raise source.refusal("time_step_limit", limit, "their step sizes have no limit")
-        least = source.checked("time_step_min", "mamba_dt_min", check=POSITIVE, default=0.001)
+        least = source.checked("time_step_min", "mamba_dt_min", check=_NOT_NEGATIVE, default=0.001)
         if self.raises_small and least > _SMALLEST_STEP:
             source.notes.append(
                 f"transformers raises step sizes of Mamba-2 to time_step_min ({least:g}) in passes of several tokens;"
@@ -132,6 +134,16 @@ class _Steps:
 
     def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
         return {"time_step_min": _SMALLEST_STEP} if self.raises_small else {}
+
+
+class _PredictionHeads(ConfigPart):
+    """Multi-token prediction, which transformers leaves out."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        source.get("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        if source.checked("num_nextn_predict_layers", check=integer(0, 64), default=0):
+            source.notes.append("the layers of multi-token prediction are left out, as in transformers")
+        return {}
 
 
 @dataclass(frozen=True)
@@ -280,6 +292,10 @@ _EXPERTS: Final[tuple[ConfigPart, ...]] = (
         }
     ),
 )
+_WITHOUT_EFFECT: Final = (
+    "num_logits_to_keep use_mamba_kernels rms_norm_eps expand chunk_size mamba_proj_bias mamba_ssm_cache_dtype"
+    " residual_in_fp32 rescale_prenorm_residual"
+)
 
 NEMOTRON_H: Final = Family(
     architecture="NemotronHForCausalLM",
@@ -318,20 +334,8 @@ NEMOTRON_H: Final = Family(
             ),
         ),
         _Where("E", _EXPERTS),
-        Implied(
-            (
-                *(
-                    "num_logits_to_keep",
-                    "use_mamba_kernels",
-                    "rms_norm_eps",
-                    "expand",
-                    "chunk_size",
-                    "mamba_proj_bias",
-                ),
-                *("mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual"),
-                *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-            )
-        ),
+        _PredictionHeads(),
+        Implied(tuple(_WITHOUT_EFFECT.split())),
     ),
     modules={**_outer("backbone.embeddings", "backbone.norm_f"), **in_layers("backbone.layers", _LAYERS)},
     buffers=(r"mtp\..*",),
