@@ -12,6 +12,7 @@ from megatrain.kernels import (
     cross_entropy,
     norms,
     output_gate,
+    part_sums,
     random,
     rotary,
 )
@@ -21,6 +22,7 @@ from megatrain.kernels.fused import column_sums as fused_column_sums
 from megatrain.kernels.fused import cross_entropy as fused_cross_entropy
 from megatrain.kernels.fused import norms as fused_norms
 from megatrain.kernels.fused import output_gate as fused_output_gate
+from megatrain.kernels.fused import part_sums as fused_part_sums
 from megatrain.kernels.fused import random as fused_random
 from megatrain.kernels.fused import rotary as fused_rotary
 
@@ -383,3 +385,16 @@ def test_in_place_kernels_refuse_strided_tensors() -> None:
     ):
         with pytest.raises(AssertionError):
             start()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "number", "count"), [(2, 0, 7), (2, 1, 2048), (4, 2, 5000), (8, 7, 4097)])
+def test_parts_are_summed_in_their_order(dtype: torch.dtype, size: int, number: int, count: int) -> None:
+    parts, own = drawn(size, count, dtype=dtype), drawn(count, dtype=dtype, seed=1)
+    parts[number] = float("nan")  # is not read
+    found, expected = torch.empty_like(own), own.clone()
+    fused_part_sums.sum_parts(parts, own, number, found)
+    part_sums.sum_parts_reference(parts, expected, number, expected)
+    assert torch.equal(found, expected)
+    fused_part_sums.sum_parts(parts, own, number, own)
+    assert torch.equal(own, expected)
