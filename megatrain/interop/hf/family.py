@@ -184,7 +184,7 @@ class LeftOut:
     layers: str
     """Prefix of their names."""
     words: str
-    """What they are, for messages."""
+    """Name of the layers in messages."""
     numbers: Callable[[ConfigFile, Config], range]
 
 
@@ -220,7 +220,7 @@ class Family:
     is_tower: bool = False
     """A vision tower alone, without a language model."""
     variants: tuple[Family, ...] = ()
-    """Families of the same class, of which `is_of` finds one."""
+    """Families of the same class; `is_of` finds one."""
     is_of: Callable[[ConfigFile], bool] = lambda _: True
 
     @property
