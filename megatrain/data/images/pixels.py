@@ -132,7 +132,8 @@ class Tiling:
     def colours(self, pixels: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         """Return the 8-bit colours [height, width, channels] of one tile's pixels."""
         values = pixels.transpose(1, 2, 0) * _DEVIATIONS[self.processor] + _MEANS[self.processor]
-        return np.rint(values.clip(0, 1) * 255).astype(np.uint8)
+        found: npt.NDArray[np.uint8] = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
+        return found
 
 
 def _resized(image: Image, width: int, height: int) -> Image:
