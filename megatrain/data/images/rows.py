@@ -1,7 +1,7 @@
 r"""Rows of conversations about images, from files of JSON Lines as LLaVA has them, or from tar shards of WebDataset.
 
     {"id": "7", "image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
-    {"text": "<image> A cat.", "image": ["cat.jpg"]}          text, all of which is learned
+    {"text": "<image> A cat.", "image": ["cat.jpg"]}          text, which is learned whole
     0007.jpg  0007.json  |  0007.jpg  0007.txt                 members of a shard with one key: images, and a row or a caption
 
 `image` is a name or a list of names below the folder of the file; a row without it is text.

@@ -45,25 +45,7 @@ def add_flags(commands: Any) -> None:
     )
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    dataset = add_command(
-        actions,
-        "inspect",
-        run=run_inspect,
-        help="count documents and tokens of a dataset, and check its description",
-        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
-    )
-    dataset.add_argument(
-        "prefix",
-        metavar="PREFIX",
-        help="path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)",
-    )
-    dataset.add_argument("--document", type=int, metavar="K", help="show document or row K, counted from 0")
-    dataset.add_argument("--picture", metavar="FILE", help="write the images of row K, with its text, as PNG")
-    dataset.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_index_cache(dataset, texts)
-    group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
-    add_tokenizer_flags(group, texts)
-
+    _add_inspect(actions, texts)
     sample = add_command(
         actions,
         "sample",
@@ -111,6 +93,27 @@ def add_flags(commands: Any) -> None:
     merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths or URLs without .bin and .idx")
     merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
     _add_index_cache(merge, texts)
+
+
+def _add_inspect(actions: Any, texts: Mapping[str, str]) -> None:
+    dataset = add_command(
+        actions,
+        "inspect",
+        run=run_inspect,
+        help="count documents and tokens of a dataset, and check its description",
+        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
+    )
+    dataset.add_argument(
+        "prefix",
+        metavar="PREFIX",
+        help="path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)",
+    )
+    dataset.add_argument("--document", type=int, metavar="K", help="show document or row K, counted from 0")
+    dataset.add_argument("--picture", metavar="FILE", help="write the images of row K, with its text, as PNG")
+    dataset.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_index_cache(dataset, texts)
+    group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
+    add_tokenizer_flags(group, texts)
 
 
 def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
