@@ -191,17 +191,21 @@ def test_rotary(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_silu", [False, True])
 @pytest.mark.parametrize(("heads", "d"), [((4, 2, 2, 4), 8), ((3, 1, 1, 3), 33), ((40, 8, 8, 40), 64)])
-def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int) -> None:
+def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int, has_silu: bool) -> None:
     """The gate is a part of the QKV projection; the gradient may have other strides too."""
     s, b = 3, 2
     gate = drawn(s, b, sum(heads), d, dtype=dtype).split(list(heads), dim=2)[3].flatten(2)
     assert not gate.is_contiguous()
     x = drawn(s, b, heads[0] * d, dtype=dtype, seed=1)
     dy = drawn(b, s, heads[0] * d, dtype=dtype, seed=2).transpose(0, 1)
-    near(fused_output_gate.gate_output(x, gate), output_gate.gate_output_reference(x, gate), dtype)
-    found = fused_output_gate.gate_output_backward(dy, x, gate)
-    expected = output_gate.gate_output_backward_reference(dy, x, gate)
+    expected_y = output_gate.gate_output_reference(x, gate, has_silu=has_silu)
+    near(fused_output_gate.gate_output(x, gate, has_silu=has_silu), expected_y, dtype)
+    place = torch.zeros(s, b, 2 * heads[0] * d, dtype=dtype, device=DEVICE)[..., heads[0] * d :]
+    found = fused_output_gate.gate_output_backward(dy, x, gate, has_silu=has_silu, out=place)
+    assert found[1] is place
+    expected = output_gate.gate_output_backward_reference(dy, x, gate, has_silu=has_silu)
     for one, other in zip(found, expected, strict=True):
         near(one, other, dtype)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,15 @@ def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp
     flags: dict[str, str | None] = {
         "--save": str(save), "--load": str(save), "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "600",
     }  # fmt: skip
-    words = [sys.executable, "pretrain.py", *command_line(flags)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+
+    def stop() -> None:
         wait_for(save / "metrics.jsonl", lines=2)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 75
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    assert pretrain.main(command_line(flags)) == 75
+    stopping.join()
     assert json.loads((save / "status.json").read_text())["iteration"] == 2
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
     assert pretrain.main(command_line({**flags, "--eval-iters": "2", "--exit-interval": "3"})) == 75

@@ -19,7 +19,17 @@ from megatrain.interop.hf.families.llama import (
     NORMS,
     modules,
 )
-from megatrain.interop.hf.family import COUNT, POSITIVE, Choice, ConfigPart, Family, Fixed, Implied, Value
+from megatrain.interop.hf.family import (
+    COUNT,
+    POSITIVE,
+    Choice,
+    ConfigPart,
+    Family,
+    Fixed,
+    Implied,
+    LeftOut,
+    Value,
+)
 from megatrain.interop.hf.rope import LatentRope
 from megatrain.storage.untrusted_json import InvalidError, integer, shown
 
@@ -147,6 +157,11 @@ def _config(
     )
 
 
+def _layers_of_prediction(source: ConfigFile, config: Config) -> range:
+    number = source.checked("num_nextn_predict_layers", check=integer(0, 64), default=0)
+    return range(config.model.num_layers, config.model.num_layers + number)
+
+
 _LAYER: Final = {
     **NORMS,
     "self_attn.q_proj": "attention.q",
@@ -199,5 +214,5 @@ DEEPSEEK_V3: Final = Family(
     ),
     modules=modules(_LAYER, {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
     buffers=BUFFERS,
-    more_layers="num_nextn_predict_layers",
+    more_layers=LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction),
 )
