@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.fused import gated_norm as fused_norm
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.fused.scans import gated_norm as fused_norm
 from megatrain.kernels.fused.scans import mamba2 as fused
 from megatrain.kernels.fused.scans.chunks import has_kernel
 from megatrain.kernels.gated_delta import delta_rule

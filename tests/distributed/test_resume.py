@@ -39,7 +39,7 @@ ALWAYS = ("one process", "tp2")
 EACH_LAYOUT = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("name", only(("tp2",), LAYOUTS))
+@pytest.mark.parametrize("name", only(("one process",), LAYOUTS))
 def test_ten_and_ten_iterations_are_twenty(
     pool: WorkerPool, unbroken: UnbrokenRuns, tmp_path: Path, name: str
 ) -> None:

@@ -63,6 +63,7 @@ class Importance:
                 self._before(branch, partial(self._of_stream, norm))
                 if isinstance(branch, Attention | LatentAttention):
                     assert attention is not None
+                    assert isinstance(branch.proj, nn.Module)
                     self._before(branch.proj, partial(self._of_heads, number, attention.num_heads))
                 width = SHARED_FFN if isinstance(branch, ExpertBranch) else FFN
                 for module in branch.modules():
@@ -87,6 +88,7 @@ class Importance:
             hidden = inputs[place]
             for later in segments[place + 1 :]:
                 hidden = later(hidden, batch, info)
+            assert hidden is not None
             logits = head.logits(hidden, info).flatten(0, 1)
             loss = F.cross_entropy(logits.to(accumulation_dtype(logits.dtype)), batch.labels.t().flatten())
             self.sums[LAYERS][number] += loss.double().cpu()

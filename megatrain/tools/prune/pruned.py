@@ -189,8 +189,15 @@ class PrunedCheckpoint(TensorReader):
             name: StoredTensor(shape, {WEIGHT: StoredKind(self._stored(self._origins[name]).dtype, ())})
             for name, shape in shapes.items()
         }
-        counters = {"iteration": 0, "consumed_train_samples": 0, "optimizer_step_count": 0}
-        return Manifest(**counters, state=state, config=config, files={}, tensors=tensors)
+        return Manifest(
+            iteration=0,
+            consumed_train_samples=0,
+            optimizer_step_count=0,
+            state=state,
+            config=config,
+            files={},
+            tensors=tensors,
+        )
 
     def _expert_biases(self, biases: Mapping[str, list[float]]) -> dict[str, list[float]]:
         """Return the biases of the kept experts."""

@@ -32,14 +32,14 @@ from megatrain.model.gpt import EMBEDDING_NAME
 Sizes = Mapping[str, int]
 """Sizes by the path of their setting."""
 
-LAYERS: Final = "model.num_layers"
-HIDDEN: Final = "model.hidden_size"
-HEADS: Final = "model.num_attention_heads"
-GROUPS: Final = "model.num_query_groups"
-FFN: Final = "model.ffn_hidden_size"
-EXPERTS: Final = "experts.num_experts"
-EXPERT_FFN: Final = "experts.moe_ffn_hidden_size"
-SHARED_FFN: Final = "experts.moe_shared_expert_intermediate_size"
+LAYERS: Final[str] = "model.num_layers"
+HIDDEN: Final[str] = "model.hidden_size"
+HEADS: Final[str] = "model.num_attention_heads"
+GROUPS: Final[str] = "model.num_query_groups"
+FFN: Final[str] = "model.ffn_hidden_size"
+EXPERTS: Final[str] = "experts.num_experts"
+EXPERT_FFN: Final[str] = "experts.moe_ffn_hidden_size"
+SHARED_FFN: Final[str] = "experts.moe_shared_expert_intermediate_size"
 WIDTHS: Final = (FFN, EXPERT_FFN, SHARED_FFN)
 PATHS: Final = (LAYERS, HIDDEN, HEADS, GROUPS, *WIDTHS, EXPERTS)
 
@@ -153,37 +153,33 @@ def target_sizes(source: Source, targets: Sizes, parameters: int | None) -> dict
     problems = list(_problems(source, targets))
     if problems:
         raise ConfigError.of(problems)
-    sizes = source.sizes | targets
+    sizes = {**source.sizes, **targets}
     if HEADS in targets and GROUPS not in targets and source.sizes[GROUPS] == source.sizes[HEADS]:
         sizes[GROUPS] = sizes[HEADS]
     if parameters is not None:
         sizes = _within(source, sizes, targets, parameters)
     if sizes == source.sizes:
         raise ConfigError(
-            f"no size is smaller than that of {source.path}",
+            f"no size is smaller than that of {source.path}, which has {source.num_parameters} parameters",
             fix="give --num-layers, --hidden-size, --ffn-hidden-size or --parameters",
         )
     return sizes
 
 
 def indivisible(spec: ModelSpec) -> Iterator[str]:
-    """Yield a sentence for each layout of a later run over which sizes do not divide."""
+    """Yield a sentence for each size that does not divide over the ranks of a later run."""
     experts = next((layer.experts.num_experts for layer in spec.layers if layer.experts is not None), 0)
+    found: dict[tuple[str, str], list[str]] = {}
     for ranks in _LATER_RANKS:
-        found = {
-            "--tensor-model-parallel-size": list(
-                dict.fromkeys(text for text, divides in tensor_sizes(spec, ranks) if not divides)
-            ),
-            "--pipeline-model-parallel-size": _rest(len(spec.layers), "layers", ranks),
-            "--expert-model-parallel-size": _rest(experts, "experts", ranks),
-        }
-        for flag, texts in found.items():
-            if texts:
-                yield f"{flag} {ranks}: {', '.join(texts)} do not divide"
-
-
-def _rest(count: int, unit: str, ranks: int) -> list[str]:
-    return [f"{count} {unit}"] if count % ranks else []
+        sizes = [("--tensor-model-parallel-size", *one) for one in dict.fromkeys(tensor_sizes(spec, ranks))]
+        counts = {"pipeline": (len(spec.layers), "layers"), "expert": (experts, "experts")}
+        for axis, (count, unit) in counts.items():
+            sizes.append((f"--{axis}-model-parallel-size", f"{count} {unit}", count % ranks == 0))
+        for flag, text, divides in sizes:
+            if not divides:
+                found.setdefault((text, flag), []).append(str(ranks))
+    for (text, flag), numbers in found.items():
+        yield f"{text} do not divide over {flag} {', '.join(numbers)}"
 
 
 def _problems(source: Source, targets: Sizes) -> Iterator[Problem]:
@@ -248,12 +244,8 @@ def _within(source: Source, sizes: dict[str, int], targets: Sizes, parameters: i
         part = _last(lambda part: _count(source, scaled(paths, part, parts, base)) <= parameters, parts)
         return scaled(paths, part, parts, base) if part else None
 
-    before = _count(source, sizes)
-    if before <= parameters:
-        raise ConfigError(
-            f"--parameters {parameters}: {source.path} has {before}{' with the other targets' if targets else ''}",
-            fix="give fewer --parameters",
-        )
+    if _count(source, sizes) <= parameters:
+        return sizes
     found = largest(free, sizes)
     if found is None:
         smallest = _count(source, scaled(free, 0, 1, sizes))

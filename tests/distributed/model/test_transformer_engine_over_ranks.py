@@ -62,7 +62,6 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
 ALWAYS = {
     "llama documents zloss",
     "tp2 sp gpt2 tied dp2 zero1 overlap",
-    "cp2 allgather llama dp2 zero1 overlap",
 }
 """Layouts of every test run; the others are in nightly ones."""
 

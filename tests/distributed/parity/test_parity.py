@@ -69,18 +69,10 @@ LOW_PRECISION_LAYOUTS = (
     "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
 )
 
-EVERYDAY = ((0, 0),)
-"""Numbers of the layout and the precision of rows of every test run; that in bf16 is one of the number formats."""
 
-
-@pytest.mark.parametrize(
-    ("precision", "text"),
-    [
-        pytest.param(precision, text, marks=[] if (number, column) in EVERYDAY else pytest.mark.nightly)
-        for number, text in enumerate(LOW_PRECISION_LAYOUTS)
-        for column, precision in enumerate(["fp32", "bf16"])
-    ],
-)
+@pytest.mark.nightly  # the row of bf16 below runs every day
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("text", LOW_PRECISION_LAYOUTS)
 def test_a_layout_differs_by_rounding_only(
     low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:

@@ -8,21 +8,21 @@ from fused_helpers import DEVICE, DTYPES, drawn, near
 
 from megatrain.kernels import (
     activations,
-    column_sums,
     cross_entropy,
     norms,
     output_gate,
     random,
     rotary,
+    sums,
 )
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.fused import activations as fused_activations
-from megatrain.kernels.fused import column_sums as fused_column_sums
 from megatrain.kernels.fused import cross_entropy as fused_cross_entropy
 from megatrain.kernels.fused import norms as fused_norms
 from megatrain.kernels.fused import output_gate as fused_output_gate
 from megatrain.kernels.fused import random as fused_random
 from megatrain.kernels.fused import rotary as fused_rotary
+from megatrain.kernels.fused import sums as fused_sums
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 
@@ -323,11 +323,11 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
         pytest.skip("slow in the interpreter")
     x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
     found, expected = before.clone(), before.double()
-    fused_column_sums.add_column_sums(found, x)
-    column_sums.add_column_sums_reference(expected, x.double())
+    fused_sums.add_column_sums(found, x)
+    sums.add_column_sums_reference(expected, x.double())
     near(found, expected, torch.float32, rows)
     second = before.clone()
-    fused_column_sums.add_column_sums(second, x)
+    fused_sums.add_column_sums(second, x)
     assert torch.equal(found, second)
 
 
@@ -383,3 +383,16 @@ def test_in_place_kernels_refuse_strided_tensors() -> None:
     ):
         with pytest.raises(AssertionError):
             start()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "number", "count"), [(2, 0, 7), (2, 1, 2048), (4, 2, 5000), (8, 7, 4097)])
+def test_parts_are_summed_in_their_order(dtype: torch.dtype, size: int, number: int, count: int) -> None:
+    parts, own = drawn(size, count, dtype=dtype), drawn(count, dtype=dtype, seed=1)
+    parts[number] = float("nan")  # is not read
+    found, expected = torch.empty_like(own), own.clone()
+    fused_sums.sum_parts(parts, own, number, found)
+    sums.sum_parts_reference(parts, expected, number, expected)
+    assert torch.equal(found, expected)
+    fused_sums.sum_parts(parts, own, number, own)
+    assert torch.equal(own, expected)

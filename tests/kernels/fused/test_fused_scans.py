@@ -8,8 +8,7 @@ from fused_helpers import DEVICE, DTYPES, drawn
 from recurrences import convolution_sums, delta_recurrence, mamba2_recurrence
 from torch import Tensor
 
-from megatrain.kernels.fused import gated_norm
-from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
 from megatrain.kernels.fused.scans.unit_heads import unit_heads
 from megatrain.kernels.split import split_channels
 

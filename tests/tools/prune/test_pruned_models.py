@@ -24,6 +24,7 @@ from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
 from megatrain.tools.prune import measure
+from megatrain.tools.prune.importance import ENERGY
 from megatrain.tools.prune.measure import Calibration, measured, read_samples
 from megatrain.tools.prune.sizes import Source
 
@@ -132,11 +133,9 @@ def test_importance_is_that_of_hooks_in_transformers(name: str, data: str, tmp_p
     calibration = Calibration(samples=samples, by_loss=False, device=WIDE.device, dtype=WIDE.dtype)
     ours = measured(Source.of(source), source, calibration, tmp_path)
     theirs = sums_of_hooks(model, samples[:, :-1])
-    assert theirs.keys() <= ours.keys()
+    assert theirs.keys() == ours.keys() - {ENERGY}
     for key, value in theirs.items():
-        torch.testing.assert_close(
-            ours[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
 @torch.no_grad()
@@ -215,7 +214,7 @@ def test_a_stopped_command_continues_and_one_layer_at_a_time_measures_the_same(
             sums("layers")
         with mock.patch.object(measure._Passes, "run", counting(runs := [])):
             layers = sums("layers")
-    assert runs == [2]
+    assert runs == [2]  # the other two parts were measured before it was stopped
     assert layers.keys() == whole.keys()
     for name, value in whole.items():
         torch.testing.assert_close(layers[name], value, rtol=1e-12, atol=1e-14)

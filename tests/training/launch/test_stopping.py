@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from everyday import one_in
+from forked_job import ForkedJob
 from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
@@ -175,6 +176,19 @@ def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(tmp_path: P
 
 
 def test_a_run_without_standard_streams_trains(tmp_path: Path) -> None:
+    def close(_: int) -> None:
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]  # as Python starts without them
+        os.closerange(0, 3)
+
+    flags = command_line({"--train-iters": "2", "--save": str(tmp_path / "run")})
+    job = ForkedJob(flags, 1, tmp_path, close)
+    job.wait()
+    assert job.exit_codes == {0: 0}
+    assert (tmp_path / "run" / "iter_0000002").is_dir()
+
+
+@pytest.mark.nightly
+def test_a_program_without_standard_streams_trains(tmp_path: Path) -> None:
     process = start(tmp_path, {"--train-iters": "2"}, "bash", "-c", '"$@" <&- >&- 2>&-', "bash")
     assert process.wait(60) == 0
     assert (tmp_path / "run" / "iter_0000002").is_dir()
