@@ -109,7 +109,7 @@ def test_plain_text_is_learned_whole_and_long_text_is_cut(tmp_path: Path) -> Non
 def test_an_epoch_reads_all_rows_and_a_sample_is_the_same_again(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "t.jsonl", [talk(name, name) for name in "abc"])
     found = samples(path)
-    letters = [chr(found[k].arrays["tokens"][6]) for k in range(6)]  # type: ignore[union-attr]
+    letters = [chr(found[k].arrays["tokens"][6]) for k in range(6)]
     assert sorted(letters[:3]) == sorted(letters[3:]) == list("abc")
     again = samples(path, count=60)
     for k in (5, 0, 3):
@@ -189,7 +189,8 @@ def test_shards_are_read_as_their_members_say(tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_read_is_named_and_counted(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "bad.png").write_bytes(content)
-    path, lines = write_lines(tmp_path / "t.jsonl", [talk("<image>x", "yz", image="bad.png")]), []
+    lines: list[str] = []
+    path = write_lines(tmp_path / "t.jsonl", [talk("<image>x", "yz", image="bad.png")])
     found = samples(path, log=lines.append)
     assert not any(found[k].arrays["loss_mask"].any() for k in range(3))
     (line,) = lines

@@ -44,6 +44,7 @@ def losses_of(flags: str) -> list[float]:
         trainer = Trainer(ranks)
         trainer.resume()
         path = ranks.plan.config.logging.metrics_file
+        assert path is not None
         assert trainer.train() in (0, 75)  # 75: --exit-interval
     lines = map(json.loads, Path(path).read_text().splitlines())
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
