@@ -144,7 +144,7 @@ class Shards:
             found = _object(of_kind["json"].read(), name)
             turns = tuple(_turns(found, name))
         elif "txt" in of_kind:
-            text = of_kind["txt"].read().decode(errors="replace")
+            text = _text(of_kind["txt"].read(), name)
             marks = "" if MARK in text else MARK * len(images)
             turns = (Turn("text", f"{marks}{text}"),)
         else:
@@ -189,6 +189,13 @@ def _line_offsets(path: Path, digest: str, cache: IndexCache) -> npt.NDArray[np.
         return build()["offsets"]
     key = {"digest": digest, "changed": path.stat().st_mtime_ns}
     return cache.get_or_build("lines", key, build)["offsets"]
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: its caption is not UTF-8: {error}", fix="write it in UTF-8") from error
 
 
 def _object(text: bytes, where: str) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ def _uses_of_images(
     requested: int | None,
     plans: tuple[int | None, ...],
 ) -> Iterator[DatasetUse]:
-    """Yield the sources of conversations about images: they repeat, and nobody has counted their tokens."""
+    """Yield the sources of conversations about images: they repeat, and their tokens are not counted."""
     rows = [one.num_sequences * fraction for one, fraction in zip(read, fractions, strict=True)]
     weights = [size if one.weight is None else one.weight for one, size in zip(read, rows, strict=True)]
     counts = [None] * len(read) if requested is None else blend_counts(normalized(weights), requested)

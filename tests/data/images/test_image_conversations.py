@@ -231,6 +231,21 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, kept: int, problem: st
         samples(path)
 
 
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ({"d/1.png": b"x"}, "sample d/1 .* has no text"),
+        ({"d/1.txt": b"\xff"}, "sample d/1 .* not UTF-8"),
+        ({"d/1.json": b"{"}, "sample d/1 .* no JSON"),
+        ({"d/1.json": b'{"text": "<image>"}'}, "sample d/1 .* has 1 <image> in its text and 0 images"),
+    ],
+)
+def test_a_wrong_sample_of_a_shard_is_named(tmp_path: Path, members: dict[str, bytes], problem: str) -> None:
+    path = write_shard(tmp_path / "0.tar", members)
+    with pytest.raises(InputError, match=problem):
+        image_facts(DataConfig(seq_length=8, image_data_path=(path,)), most_images=2, log=print)
+
+
 def test_folders_and_missing_files_have_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "energon" / ".nv-meta").mkdir(parents=True)
     with pytest.raises(InputError, match=r"Megatron-Energon\n.*\*\.tar"):
