@@ -1,18 +1,20 @@
 """Time our attention kernel as BERT and T5 use it: padding, a bias of distances, dropout 0.1, 64 channels a head, bf16.
 
-    python scripts/benchmarks/masked_attention.py           one GPU: the kernels of TILES
+    python scripts/benchmarks/masked_attention.py           one GPU: the tiles of `attention.TILES`
     python scripts/benchmarks/masked_attention.py --tune    each tile of TUNED too (kernels are compiled first, by all cores)
 
-Each result of a tile is compared with that of the first. Times are milliseconds a layer and micro-batch.
+Results of each tile are compared with those of TILES. Times are milliseconds a layer and micro-batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from timing import milliseconds
@@ -21,7 +23,7 @@ from torch import Tensor
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.fused import attention
-from megatrain.kernels.fused.attention import Tile, Tiles
+from megatrain.kernels.fused.attention import Tile
 
 REACH = 128
 
@@ -44,11 +46,11 @@ CASES = (
     Case("E2, cross-attention", 8, 256, 1024, 32),
 )
 TUNED = {
-    "forward": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2)),
-    "heads": ((64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 1)),
-    "dkdv": ((64, 64, 4, 2),),
+    "forward": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+    "dq": ((128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 2)),
+    "dkdv": ((32, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)),
 }
-"""Tiles of the forward pass, of the backward pass in one kernel, and of its third kernel in place of that."""
+"""Tiles (queries, keys, warps, stages) of each kernel."""
 
 
 def main() -> None:
@@ -58,26 +60,20 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time each tile of TUNED")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
-    chosen = attention.TILES[64]
-    kinds = [("TILES", chosen, 1), ("three kernels", chosen, 10**9)]
+    works: list[tuple[Case, str, Tile | None]] = [(case, "TILES", None) for case in CASES]
     if arguments.tune:
-        kinds += [
-            (f"{name} {tile}", chosen._replace(**{name: Tile(*tile)}), 10**9 if name == "dkdv" else 1)
-            for name, tiles in TUNED.items()
-            for tile in tiles
-        ]
-    works = [(case, kind) for case in CASES for kind in kinds]
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        works += [(case, name, Tile(*tile)) for case in CASES for name in TUNED for tile in TUNED[name]]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         errors = pool.starmap(compiles, works, chunksize=1)
-    for (case, kind), error in zip(works, errors, strict=True):
-        print(f"{case.name:<22}{kind[0]:<28}{error or times(case, kind)}", flush=True)
+    for (case, name, tile), error in zip(works, errors, strict=True):
+        label = name if tile is None else f"{name} {tuple(tile)}"
+        print(f"{case.name:<22}{label:<28}{error or times(case, name, tile)}", flush=True)
 
 
-def compiles(case: Case, kind: tuple[str, Tiles, int]) -> str:
-    """Compile the kernels and compare gradients with those of the first kind; return an error or ""."""
+def compiles(case: Case, name: str, tile: Tile | None) -> str:
+    """Compile the kernels and compare gradients with those of TILES; return an error or ""."""
     try:
-        x = inputs(case)
-        found, expected = results(case, kind, x), results(case, ("", attention.TILES[64], 10**9), x)
+        found, expected = results(case, name, tile), results(case, "TILES", None)
     except Exception as error:  # noqa: BLE001  (Triton: too much shared memory, or a tile that it cannot compile)
         return str(error).splitlines()[0][:80]
     worst = [
@@ -97,24 +93,20 @@ def inputs(case: Case) -> tuple[Tensor, ...]:
     return q * 0.125, k, v, dout, table
 
 
-def results(case: Case, kind: tuple[str, Tiles, int], x: tuple[Tensor, ...]) -> list[Tensor]:
+def results(case: Case, name: str, tile: Tile | None) -> list[Tensor]:
     """Return the output and the gradients."""
-    forward, backward = passes(case, kind, x)
+    forward, backward = passes(case, name, tile)
     out, lse = forward()
-    attention._MIN_HEADS = kind[2]  # noqa: SLF001
     found = backward(out, lse)
     if found.bias is not None:  # the single far distances have no gradients of their own
-        distances = torch.arange(1 - case.sq, case.sk, device="cuda").clamp(-REACH, REACH) + REACH
         table = found.bias.new_zeros(case.heads, 2 * REACH + 1).float()
-        found = found._replace(bias=table.index_add_(1, distances, found.bias.float()))
+        found = found._replace(bias=table.index_add_(1, distances(case), found.bias.float()))
     return [out, *(one for one in found if one is not None)]
 
 
-def times(case: Case, kind: tuple[str, Tiles, int]) -> str:
-    x = inputs(case)
-    forward, backward = passes(case, kind, x)
+def times(case: Case, name: str, tile: Tile | None) -> str:
+    forward, backward = passes(case, name, tile)
     out, lse = forward()
-    attention._MIN_HEADS = kind[2]  # noqa: SLF001
     return f"forward {as_graph(forward):7.3f}  backward {as_graph(partial(backward, out, lse)):7.3f}"
 
 
@@ -127,32 +119,26 @@ def as_graph(run: Callable[[], object]) -> float:
     return milliseconds(graph.replay)
 
 
-def passes(case: Case, kind: tuple[str, Tiles, int], x: tuple[Tensor, ...]) -> tuple[partial, partial]:
-    q, k, v, dout, table = x
+def passes(case: Case, name: str, tile: Tile | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return both passes; the backward pass takes the results of the forward pass."""
+    q, k, v, dout, table = inputs(case)
     lengths = torch.full((case.b, 1), case.sk, device="cuda")
     lengths[0] = case.sk * 5 // 8
-    spec = MaskSpec(
-        is_causal=case.is_causal,
-        is_token=None if case.is_causal else torch.arange(case.sk, device="cuda") < lengths,
-        dropout=Dropout(
-            p=0.1,
-            key=1234567890123456789,
-            num_heads=case.heads,
-            queries=(range(case.sq),),
-            keys=(range(case.sk),),
-        ),
-    )
-    bias = None
-    if case.has_bias:
-        distances = torch.arange(1 - case.sq, case.sk, device="cuda").clamp(-REACH, REACH) + REACH
-        bias = DistanceBias(table[:, distances], REACH)
-    options = {"scale": 1.0, "softcap": None, "bias": bias, "tiles": kind[1]}
+    is_token = torch.arange(case.sk, device="cuda") < lengths
+    rows, keys = (range(case.sq),), (range(case.sk),)
+    rule = Dropout(p=0.1, key=1234567890123456789, num_heads=case.heads, queries=rows, keys=keys)
+    spec = MaskSpec(is_causal=case.is_causal, is_token=None if case.is_causal else is_token, dropout=rule)
+    bias = DistanceBias(table[:, distances(case)], REACH) if case.has_bias else None
+    tiles = attention.tiles_of(q, bias)
+    options: dict[str, Any] = {"scale": 1.0, "softcap": None, "bias": bias}
+    options["tiles"] = tiles if tile is None else tiles._replace(**{name: tile})
     forward = partial(attention.forward, q, k, v, spec, **options)
+    return forward, lambda out, lse: attention.backward(dout, q, k, v, out, lse, spec, **options)
 
-    def backward(out: Tensor, lse: Tensor) -> attention.Gradients:
-        return attention.backward(dout, q, k, v, out, lse, spec, **options)
 
-    return forward, partial(backward)
+def distances(case: Case) -> Tensor:
+    """Return the place in the table of each distance."""
+    return torch.arange(1 - case.sq, case.sk, device="cuda").clamp(-REACH, REACH) + REACH
 
 
 if __name__ == "__main__":
