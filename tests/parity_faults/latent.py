@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.model import latent_attention
+from megatrain.model import latent_attention, layer_context
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.collectives import reduce_scatter
@@ -42,7 +42,7 @@ def _latent_gradients_not_reduced() -> AbstractContextManager[Any]:
         pieces = tuple(dataclasses.replace(piece, grad_sum_groups=()) for piece in layout.pieces)
         return dataclasses.replace(layout, pieces=pieces)
 
-    return mock.patch.object(latent_attention, "replicated_layout", of_own_tokens)
+    return mock.patch.object(layer_context, "replicated_layout", of_own_tokens)
 
 
 def _gathered_gradients_summed() -> AbstractContextManager[Any]:
