@@ -128,8 +128,8 @@ class HfExport(TensorReader):
             return
         for part in theirs.parts:
             if part.place is None:
-                plain = out.view(part.shape) if theirs.is_flat else out.view(len(out), *part.shape[1:])
-                rows = out.t() if theirs.is_transposed else plain
+                shape = part.shape if theirs.is_flat else (len(out), *part.shape[1:])
+                rows = out.t() if theirs.is_transposed else out.view(shape)
                 self._read(part, kind, rows, low)
             elif low <= part.place < high:
                 rows = out[part.place - low]

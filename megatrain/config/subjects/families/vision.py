@@ -87,10 +87,10 @@ def tower_has_sizes(draft: Draft) -> Problems:
             f"--vision-hidden-size {width} is not divisible by --vision-num-attention-heads {heads}",
             f"use --vision-hidden-size {-(-width // heads) * heads}",
         )
-    if heads is not None and heads % tp:
+    if heads is not None and heads % tp and not vision.spread_images:
         yield Problem(
             f"--vision-num-attention-heads {heads} is not divisible by {flag_of(TP.split('.')[1])} {tp}",
-            use(draft, fewer_ranks(draft, TP)),
+            f"{use(draft, fewer_ranks(draft, TP))}, or add --spread-images",
         )
 
 
