@@ -29,9 +29,9 @@ from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
+from megatrain.model.families.image_shares import ImageShares
 from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
 from megatrain.model.families.relative_positions import RelativePositions
-from megatrain.model.families.image_shares import ImageShares
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
