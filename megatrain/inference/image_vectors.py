@@ -66,8 +66,13 @@ class CachedImages(nn.Module):
         return put_vectors(x, self.vectors.to(x.dtype).unsqueeze(1), batch.tokens.t())
 
 
-def with_places(text: str, num_images: int, tokenizer: Tokenizer, tokens_per_image: int) -> list[int]:
-    """Return the tokens of a prompt, with those of its images at the marks <image>, or first if it has none.
+def with_places(
+    text: str, num_images: int, tokenizer: Tokenizer, tokens_per_image: int, before: Sequence[int] = ()
+) -> list[int]:
+    """Return the tokens of a text, with those of its images at the marks <image>, or first if it has none.
+
+    Args:
+        before: tokens before the text; its images follow theirs.
 
     Raises:
         ValueError: it has another number of marks, or is not text of this tokenizer.
@@ -79,9 +84,10 @@ def with_places(text: str, num_images: int, tokenizer: Tokenizer, tokens_per_ima
     if len(pieces) != num_images + 1:
         raise ValueError(f"{len(pieces) - 1} {MARK} for {num_images} images")
     ids: list[int] = []
+    start = min([-1, *(token - 1 for token in before)])
     for number, piece in enumerate(pieces):
         if number:
-            first = -1 - (number - 1) * tokens_per_image
+            first = start - (number - 1) * tokens_per_image
             ids += range(first, first - tokens_per_image, -1)
         ids += tokenizer.encode(piece) if piece else []
     return ids
