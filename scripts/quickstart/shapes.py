@@ -107,7 +107,9 @@ def score(folder: Path) -> int:
 
 def main() -> int:
     """Run the program; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--held-out", type=int, default=200)

@@ -97,7 +97,7 @@ def _gradients_of_own_tokens_alone() -> AbstractContextManager[Any]:
     """Split the gradients of shared images over context ranks without their sum."""
 
     def alone(x: Tensor, group: RankGroup) -> Tensor:
-        return conjugate(x, group, all_gather, image_shares._own_rows)  # noqa: SLF001
+        return conjugate(x, group, all_gather, image_shares._own_rows)
 
     return mock.patch.object(image_shares, "all_gather_rows", alone)
 
