@@ -3,7 +3,7 @@ r"""Makes a set of images with questions: coloured shapes on a plain ground, 64 
     python scripts/quickstart/shapes.py runs/shapes                     images, train.jsonl, corpus.jsonl, questions.jsonl
     megatrain generate ... --prompt-file runs/shapes/questions.jsonl --json | python scripts/quickstart/shapes.py runs/shapes --score
 
-A row of train.jsonl is a conversation of four questions about an image, in random order. No image of questions.jsonl is among
+train.jsonl has four rows for each image, a question and its answer each. No image of questions.jsonl is among
 those of train.jsonl. With --score the exit code is 1 below 95 % right answers.
 """
 
@@ -29,12 +29,12 @@ WANTED = 0.95
 
 def draw(colour: str, shape: str, place: str, rng: random.Random) -> Image.Image:
     """Return an image with a shape somewhere in its quarter, on a dark ground of any shade."""
-    shade = rng.randrange(20, 90)
+    shade = rng.randrange(20, 70)
     image = Image.new("RGB", (SIZE, SIZE), (shade, shade, shade))
-    canvas, r = ImageDraw.Draw(image), rng.randrange(8, 14)
-    near, far = (r + 1, SIZE // 2 - 3), (SIZE // 2 + 3, SIZE - r - 2)
-    x = rng.randint(*sorted(near if "left" in place else far))
-    y = rng.randint(*sorted(near if "top" in place else far))
+    canvas, r = ImageDraw.Draw(image), rng.randrange(9, 13)
+    near, far = SIZE // 4, 3 * SIZE // 4
+    x = (near if "left" in place else far) + rng.randint(-3, 3)
+    y = (near if "top" in place else far) + rng.randint(-3, 3)
     fill = tuple(max(0, min(255, value + rng.randrange(-15, 16))) for value in COLOURS[colour])
     if shape == "circle":
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=fill)
@@ -62,8 +62,8 @@ def write(folder: Path, num_images: int, num_held_out: int, seed: int) -> None:
     """Write the set."""
     rng, seen = random.Random(seed), set()
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    rows, held_out = [], []
-    while len(rows) + len(held_out) < num_images + num_held_out:
+    rows, held_out, num_trained = [], [], 0
+    while num_trained < num_images:
         facts = rng.choice(sorted(COLOURS)), rng.choice(SHAPES), rng.choice(PLACES)
         image = draw(*facts, rng)
         if image.tobytes() in seen:
@@ -78,11 +78,10 @@ def write(folder: Path, num_images: int, num_held_out: int, seed: int) -> None:
             prompt = f"USER: <image>\n{question} ASSISTANT:"
             held_out.append({"prompt": prompt, "images": [name], "answer": answer})
             continue
-        turns = []
+        num_trained += 1
         for question, answer in asked:
-            start = "" if turns else "<image>\n"
-            turns += [{"from": "human", "value": f"{start}{question}"}, {"from": "gpt", "value": answer}]
-        rows.append({"image": name, "conversations": turns})
+            turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
+            rows.append({"image": name, "conversations": turns})
     texts = [{"text": " ".join(turn["value"] for turn in row["conversations"])} for row in rows[:500]]
     for name, found in (("train", rows), ("corpus", texts), ("questions", held_out)):
         lines = "".join(json.dumps(one) + "\n" for one in found)

@@ -246,11 +246,7 @@ class HfCheckpoint(TensorReader):
         """
         expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
-        left_out = [*map(re.compile, self.family.buffers), re.compile(re.escape(head))]
-        left_out += [re.compile(re.escape(name)) for name in self.family.unused]
-        if self.family.more_layers is not None:
-            layers = re.escape(self.family.more_layers.layers)
-            left_out += [re.compile(rf"{layers}\.{number}\..*") for number in self.left_out]
+        left_out = [*self._patterns_left_out(), re.compile(re.escape(head))]
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
             f"unused: {name_text(name)}"
@@ -278,6 +274,14 @@ class HfCheckpoint(TensorReader):
                 )
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
+
+    def _patterns_left_out(self) -> list[re.Pattern[str]]:
+        """Return patterns of tensors that the model does not have."""
+        family, more = self.family, self.family.more_layers
+        found = [*family.buffers, *map(re.escape, family.unused)]
+        if more is not None:
+            found += [rf"{re.escape(more.layers)}\.{number}\..*" for number in self.left_out]
+        return [re.compile(pattern) for pattern in found]
 
     def _layers_left_out(self) -> range:
         more = self.family.more_layers

@@ -184,7 +184,7 @@ class LeftOut:
     layers: str
     """Prefix of their names."""
     words: str
-    """What they are, for messages."""
+    """Their name in messages."""
     numbers: Callable[[ConfigFile, Config], range]
 
 
@@ -216,7 +216,7 @@ class Family:
     is_tower: bool = False
     """A vision tower alone, without a language model."""
     variants: tuple[Family, ...] = ()
-    """Families of the same class, of which `is_of` finds one."""
+    """Families of the same class; `is_of` finds that of a config.json."""
     is_of: Callable[[ConfigFile], bool] = lambda _: True
 
     @property

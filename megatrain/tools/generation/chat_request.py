@@ -44,7 +44,7 @@ _FIELDS: Final[Mapping[str, Check]] = {
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a server knows to read conversations.
+    """Reader of conversations, in the words of training.
 
     Attributes:
         folder: local images may be read below it; None: none may.

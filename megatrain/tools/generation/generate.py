@@ -56,6 +56,11 @@ def add_flags(commands: Any) -> None:
         description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
     )
     add_model_flags(parser)
+    _add_prompts(parser)
+    _add_sampling(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     prompts.add_argument(
@@ -77,6 +82,9 @@ def add_flags(commands: Any) -> None:
         help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
         " decoder_start_token_id of a model's config.json)",
     )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
     )
@@ -228,7 +236,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.image:
         raise ConfigError(
             "--image is given with --prompt-file",
-            fix='write "images": ["FILE"] beside each prompt of the file',
+            fix='write "images": ["FILE"] after each prompt of the file',
         )
     path = Path(arguments.prompt_file)
     try:

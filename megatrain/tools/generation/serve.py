@@ -67,6 +67,10 @@ def add_flags(commands: Any) -> None:
         metavar="FOLDER",
         help="folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
     )
+    _add_limits(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-context",
         type=int,

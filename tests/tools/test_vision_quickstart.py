@@ -15,7 +15,7 @@ SHAPES = "scripts/quickstart/shapes.py"
 
 def run(*words: object, given: str | None = None, code: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, input=given, capture_output=True, text=True,
+        [sys.executable, *map(str, words)], check=False, cwd=ROOT, input=given, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -37,6 +37,7 @@ def test_held_out_images_are_new_and_right_answers_are_counted(tmp_path: Path) -
         [row["image"] for row in rows], [one["images"][0] for one in asked],
     ))  # fmt: skip
     assert (len(trained), len(held_out), trained & held_out) == (30, 20, set())
+    assert len(rows) == 4 * 30
     assert "20 of 20" in run(SHAPES, tmp_path, "--score", given=answers(tmp_path, 0))
     few = run(SHAPES, tmp_path, "--score", given=answers(tmp_path, 6), code=1)
     assert "of 20 answers are right" in few
