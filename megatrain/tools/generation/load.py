@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,7 +116,7 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
     """
     environment = read_environment()
     check_launch(environment, Console(is_quiet=environment.rank != 0 or has_plain_output))
-    device = _device(arguments.device, environment)
+    device = chosen_device(arguments.device, environment)
     if environment.world_size == 1:
         yield Process(device, TensorRanks(), has_plain_output)
         return
@@ -153,7 +153,7 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         ranks=process.ranks,
         is_unlimited=True,
     )
-    foreign = _foreign_reader(arguments.load, process)
+    foreign = foreign_reader(arguments.load, process.note)
     loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)
     for line in loaded.skipped:
         process.note(line)
@@ -200,32 +200,37 @@ def check_max_sequences(arguments: argparse.Namespace) -> int:
     return number
 
 
-def _foreign_reader(name: str, process: Process) -> TensorReader | None:
-    """Return a reader of --load if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM."""
+def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:
+    """Return a reader of --load if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM.
+
+    Args:
+        note: gets lines about rows of the vocabulary.
+    """
     folder = Path(name.removeprefix(HF_PREFIX))
     if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
-        return _transformers_folder(folder, process)
+        return _transformers_folder(folder, note)
     newest = next(iter(list_candidates(folder)), Candidate(0, folder))
     if not is_of_megatron(newest.path):
         return None
     reader = MegatronCheckpoint(newest.path)
-    for note in padding_notes(reader.padded_vocab_size, reader.vocab_size):
-        process.note(note)
+    for line in padding_notes(reader.padded_vocab_size, reader.vocab_size):
+        note(line)
     return reader
 
 
-def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:
+def _transformers_folder(folder: Path, note: Callable[[str], None]) -> HfCheckpoint:
     """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
     reader = HfCheckpoint(folder)
     size = reader.tokenizer_size
     if size is None or size > reader.num_rows:
         why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
-        process.note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
+        note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
         return reader
     return reader if size == reader.num_rows else HfCheckpoint(folder, size)
 
 
-def _device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
+def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
+    """Return the device of --device, or the default one, for this rank."""
     name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")

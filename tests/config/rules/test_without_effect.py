@@ -65,7 +65,7 @@ CASES = [
      ("--kd-loss-scale 2.0, --kd-layer-loss-scale 3.0 have no effect with --kd-balance-losses",)),
     ("--kd-loss-scale 2", "", ("--kd-loss-scale 2.0 has no effect with --kd-skip-lm-loss",)),
     ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
-    ("--cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl is local")),
+    ("--cuda-graph-impl none --cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl is auto")),
     ("--log-energy", "", ("--log-energy", "CPU")),
     ("--error-injection-type persistent_error", "", ("--error-injection-type persistent_error", "--error-injection-rate")),
     ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without --swiglu, --geglu or --quick-geglu")),

@@ -26,6 +26,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, has_kernel, like, with_contiguous_channels
+from megatrain.kernels.split import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -76,10 +77,12 @@ def has_rule_kernel(k: Tensor, v: Tensor) -> bool:
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    *, document_ids: Tensor | None = None, state: Tensor | None = None,
+    *, document_ids: Tensor | None = None, state: Tensor | None = None, place: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by consecutive ones."""
-    outputs: tuple[Tensor, Tensor] = _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
+    outputs: tuple[Tensor, Tensor] = _Rule.apply(
+        q, k, v, g, beta, first_rows_of_ids(document_ids), state, place
+    )
     return outputs
 
 
@@ -87,8 +90,10 @@ class _Rule(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, state: Tensor | None,
+        place: Place | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(q, k, v, g, beta, first, state)
+        ctx.place = place
         ctx.set_materialize_grads(False)
         return rule_forward(_inputs(q, k, v, g, beta, first), state)
 
@@ -96,8 +101,8 @@ class _Rule(Function):
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, state = ctx.saved_tensors
         dout = torch.zeros_like(inputs[2]) if dout is None else dout
-        *gradients, dstate = rule_backward(dout, dlast, _inputs(*inputs), state)
-        return (*gradients, None, dstate if ctx.needs_input_grad[6] else None)
+        *gradients, dstate = rule_backward(dout, dlast, _inputs(*inputs), state, ctx.place)
+        return (*gradients, None, dstate if ctx.needs_input_grad[6] else None, None)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> Inputs:
@@ -118,7 +123,7 @@ def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def rule_backward(
-    dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None
+    dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None, place: Place | None = None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the first state."""
     q, k, v, g, beta, first = inputs
@@ -134,7 +139,8 @@ def rule_backward(
         HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
     )  # fmt: skip
     dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
-    dv, dsums, dg, dbeta = like(v), *(g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
+    dv = like(v) if place is None else place().unflatten(-1, v.shape[2:])
+    dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
     grid, constants = (n, cdiv(s, CHUNK), b), {**_constants(inputs), **_all_values(v)}
     launch(
         kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,

@@ -15,6 +15,7 @@ Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060, section 6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import mamba2_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
+from megatrain.kernels.split import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -58,11 +60,11 @@ class Inputs(NamedTuple):
 
 def mamba2_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-    *, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None,
+    *, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None, places: Sequence[Place] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.mamba2.mamba2_scan`."""
     outputs: tuple[Tensor, Tensor] = _Scan.apply(
-        x, dt, A, B, C, D, first_rows(cu_seqlens, *x.shape[:2]), initial_state
+        x, dt, A, B, C, D, first_rows(cu_seqlens, *x.shape[:2]), initial_state, places
     )
     return outputs
 
@@ -71,8 +73,10 @@ class _Scan(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor | None, state: Tensor | None,
+        places: Sequence[Place] | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(x, dt, a, b, c, d, first, state)
+        ctx.places = places
         ctx.set_materialize_grads(False)
         return scan_forward(_by_rows(x, dt, a, b, c, d, first), state)
 
@@ -80,8 +84,8 @@ class _Scan(Function):
     def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, state = ctx.saved_tensors
         dy = torch.zeros_like(inputs[0]) if dy is None else dy
-        *gradients, dstate = scan_backward(dy.transpose(0, 1), dlast, _by_rows(*inputs), state)
-        return (*gradients, None, dstate if ctx.needs_input_grad[7] else None)
+        *gradients, dstate = scan_backward(dy.transpose(0, 1), dlast, _by_rows(*inputs), state, ctx.places)
+        return (*gradients, None, dstate if ctx.needs_input_grad[7] else None, None)
 
 
 def _by_rows(
@@ -107,7 +111,11 @@ def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def scan_backward(
-    dy: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None
+    dy: Tensor,
+    dlast: Tensor | None,
+    inputs: Inputs,
+    state: Tensor | None,
+    places: Sequence[Place] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan."""
     x, dt, a, b, c, d, first = inputs
@@ -115,7 +123,7 @@ def scan_backward(
     before, _ = _chunk_states(inputs, x, b, state, is_reverse=False)
     after, dstate = _chunk_states(inputs, dy, c, dlast, is_reverse=True)
     (s, samples, n, _), (g, m), constants = x.shape, b.shape[2:], _constants(inputs)
-    chunks, dx, db, dc = cdiv(s, CHUNK), *(like(tensor.transpose(0, 1)) for tensor in (x, b, c))
+    chunks, dx, db, dc = cdiv(s, CHUNK), *_gradients((x, b, c), places)
     ddt = torch.empty(samples, n, s, dtype=torch.float32, device=x.device)
     da, dd = (torch.empty(samples, chunks, n, dtype=torch.float32, device=x.device) for _ in range(2))
     launch(
@@ -130,6 +138,16 @@ def scan_backward(
     )  # fmt: skip
     ddt = ddt.permute(0, 2, 1).to(dt.dtype)
     return dx, ddt, da.sum((0, 1)).to(a.dtype), db, dc, dd.sum((0, 1)).to(d.dtype), dstate
+
+
+def _gradients(tensors: Sequence[Tensor], places: Sequence[Place] | None) -> list[Tensor]:
+    """Return memory for the gradients of tensors [s, b, heads, channels], with samples first."""
+    if places is None:
+        return [like(tensor.transpose(0, 1)) for tensor in tensors]
+    return [
+        place().unflatten(-1, tensor.shape[2:]).transpose(0, 1)
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
 
 
 def _segment_states(

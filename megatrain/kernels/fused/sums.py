@@ -1,4 +1,4 @@
-"""`kernels.column_sums` in two steps: sums of a few hundred groups of rows, and their sum."""
+"""Kernels of `kernels.sums`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ _ROWS, _COLUMNS = 32, 128
 """Tile size: each row of a tile is 256 contiguous bytes in bf16."""
 _PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
+_BLOCK = 2048
+"""Values of a program that sums parts."""
 
 
 def add_column_sums(total: Tensor, x: Tensor) -> None:
-    """Implement `kernels.column_sums.add_column_sums`."""
+    """Implement `kernels.sums.add_column_sums`: sums of a few hundred groups of rows, and their sum."""
     x = x.contiguous()
     rows, columns = x.shape
     strips = cdiv(columns, _COLUMNS)
@@ -35,3 +37,24 @@ def _sum(X, SUMS, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: tl.constex
         inside = (row < rows)[:, None] & is_column[None, :]
         total += tl.load(X + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.float32)
     tl.store(SUMS + group * columns + column, tl.sum(total, axis=0), mask=is_column)
+
+
+def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
+    """Implement `kernels.sums.sum_parts`."""
+    assert all(part.is_contiguous() for part in (parts, own, out))
+    count = own.numel()
+    launch(
+        _sum_parts, (cdiv(count, _BLOCK),), own, parts, out, count,
+        NUMBER=number, SIZE=parts.shape[0], BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@jit
+def _sum_parts(OWN, PARTS, OUT, count, NUMBER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(SIZE):
+        source = OWN if part == NUMBER else PARTS + part * count.to(tl.int64)
+        total += tl.load(source + index, mask=inside, other=0).to(tl.float32)
+    tl.store(OUT + index, total.to(OUT.dtype.element_ty), mask=inside)
