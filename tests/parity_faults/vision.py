@@ -23,7 +23,7 @@ from megatrain.tools.parity.runs.program import Patch
 from megatrain.training.engine import Engine
 
 _PUT = vision.put_vectors
-_REPLICATE = vision.replicate
+_REPLICATE = image_shares.replicate
 
 
 def _images_shifted_by_one() -> AbstractContextManager[Any]:

@@ -51,12 +51,12 @@ class VisionConfig(Section, on_resume=SHAPE):
     """Projector. mlp: two linear layers with an activation; affine: one linear layer."""
     vision_projection_norm: bool = setting(AUTO, needs=VLM)
     """A norm precedes the projector. auto: with --vision-model-type like_language, except for --transformer-impl local, as in Megatron-LM."""
-    image_token_id: int | None = setting(None, at_least=0, on_resume=SAFE, needs=VLM)
-    """Token that stands for a vector of an image in folders of transformers; no text has it. none: <image> of the tokenizer."""
     spread_images: bool = setting(
         False, on_resume=SAFE, needs=(VLM, above("parallel.tensor_model_parallel_size", 1))
     )
     """Every tensor rank holds the whole vision tower and projector and computes a share of the images of a micro-batch, instead of a share of each layer: more memory, and less communication. Context ranks always share images. Not in Megatron-LM."""
+    image_token_id: int | None = setting(None, at_least=0, on_resume=SAFE, needs=VLM)
+    """Token that stands for a vector of an image in folders of transformers; no text has it. none: <image> of the tokenizer."""
     freeze_vit: bool = setting(False, on_resume=SAFE, needs=VLM)
     """Do not train the vision tower: it has no gradients and no optimizer state. --freeze-ViT in Megatron-LM."""
     freeze_lm: bool = setting(False, on_resume=SAFE, needs=VLM)

@@ -278,23 +278,3 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
             f"--padded-vocab-size {rows} is too small for a vocabulary of {vocabulary} tokens",
             "remove --padded-vocab-size (or set it to auto), so that it is derived",
         )
-
-
-@derives("vision.image_processor")
-def image_processor(draft: Draft) -> DerivedValue:
-    kind = draft.config.vision.vision_model_type
-    if kind == "like_language":
-        return DerivedValue("clip", "--vision-model-type like_language has none of its own")
-    return DerivedValue(kind, f"that of --vision-model-type {kind}")
-
-
-@overrides("data.use_packed_sequence")
-def only_conversations_are_packed(draft: Draft) -> DerivedValue | None:
-    """Ignore Megatron-LM's flag where a sample is already one sequence."""
-    if not draft.config.data.use_packed_sequence or draft.config.model.model_family == "vlm":
-        return None
-    return DerivedValue(
-        False,
-        f"--use-packed-sequence has no effect with --model-family {draft.config.model.model_family}: a sample is one"
-        " sequence, with its own attention, as in a packed one",
-    )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend, split_ranges
+from megatrain.config.derive.datasets import SPLIT_NAMES, parse_blend, split_ranges
 from megatrain.config.errors import InputError
 from megatrain.config.facts import DatasetFacts
 from megatrain.data.images.conversations import Encoder, ImageConversations, row_of
@@ -46,7 +46,8 @@ def image_facts(data: DataConfig, *, most_images: int, log: Callable[[str], None
     blend = parse_blend(data.image_data_path, _FLAG)
     cache = IndexCache(cache_folder(data), log)
     facts = []
-    for number, (source, rows) in enumerate(zip(blend.prefixes, _opened(blend, cache), strict=True)):
+    for number, source in enumerate(blend.prefixes):
+        rows = opened(source, cache)
         _check(rows, most_images, cache)
         facts.append(
             DatasetFacts(
@@ -70,21 +71,26 @@ def cache_folder(data: DataConfig) -> str | None:
     return str(Path(first).parent / "index_cache")
 
 
-def _opened(blend: Blend, cache: IndexCache) -> Iterator[Rows]:
-    for source in blend.prefixes:
-        paths = [Path(one) for one in sorted(glob.glob(source))] if glob.has_magic(source) else [Path(source)]  # noqa: PTH207
-        if not paths or (len(paths) > 1 and any(path.suffix != ".tar" for path in paths)):
-            raise InputError(
-                f"{_FLAG} {source}: {len(paths)} files have such names",
-                fix="name tar shards, or one file of JSON Lines",
-            )
-        if paths[0].is_dir():
-            kind = "a dataset of Megatron-Energon" if (paths[0] / ".nv-meta").is_dir() else "a folder"
-            raise InputError(
-                f"{_FLAG} {source} is {kind}",
-                fix=f"name its tar shards, such as {_FLAG} '{source.rstrip('/')}/*.tar'",
-            )
-        yield open_rows(paths, cache)
+def opened(source: str, cache: IndexCache) -> Rows:
+    """Open a source: a file of JSON Lines, a tar shard, or a pattern of shards.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    found = sorted(glob.glob(source)) if glob.has_magic(source) else [source]  # noqa: PTH207
+    paths = [Path(one) for one in found]
+    if not paths or (len(paths) > 1 and any(path.suffix != ".tar" for path in paths)):
+        raise InputError(
+            f"{_FLAG} {source}: {len(paths)} files have such names",
+            fix="name tar shards, or one file of JSON Lines",
+        )
+    if paths[0].is_dir():
+        kind = "a dataset of Megatron-Energon" if (paths[0] / ".nv-meta").is_dir() else "a folder"
+        raise InputError(
+            f"{_FLAG} {source} is {kind}",
+            fix=f"name its tar shards, such as {_FLAG} '{source.rstrip('/')}/*.tar'",
+        )
+    return open_rows(paths, cache)
 
 
 def _check(rows: Rows, most_images: int, cache: IndexCache) -> None:
@@ -121,7 +127,7 @@ class ImageBuilder:
             digests: of the sources on rank 0; None: not compared.
         """
         blend = parse_blend(words, _FLAG)
-        sources = list(_opened(blend, self.cache))
+        sources = [opened(source, self.cache) for source in blend.prefixes]
         for name, rows, digest in zip(blend.prefixes, sources, digests or [], strict=False):
             if rows.digest != digest:
                 raise InputError(

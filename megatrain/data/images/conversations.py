@@ -63,7 +63,7 @@ class ImageSamples:
 
 @dataclass(frozen=True)
 class Unread:
-    """The images of a run that could not be read, each of which is logged once."""
+    """The images of a run that could not be read; each is logged once."""
 
     log: Callable[[str], None]
     names: set[tuple[str, str]] = field(default_factory=set)

@@ -1,7 +1,7 @@
 r"""Rows of conversations about images, from files of JSON Lines as LLaVA has them, or from tar shards of WebDataset.
 
     {"id": "7", "image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
-    {"text": "<image> A cat.", "image": ["cat.jpg"]}          text, all of which is learned
+    {"text": "<image> A cat.", "image": ["cat.jpg"]}          text, which is learned whole
     0007.jpg  0007.json  |  0007.jpg  0007.txt                 members of a shard with one key: images, and a row or a caption
 
 `image` is a name or a list of names below the folder of the file; a row without it is text.
@@ -144,7 +144,7 @@ class Shards:
             found = _object(of_kind["json"].read(), name)
             turns = tuple(_turns(found, name))
         elif "txt" in of_kind:
-            text = of_kind["txt"].read().decode(errors="replace")
+            text = _text(of_kind["txt"].read(), name)
             marks = "" if MARK in text else MARK * len(images)
             turns = (Turn("text", f"{marks}{text}"),)
         else:
@@ -189,6 +189,13 @@ def _line_offsets(path: Path, digest: str, cache: IndexCache) -> npt.NDArray[np.
         return build()["offsets"]
     key = {"digest": digest, "changed": path.stat().st_mtime_ns}
     return cache.get_or_build("lines", key, build)["offsets"]
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: its caption is not UTF-8: {error}", fix="write it in UTF-8") from error
 
 
 def _object(text: bytes, where: str) -> Mapping[str, Any]:

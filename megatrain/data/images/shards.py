@@ -42,7 +42,7 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """What follows the key, such as `jpg`."""
+        """The rest of the name, such as `jpg`."""
         return split_name(self.name)[1]
 
     def read(self) -> bytes:

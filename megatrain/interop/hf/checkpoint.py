@@ -216,7 +216,7 @@ class HfCheckpoint(TensorReader):
         """Return the shapes of the model's tensors, and of its biases that select experts."""
         try:
             config = self.plan.config
-            return shapes_of(self.family, config, self.vocab_size), bias_shapes(config, self.vocab_size)
+            return shapes_of(config, self.vocab_size, self.family), bias_shapes(config, self.vocab_size)
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",

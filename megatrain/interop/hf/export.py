@@ -242,7 +242,7 @@ class HfExport(TensorReader):
         return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
-        expected = shapes_of(None, self._config, self.vocab_size)
+        expected = shapes_of(self._config, self.vocab_size)
         found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)

@@ -110,8 +110,8 @@ def registry_of(config: Config, vocab_size: int) -> ParamRegistry:
     ).registry
 
 
-def shapes_of(family: Family | None, config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the shapes of our model's tensors that a family has, by canonical name."""
+def shapes_of(config: Config, vocab_size: int, family: Family | None = None) -> dict[str, Shape]:
+    """Return the shapes of our model's tensors, by canonical name; `family`: of those that it has."""
     return {
         piece.name: piece.shape
         for entry in registry_of(config, vocab_size).entries.values()

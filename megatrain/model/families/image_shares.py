@@ -1,7 +1,7 @@
 """The images of a micro-batch over the ranks that process it: each runs the tower on its share, and gathers the vectors of all.
 
     images 0 1 2 3 4   over 2 x cp     rank 0: 0 1 2    rank 1: 3 4 and a black one, which nothing uses
-    vectors            gathered        gradients: summed over the ranks, each of which has those of its own tokens, and split
+    vectors            gathered        gradients: summed over the ranks, since each has those of its own tokens, and split
 
 Context ranks always share images. Tensor ranks split the tower's layers instead, unless the tower is whole on each of them
 (`--spread-images`): its gradients are then partial sums over tensor ranks too.

@@ -109,7 +109,7 @@ def test_plain_text_is_learned_whole_and_long_text_is_cut(tmp_path: Path) -> Non
 def test_an_epoch_reads_all_rows_and_a_sample_is_the_same_again(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "t.jsonl", [talk(name, name) for name in "abc"])
     found = samples(path)
-    letters = [chr(found[k].arrays["tokens"][6]) for k in range(6)]  # type: ignore[union-attr]
+    letters = [chr(found[k].arrays["tokens"][6]) for k in range(6)]
     assert sorted(letters[:3]) == sorted(letters[3:]) == list("abc")
     again = samples(path, count=60)
     for k in (5, 0, 3):
@@ -127,9 +127,7 @@ def test_tiles_take_the_place_of_their_image(tmp_path: Path) -> None:
     arrays = samples(
         write_lines(tmp_path / "u.jsonl", [two]), image_shape=(4, 3, 8, 8), length=80, tiling=TILES
     )[0].arrays
-    assert text_of(arrays).count("#") == 8, (
-        "two images share four tiles, and two tiles have no room for a thumbnail"
-    )
+    assert text_of(arrays).count("#") == 8, "two images share four tiles, and none has a thumbnail"
 
 
 def test_packed_conversations_keep_their_images_and_are_apart(tmp_path: Path) -> None:
@@ -191,7 +189,8 @@ def test_shards_are_read_as_their_members_say(tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_read_is_named_and_counted(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "bad.png").write_bytes(content)
-    path, lines = write_lines(tmp_path / "t.jsonl", [talk("<image>x", "yz", image="bad.png")]), []
+    lines: list[str] = []
+    path = write_lines(tmp_path / "t.jsonl", [talk("<image>x", "yz", image="bad.png")])
     found = samples(path, log=lines.append)
     assert not any(found[k].arrays["loss_mask"].any() for k in range(3))
     (line,) = lines
@@ -230,6 +229,21 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path, kept: int, problem: st
     Path(path).write_bytes(whole[:kept])
     with pytest.raises(InputError, match=rf"0\.tar: .*{problem}"):
         samples(path)
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ({"d/1.png": b"x"}, "sample d/1 .* has no text"),
+        ({"d/1.txt": b"\xff"}, "sample d/1 .* not UTF-8"),
+        ({"d/1.json": b"{"}, "sample d/1 .* no JSON"),
+        ({"d/1.json": b'{"text": "<image>"}'}, "sample d/1 .* has 1 <image> in its text and 0 images"),
+    ],
+)
+def test_a_wrong_sample_of_a_shard_is_named(tmp_path: Path, members: dict[str, bytes], problem: str) -> None:
+    path = write_shard(tmp_path / "0.tar", members)
+    with pytest.raises(InputError, match=problem):
+        image_facts(DataConfig(seq_length=8, image_data_path=(path,)), most_images=2, log=print)
 
 
 def test_folders_and_missing_files_have_a_remedy(tmp_path: Path) -> None:
