@@ -3,7 +3,7 @@
 
     python3 scripts/roofline.py A1 S1 E1
 
-    products        6 FLOPs per token and active weight of linear layers and head
+    products        6 FLOPs per token and active weight of linear layers and head, of BERT's only for tokens with a label
     attention       2 s n d FLOPs per token and layer forward (causal; else 4), 2.5 times that backward
     element-wise    bytes of norms, RoPE, activation, loss and convolution, at the memory bandwidth
     scans           the FLOPs that Megatron-LM counts, among the products
@@ -132,7 +132,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
             moved += (
                 own / s * sum((8 * 2 + 7) * h + moved_by(part, has_rope=has_rope) for part in layer.parts)
             )
-    of_head = (spec.stacks[-1].seq_length or s) / s
+    of_head = (spec.head.max_labels or spec.stacks[-1].seq_length or s) / s
     head = h * model.padded_vocab_size
     moved += of_head * 6 * model.padded_vocab_size
     weights += inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)

@@ -30,7 +30,13 @@ from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
 from megatrain.model.families.image_shares import ImageShares
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
+from megatrain.model.families.masked_lm import (
+    BinaryHead,
+    HeadParts,
+    HeadTransform,
+    LabelledTokens,
+    MicrobatchMeans,
+)
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
@@ -372,6 +378,7 @@ class _StageBuilder:
             binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
             means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
+            selection=None if spec.head.max_labels is None else LabelledTokens(spec.head.max_labels),
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:
             # All ranks with the word table have all tables that the stacks share, at the same positions.

@@ -39,7 +39,6 @@ OF_DATA: Final = (
     "--vocab-file",
     "--vocab-extra-ids",
     "--data-path",
-    "--mask-prob",
     "--short-seq-prob",
 )
 """Flags of the data, which is recorded."""

@@ -76,7 +76,7 @@ class HfCheckpoint(TensorReader):
         self.left_out = self._layers_left_out()
         """Numbers of layers in the files that the model of transformers leaves out."""
         self._check_tensors()
-        self.unread_keys = source.unread
+        self.unread_keys, self.notes = source.unread, source.notes
         self._whole = functools.lru_cache(1)(self._read_whole)
 
     @property
@@ -216,7 +216,7 @@ class HfCheckpoint(TensorReader):
         """Return the shapes of the model's tensors, and of its biases that select experts."""
         try:
             config = self.plan.config
-            return shapes_of(config, self.vocab_size, self.family), bias_shapes(config, self.vocab_size)
+            return shapes_of(self.family, config, self.vocab_size), bias_shapes(config, self.vocab_size)
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
@@ -246,7 +246,7 @@ class HfCheckpoint(TensorReader):
         """
         expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
-        left_out = [*self._patterns_left_out(), re.compile(re.escape(head))]
+        left_out = self._not_read(head)
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
             f"unused: {name_text(name)}"
@@ -275,13 +275,13 @@ class HfCheckpoint(TensorReader):
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
-    def _patterns_left_out(self) -> list[re.Pattern[str]]:
-        """Return patterns of tensors that the model does not have."""
-        family, more = self.family, self.family.more_layers
-        found = [*family.buffers, *map(re.escape, family.unused)]
-        if more is not None:
-            found += [rf"{re.escape(more.layers)}\.{number}\..*" for number in self.left_out]
-        return [re.compile(pattern) for pattern in found]
+    def _not_read(self, head: str) -> list[re.Pattern[str]]:
+        """Return the names of tensors that files may have and that are not read. `head`: tensor of the output layer."""
+        patterns = [*self.family.buffers, *map(re.escape, (head, *self.family.unused))]
+        if self.family.more_layers is not None:
+            layers = re.escape(self.family.more_layers.layers)
+            patterns += [rf"{layers}\.{number}\..*" for number in self.left_out]
+        return [re.compile(pattern) for pattern in patterns]
 
     def _layers_left_out(self) -> range:
         more = self.family.more_layers
@@ -295,7 +295,9 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family.modules, rows, vars(model))
+            found = their_tensors(
+                self.family.modules, rows, vars(model), layers_per_block=self.family.layers_per_block
+            )
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(

@@ -90,7 +90,12 @@ class HfExport(TensorReader):
         ours = {name: shape for name, shape in own.items() if has_tensor(self.family, name)}
         biases = bias_shapes(self._config, self.vocab_size)
         self.tensors = {
-            **their_tensors(self.family.modules, ours | biases, vars(model)),
+            **their_tensors(
+                self.family.modules,
+                ours | biases,
+                vars(model),
+                layers_per_block=self.family.layers_per_block,
+            ),
             **zero_tensors(self.family.zeros, model.hidden_size),
             **unused_tensors(self.family.unused, vision.vision_hidden_size or 0),
         }
@@ -129,8 +134,7 @@ class HfExport(TensorReader):
         for part in theirs.parts:
             if part.place is None:
                 shape = part.shape if theirs.is_flat else (len(out), *part.shape[1:])
-                rows = out.t() if theirs.is_transposed else out.view(shape)
-                self._read(part, kind, rows, low)
+                self._read(part, kind, out.t() if theirs.is_transposed else out.view(shape), low)
             elif low <= part.place < high:
                 rows = out[part.place - low]
                 self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)
@@ -242,7 +246,7 @@ class HfExport(TensorReader):
         return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
-        expected = shapes_of(self._config, self.vocab_size)
+        expected = shapes_of(None, self._config, self.vocab_size)
         found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)

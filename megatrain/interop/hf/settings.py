@@ -110,8 +110,8 @@ def registry_of(config: Config, vocab_size: int) -> ParamRegistry:
     ).registry
 
 
-def shapes_of(config: Config, vocab_size: int, family: Family | None = None) -> dict[str, Shape]:
-    """Return the shapes of our model's tensors, by canonical name; `family`: of those that it has."""
+def shapes_of(family: Family | None, config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the shapes of our model's tensors that a family has, by canonical name."""
     return {
         piece.name: piece.shape
         for entry in registry_of(config, vocab_size).entries.values()
@@ -155,9 +155,8 @@ def fitting_family(
     kind = config.model.model_family
     classes = [FAMILIES[wanted]] if wanted else FAMILIES.values()
     kinds = [family for one in classes for family in one.kinds]
-    for family in (
-        kinds if wanted else [one for one in kinds if _model_family(one) == kind and not one.is_tower]
-    ):
+    alike = [one for one in kinds if _model_family(one) == kind and not one.is_tower and one.fits(config)]
+    for family in kinds if wanted else alike:
         keys = _keys(family, config, vocab_size)
         source = ConfigFile(Path(CONFIG_NAME), keys)
         try:
@@ -251,7 +250,16 @@ def _layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _router(router: RouterSpec) -> RouterSpec:
-    return replace(router, dtype=None, losses=(), z_loss_coeff=0.0, bias_update_rate=0.0, jitter=0.0)
+    factor = router.scaling_factor or 1.0
+    return replace(
+        router,
+        dtype=None,
+        losses=(),
+        z_loss_coeff=0.0,
+        bias_update_rate=0.0,
+        jitter=0.0,
+        scaling_factor=factor,
+    )
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:

@@ -22,12 +22,13 @@ def add_column_sums(total: Tensor, x: Tensor) -> None:
     strips = cdiv(columns, _COLUMNS)
     groups = min(cdiv(rows, _ROWS), cdiv(_PROGRAMS, strips))
     sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
-    launch(_sum, (strips, groups), x, sums, rows, columns, groups, ROWS=_ROWS, COLUMNS=_COLUMNS)
-    total.add_(sums.sum(0))
+    tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
+    launch(_sum, (strips, 1), sums, total, groups, columns, 1, ADDS=True, **tile)
 
 
 @jit
-def _sum(X, SUMS, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum(X, SUMS, rows, columns, groups, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     group = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
@@ -36,7 +37,11 @@ def _sum(X, SUMS, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: tl.constex
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & is_column[None, :]
         total += tl.load(X + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.float32)
-    tl.store(SUMS + group * columns + column, tl.sum(total, axis=0), mask=is_column)
+    sums = tl.sum(total, axis=0)
+    SUMS += group * columns + column
+    if ADDS:
+        sums += tl.load(SUMS, mask=is_column, other=0)
+    tl.store(SUMS, sums.to(SUMS.dtype.element_ty), mask=is_column)
 
 
 def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:

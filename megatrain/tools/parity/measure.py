@@ -291,7 +291,7 @@ def _family_batch(family: str, tokens: torch.Tensor, labels: torch.Tensor, mask:
             "types": (places >= _SEQ // 3).expand_as(ids),
             "labels": labels,
             "is_random": tokens[:, -1] % 2,
-            "loss_mask": mask * is_token,
+            "loss_mask": mask * is_token * (places % 4 == 0),
             "padding_mask": is_token,
         }
     else:

@@ -80,8 +80,8 @@ MODELS = {
         "--use-parallel-residual"
     ),
     # Attention to all tokens, padding, token types; the head's transform and bias, with and without a next-sentence head.
-    "bert": "--model-family bert --max-position-embeddings 30 --hidden-dropout 0.1",
-    "mlm": f"--model-family bert --bert-no-binary-head {_GQA} --normalization RMSNorm --swiglu {_ROPE} {_NO_DROPOUT}",
+    "bert": "--model-family bert --max-position-embeddings 30 --hidden-dropout 0.1 --mask-prob 0.3",
+    "mlm": f"--model-family bert --bert-no-binary-head --mask-prob 0.3 {_GQA} --normalization RMSNorm --swiglu {_ROPE} {_NO_DROPOUT}",
     # Two stacks of two layers each.
     "t5": "--model-family t5 --encoder-num-layers 2 --decoder-seq-length 16 --max-position-embeddings 30 --hidden-dropout 0.1",
     "t5relative": (
