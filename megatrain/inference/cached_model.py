@@ -26,10 +26,12 @@ from megatrain.inference.cached_attention import (
     DecodePass,
     DecodeRows,
 )
+from megatrain.inference.image_vectors import CachedImages
 from megatrain.inference.memory_attention import CachedBias, CachedMemory, PackedAttention
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.decoder_start import DecoderStart
 from megatrain.model.families.masked_attention import MaskedAttention
+from megatrain.model.families.vision import ImagesInText
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
@@ -51,6 +53,8 @@ class NewTokens:
     """Logits of all of them are wanted; else of the last one alone."""
     memory: Sequence[int] = ()
     """Tokens of the encoder, with the first tokens of the sequence."""
+    images: Tensor | None = None
+    """Images [k, 3, height, width] whose vectors stand where tokens are below 0."""
 
 
 class CachedModel:
@@ -66,13 +70,14 @@ class CachedModel:
             if isinstance(module, RotaryEmbedding)
         }
         self._ropes = list(ropes.items())
+        self._images, self._segments = _with_images(model)
         starts = (n for n, segment in enumerate(model.segments) if isinstance(segment, DecoderStart))
         self._decoder_start = next(starts, None)
         """Number of the segment after the encoder; None: the model has none."""
         self._states: list[CachedStates] = []
         self.can_decode = True
         """`decode` computes all layers: none has latents, states or an encoder before it."""
-        mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
+        mixers = [mixer for layer in _layers(self._segments) for mixer in _mixers(layer)]
         specs = [part for layer in model.spec.layers for part in layer.parts if part.role == "mixer"]
         for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
             self._replace(mixer, spec, number)
@@ -104,7 +109,7 @@ class CachedModel:
     def logits(self, parts: Sequence[NewTokens]) -> list[Tensor]:
         """Extend sequences; return logits of the tokens after the last one, or after each one, of every part: [n, v]."""
         lengths = [len(part.tokens) for part in parts]
-        ids = self._row(part.tokens for part in parts)
+        ids = self._row(self._with_vectors(parts))
         positions = self._row(
             range(part.first_position, part.first_position + len(part.tokens)) for part in parts
         )
@@ -122,6 +127,8 @@ class CachedModel:
             spans = (range(length) for length in info.memory_lengths)
             memory = EncoderTokens(self._row(part.memory for part in parts), self._row(spans))
         hidden = self._hidden(ids, positions, info, memory)
+        if self._images is not None:
+            self._images.vectors = None
         ends = list(itertools.accumulate(lengths))
         counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
         wanted = itertools.chain(*(range(end - n, end) for end, n in zip(ends, counts, strict=True)))
@@ -145,6 +152,21 @@ class CachedModel:
         logits: Tensor = self._head.logits(hidden, info)
         return logits.squeeze(1)
 
+    def _with_vectors(self, parts: Sequence[NewTokens]) -> list[Sequence[int]]:
+        """Compute the vectors of the images in a pass; return the tokens of its parts, whose places count through all images."""
+        if self._images is None:
+            return [part.tokens for part in parts]
+        found: list[Sequence[int]] = []
+        images: list[Tensor] = []
+        assert self.model.spec.vision is not None
+        for part in parts:
+            first = self.model.spec.vision.tokens_per_image * sum(map(len, images))
+            found.append([token - first if token < 0 else token for token in part.tokens])
+            if part.images is not None and any(token < 0 for token in part.tokens):
+                images.append(part.images)
+        self._images.compute(images, self.device)
+        return found
+
     @property
     def _head(self) -> Head:
         head = self.model.segments[-1]
@@ -163,7 +185,7 @@ class CachedModel:
         batch = Batch(
             tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions, encoder=memory
         )
-        hidden, layers = None, self.model.segments[:-1]
+        hidden, layers = None, self._segments[:-1]
         if self._decoder_start is not None and memory is not None:
             start = layers[self._decoder_start]
             assert isinstance(start, DecoderStart)
@@ -194,6 +216,15 @@ def _through(segments: Sequence[nn.Module], hidden: Tensor | None, batch: Batch,
     return hidden
 
 
+def _with_images(model: Model) -> tuple[CachedImages | None, list[nn.Module]]:
+    """Return the segment that puts images into text, if the model has one, and all segments with it in place of the tower."""
+    for number, segment in enumerate(model.segments):
+        if isinstance(segment, ImagesInText):
+            images = CachedImages(model.spec, model.segments[:number], segment)
+            return images, [images, *model.segments[number + 1 :]]
+    return None, model.segments
+
+
 def _masked_core(core: MaskedAttention, rows: list[Tensor]) -> nn.Module:
     """Return what replaces attention of a family with an encoder."""
     if not rows:
@@ -204,7 +235,7 @@ def _masked_core(core: MaskedAttention, rows: list[Tensor]) -> nn.Module:
 def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
     """Yield the layers in order, without layers of multi-token prediction, which generation does not compute."""
     for segment in segments:
-        if not isinstance(segment, MtpLayer):
+        if not isinstance(segment, MtpLayer | CachedImages):
             yield from (module for module in segment.modules() if isinstance(module, TransformerLayer))
 
 

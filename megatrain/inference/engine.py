@@ -37,6 +37,8 @@ class Completion:
     sampling: Sampling
     memory: tuple[int, ...] = ()
     """Tokens of the encoder; the prompt is the decoder's then."""
+    images: Tensor | None = None
+    """Images [k, 3, height, width], whose vectors stand where the prompt's tokens are below 0."""
     ids: list[int] = field(init=False)
     """The prompt and the tokens after it."""
     log_probs: list[LogProb] = field(default_factory=list)
@@ -116,9 +118,15 @@ class Engine:
         """Return whether no completion waits or runs."""
         return not self.waiting and not self.running
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, memory: Sequence[int] = ()) -> Completion:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        memory: Sequence[int] = (),
+        images: Tensor | None = None,
+    ) -> Completion:
         """Add a completion, which `fits`."""
-        completion = Completion(tuple(prompt), sampling, tuple(memory))
+        completion = Completion(tuple(prompt), sampling, tuple(memory), images)
         assert prompt, "a prompt has at least one token"
         assert completion.num_total <= self.model.cache.plan.max_tokens
         self.waiting.append(completion)
@@ -199,6 +207,7 @@ class Engine:
                 one.num_cached,
                 one.sampling.wants_prompt_log_probs and one.num_cached < len(one.prompt),
                 () if one.num_cached else one.memory,
+                one.images,
             )
             for one, count in parts
             if one.reservation is not None

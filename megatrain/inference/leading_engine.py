@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from base64 import b64decode, b64encode
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.cache import CachePlan
@@ -44,11 +46,14 @@ class LeadingEngine(TextEngine):
         self._numbers = itertools.count()
         self._running: dict[TextCompletion, int] = {}
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> TextCompletion:
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, images: Tensor | None = None
+    ) -> TextCompletion:
         """Add a completion on all ranks, before the next pass."""
-        text = super().submit(prompt, sampling)
-        self._running[text] = next(self._numbers)
-        self._actions.append(["submit", self._running[text], list(prompt), dataclasses.asdict(sampling)])
+        text = super().submit(prompt, sampling, images)
+        self._running[text] = number = next(self._numbers)
+        fields = dataclasses.asdict(sampling)
+        self._actions.append(["submit", number, list(prompt), fields, _packed(images)])
         return text
 
     def remove(self, text: TextCompletion) -> None:
@@ -86,9 +91,9 @@ def follow(engine: TextEngine, messages: Messages) -> None:
         for kind, *values in _exchange(messages, None):
             match kind:
                 case "submit":
-                    number, prompt, sampling = values
+                    number, prompt, sampling, images = values
                     fields = {**sampling, "stop": tuple(sampling["stop"])}
-                    running[number] = engine.submit(prompt, Sampling(**fields))
+                    running[number] = engine.submit(prompt, Sampling(**fields), _unpacked(images))
                 case "remove":
                     if values[0] in running:
                         engine.remove(running.pop(values[0]))
@@ -97,6 +102,18 @@ def follow(engine: TextEngine, messages: Messages) -> None:
                     running = {n: one for n, one in running.items() if one.completion.finish_reason is None}
                 case "end":
                     return
+
+
+def _packed(images: Tensor | None) -> list[Any] | None:
+    """Return images as a value of JSON: shape, and fp32 numbers in base64."""
+    return None if images is None else [list(images.shape), b64encode(images.numpy().tobytes()).decode()]
+
+
+def _unpacked(value: list[Any] | None) -> Tensor | None:
+    if value is None:
+        return None
+    shape, text = value
+    return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.float32).view(shape)
 
 
 def _exchange(messages: Messages, actions: Any) -> Any:

@@ -174,7 +174,12 @@ class BatchSampler:
         """Number of each sequence among those that are drawn."""
         self._seen: Tensor | None = None
         if any(one.repetition_penalty != 1 for one in samplings):
-            flat = [row * like.shape[1] + token for row, ids in enumerate(seen) for token in set(ids)]
+            flat = [
+                row * like.shape[1] + token
+                for row, ids in enumerate(seen)
+                for token in set(ids)
+                if token >= 0
+            ]
             self._seen = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
             self._seen.view(-1)[copy_to_device(flat, torch.int64, like.device)] = True
 

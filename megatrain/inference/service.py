@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.texts import TextCompletion, TextEngine
 
@@ -43,6 +45,8 @@ class Ticket:
     sampling: Sampling
     on_event: Callable[[Event], None]
     """Called in the service's thread; it returns at once and raises nothing."""
+    images: Tensor | None = None
+    """Images of the prompt, [k, 3, height, width]."""
     text: TextCompletion | None = None
     """Set once the engine has it; complete after the last event."""
     is_cancelled: bool = False
@@ -95,7 +99,13 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_event: Callable[[Event], None],
+        images: Tensor | None = None,
+    ) -> Ticket:
         """Add a request, which fits into the cache.
 
         Raises:
@@ -106,7 +116,7 @@ class Service:
                 raise UnavailableError(f"the server is {self._state}")
             if self._num_waiting + len(self._new) >= self._max_waiting:
                 raise UnavailableError(f"{self._max_waiting} requests are waiting already")
-            ticket = Ticket(tuple(prompt), sampling, on_event)
+            ticket = Ticket(tuple(prompt), sampling, on_event, images)
             self._new.append(ticket)
             self._condition.notify_all()
         return ticket
@@ -205,7 +215,7 @@ class Service:
         while self._new:
             ticket = self._new.popleft()
             if not ticket.is_cancelled:
-                ticket.text = self._engine.submit(ticket.prompt, ticket.sampling)
+                ticket.text = self._engine.submit(ticket.prompt, ticket.sampling, ticket.images)
                 self._tickets[ticket.text] = ticket
         self._count()
 

@@ -34,6 +34,7 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
+from megatrain.data.images.pixels import Processor
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers
@@ -86,6 +87,8 @@ class LoadedModel:
     dtype: torch.dtype
     path: Path
     iteration: int
+    image_processor: Processor = "clip"
+    """How images are resized and normalized."""
     skipped: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that is damaged."""
 
@@ -140,6 +143,7 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
         dtype=options.dtype,
         path=path,
         iteration=manifest.iteration,
+        image_processor=stored_section(path, manifest.config, "vision", VisionConfig).image_processor,
     )
 
 
@@ -153,6 +157,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
     path, manifest, ranks = reader.path, reader.manifest, options.ranks
     config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options)
     vision: VisionConfig = stored_section(path, manifest.config, "vision", VisionConfig)
+    vision = dataclasses.replace(vision, spread_images=False)
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
     kind: dict[str, Any] = {
         "seq_length": max(_seq_length(path, manifest), config.decoder_seq_length or 0),

@@ -50,8 +50,9 @@ def split_over_ranks(spec: ModelSpec, tp_size: int) -> tuple[ModelSpec, GridShap
 
 def tensor_sizes(spec: ModelSpec, tp_size: int) -> Iterator[tuple[str, bool]]:
     """Yield the sizes that are split, each as a text, and whether it divides over the ranks."""
-    for layer in spec.layers:
-        for linear in layer.linears(spec.hidden_size):
+    towers = [] if spec.vision is None else [(spec.vision.hidden_size, one) for one in spec.vision.layers]
+    for width, layer in [*((spec.hidden_size, one) for one in spec.layers), *towers]:
+        for linear in layer.linears(width):
             for piece in linear.pieces if linear.split == "outputs" else ():
                 what = piece.unit if piece.heads else f"channels of {linear.writes}"
                 yield f"{piece.count} {what}", piece.divides_over(tp_size)

@@ -51,10 +51,13 @@ class TextEngine:
         self.engine = Engine(CachedModel(model, plan, device), end_ids)
         self._texts: dict[Completion, TextCompletion] = {}
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> TextCompletion:
-        """Add a completion; its tokens fit into the plan."""
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, images: torch.Tensor | None = None
+    ) -> TextCompletion:
+        """Add a completion; its tokens fit into the plan. `images`: see `Completion`."""
         if self.start_id is None:
-            completion = self.engine.submit(prompt, sampling)
+            completion = self.engine.submit(prompt, sampling, images=images)
+            prompt = [token for token in prompt if token >= 0]
         else:
             completion, prompt = self.engine.submit([self.start_id], sampling, prompt), ()
         text = TextCompletion(completion, TextStream(self.tokenizer, prompt, sampling.stop))

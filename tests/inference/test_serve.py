@@ -101,10 +101,12 @@ class Server:
     def complete(self, prompt: Any, **fields: Any) -> tuple[int, Any]:
         return self.post("/v1/completions", prompt=prompt, **fields)
 
-    def stream(self, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def stream(
+        self, path: str = "/v1/completions", **fields: Any
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = json.dumps({**fields, "stream": True})
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
     def wait_until_free(self) -> None:

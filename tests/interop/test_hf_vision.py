@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import parse
+from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.model.gpt import Model
@@ -289,3 +290,53 @@ def test_a_joined_model_is_trained_in_stages(parts: Path, folder: Path, tmp_path
     direct = trained(f"--pretrained-checkpoint hf:{folder} --freeze-LM --freeze-ViT", tmp_path / "direct")
     assert main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "theirs")]) == 0
     assert {*changed(canonical(tmp_path / "theirs" / "iter_0000000"), direct)} == {"projector"}
+
+
+def test_text_after_an_image_is_that_of_transformers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two prompts run together, each with an image of its own; a third has none."""
+    image = pytest.importorskip("PIL.Image")
+    model, expected, lines = llava("CLIP, Llama"), [], []
+    generator = torch.Generator().manual_seed(2)
+    texts = ["5 <image> 6 7", "8 9 10 <image>", "11 12"]
+    for number, text in enumerate(texts):
+        path = tmp_path / f"{number}.png"
+        colours = torch.randint(0, 256, (28, 28, 3), generator=generator, dtype=torch.uint8)
+        image.fromarray(colours.numpy()).save(path)
+        has_image = "<image>" in text
+        ids = [int(one) for one in text.replace("<image>", f"{IMAGE_TOKEN} " * 4).split()]
+        tiling = Tiling(processor="clip", height=28, width=28)
+        pixels = torch.from_numpy(tiling.tiles(decode(path.read_bytes(), "x"), 1))
+        given = {"pixel_values": pixels} if has_image else {}
+        found = model.generate(
+            torch.tensor([ids]), **given, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(found[0, len(ids) :].tolist())
+        lines.append(json.dumps({"prompt": text} | ({"images": [path.name]} if has_image else {})))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    words = f"generate --load hf:{folder} --prompt-file {tmp_path}/prompts.jsonl --json --temperature 0 --max-new-tokens 8"
+    assert main([*words.split(), "--termination-id", "99", "--device", "cpu"]) == 0
+    found = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+    assert found == expected
+    assert expected[0] != expected[1]
+    single = f"generate --load hf:{folder} --image {tmp_path}/0.png --json --temperature 0 --max-new-tokens 8 --termination-id 99"
+    assert main([*single.split(), "--device", "cpu", "--prompt", texts[0]]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--prompt", "5 <image> <image>"], "2 <image> for 1 images"),
+        (["--prompt-file", "absent.jsonl"], "--prompt-file"),
+    ],
+)
+def test_images_without_their_place_are_refused(
+    words: list[str], error: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (28, 28)).save(tmp_path / "one.png")
+    flags = ["generate", "--load", f"hf:{folder}", "--device", "cpu", "--image", str(tmp_path / "one.png")]
+    assert main([*flags, *words]) == 2
+    assert error in capsys.readouterr().err

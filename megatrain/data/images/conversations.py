@@ -31,6 +31,12 @@ _BEFORE: Final = {"user": "USER: ", "assistant": " ", "system": "", "text": ""}
 _AFTER: Final = {"user": " ASSISTANT:", "assistant": "", "system": " ", "text": ""}
 _LEARNED: Final = ("assistant", "text")
 
+
+def written(role: str, text: str) -> str:
+    """Return the text of a turn as the model reads it; an end-of-document token follows what it learns."""
+    return f"{_BEFORE[role]}{text}{_AFTER[role]}"
+
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -110,7 +116,7 @@ class Encoder:
         left = list(num_tiles)
         for turn in row.turns:
             is_learned = turn.role in _LEARNED
-            pieces = f"{_BEFORE[turn.role]}{turn.text}{_AFTER[turn.role]}".split(MARK)
+            pieces = written(turn.role, turn.text).split(MARK)
             for number, piece in enumerate(pieces):
                 images = [IMAGE_TOKEN] * (left.pop(0) if number else 0)
                 ids = self.tokenizer.encode(piece) if piece else []

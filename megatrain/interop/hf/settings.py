@@ -213,7 +213,13 @@ def function_of(config: Config, vocab_size: int) -> ModelSpec:
     spec = describe_model(config.model, config.experts, config.vision, vocab_size=vocab_size)
     vision = spec.vision
     if vision is not None:
-        vision = replace(vision, is_tower_frozen=False, is_language_frozen=False, images_per_sample=1)
+        vision = replace(
+            vision,
+            is_tower_frozen=False,
+            is_language_frozen=False,
+            images_per_sample=1,
+            is_spread_over_tp=False,
+        )
     return replace(
         spec,
         vision=vision,

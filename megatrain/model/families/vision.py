@@ -148,7 +148,8 @@ class ImagesInText(nn.Module):
         self.tower = nn.ModuleList(tower)
         self.norm, self.projector, self.embedding = norm, projector, embedding
 
-    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+    def vectors(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+        """Return the vectors of the images of this rank, [n, m / shares, h], from the output of the tower's segments."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.is_tower_frozen):
             for segment in self.tower:
                 hidden = segment(hidden, batch, info)
@@ -157,7 +158,11 @@ class ImagesInText(nn.Module):
                 hidden = self.norm(hidden, info)
         if self.spec.has_class_token and not self.spec.keeps_class_token:
             hidden = hidden[1:]
-        vectors = self.projector(hidden.contiguous(), info)  # [n, m / shares, h]
+        vectors: Tensor = self.projector(hidden.contiguous(), info)
+        return vectors
+
+    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+        vectors = self.vectors(hidden, batch, info)
         text = EncoderTokens(batch.tokens.clamp(min=0), batch.position_ids)
         x: Tensor = self.embedding.output(self.embedding.embed(text, info), info)
         if self.tp.sequence_parallel and not self.shares.spreads_over_tp:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from torch import Tensor
 
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.sampling import Sampling
@@ -52,8 +54,12 @@ class CompletionRequest:
     """One per choice: `n` for each prompt."""
     choices_per_prompt: int
     streams: bool
-    echoes: bool
+    echoes: bool = False
     """The text starts with the prompt."""
+    images: Tensor | None = None
+    """Images of the prompt, [k, 3, height, width]."""
+    is_chat: bool = False
+    """The answer is a message."""
 
     @property
     def choices(self) -> list[tuple[tuple[int, ...], Sampling]]:
@@ -76,29 +82,32 @@ def _ignored(value: Any, name: str) -> None:
     """Accept any value: it changes nothing here."""
 
 
-_FIELDS: Final[Mapping[str, Check]] = {
+COMMON: Final[Mapping[str, Check]] = {
     "model": optional(text(max_characters=1000)),
-    "prompt": _ignored,  # see `_prompts`
     "max_tokens": optional(integer(0, 1 << 30)),
     "temperature": optional(number()),
     "top_p": optional(number()),
     "top_k": optional(integer(-1, 1 << 30)),
     "repetition_penalty": optional(number()),
     "n": optional(integer(1, _MAX_CHOICES)),
-    "best_of": optional(integer(1, _MAX_CHOICES)),
     "stream": optional(flag),
-    "logprobs": optional(integer(0, 100)),
-    "echo": optional(flag),
     "stop": optional(_one_or_list(_STOP, 16)),
     "seed": optional(integer()),
     "ignore_eos": optional(flag),
     "presence_penalty": _nothing,
     "frequency_penalty": _nothing,
     "logit_bias": _nothing,
-    "suffix": _nothing,
     "user": _ignored,
 }
-"""Fields of a request; fields of Sampling beyond OpenAI's have the names of other servers with this API."""
+"""Fields of every request; fields of Sampling beyond OpenAI's have the names of other servers with this API."""
+_FIELDS: Final[Mapping[str, Check]] = {
+    **COMMON,
+    "prompt": _ignored,  # see `_prompts`
+    "best_of": optional(integer(1, _MAX_CHOICES)),
+    "logprobs": optional(integer(0, 100)),
+    "echo": optional(flag),
+    "suffix": _nothing,
+}
 
 
 def read_request(
@@ -113,12 +122,8 @@ def read_request(
     Raises:
         RequestError: with the field that is wrong.
     """
-    fields = _fields(body)
-    if fields.get("model") not in (None, model):
-        raise RequestError(
-            f"the model {fields['model']!r} does not exist; this server has {model!r}",
-            param="model", code="model_not_found", status=404,
-        )  # fmt: skip
+    fields = read_fields(body, _FIELDS)
+    check_model(fields, model)
     prompts = tuple(_prompts(fields.get("prompt", ""), tokenizer, vocab_size))
     count, best_of = fields.get("n") or 1, fields.get("best_of")
     if best_of not in (None, count):
@@ -127,15 +132,9 @@ def read_request(
         raise RequestError(
             f"{len(prompts)} prompts with {count} choices each: more than {_MAX_CHOICES}", param="n"
         )
-    sampling = _sampling(fields)
+    sampling = read_sampling(fields)
     for prompt in prompts:
-        needed = len(prompt) + max(0, sampling.max_new_tokens - 1)
-        if needed > max_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_new_tokens}: a sequence has at most"
-                f" {max_tokens} tokens here",
-                param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
+        check_length(prompt, sampling, max_tokens, "prompt")
     streams, echoes = bool(fields.get("stream")), bool(fields.get("echo"))
     if streams and sampling.num_log_probs is not None:
         raise RequestError(
@@ -144,16 +143,45 @@ def read_request(
     sampling = dataclasses.replace(
         sampling, wants_prompt_log_probs=echoes and sampling.num_log_probs is not None
     )
-    samplings = [
-        dataclasses.replace(sampling, seed=(sampling.seed + number) % (1 << 63))
-        for number in range(count * len(prompts))
-    ]
     return CompletionRequest(
-        prompts=prompts, samplings=tuple(samplings), choices_per_prompt=count, streams=streams, echoes=echoes
+        prompts=prompts, samplings=with_seeds(sampling, count * len(prompts)), choices_per_prompt=count,
+        streams=streams, echoes=echoes,
+    )  # fmt: skip
+
+
+def check_model(fields: Mapping[str, Any], model: str) -> None:
+    """Check the name of the model in a request."""
+    if fields.get("model") not in (None, model):
+        raise RequestError(
+            f"the model {fields['model']!r} does not exist; this server has {model!r}",
+            param="model", code="model_not_found", status=404,
+        )  # fmt: skip
+
+
+def check_length(prompt: Sequence[int], sampling: Sampling, max_tokens: int, param: str) -> None:
+    """Check that a prompt and its text fit into a sequence."""
+    needed = len(prompt) + max(0, sampling.max_new_tokens - 1)
+    if needed > max_tokens:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_new_tokens}: a sequence has at most"
+            f" {max_tokens} tokens here",
+            param=param, code="context_length_exceeded",
+        )  # fmt: skip
+
+
+def with_seeds(sampling: Sampling, count: int) -> tuple[Sampling, ...]:
+    """Return the sampling of each choice."""
+    return tuple(
+        dataclasses.replace(sampling, seed=(sampling.seed + number) % (1 << 63)) for number in range(count)
     )
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def read_fields(body: bytes, known: Mapping[str, Check]) -> dict[str, Any]:
+    """Return the fields of a request, checked.
+
+    Raises:
+        RequestError: the body is no JSON object, or a field is wrong or unknown.
+    """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -161,16 +189,18 @@ def _fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestError("the body is not a JSON object", code="invalid_json")
     for name, value in fields.items():
-        if name not in _FIELDS:
+        if name not in known:
             raise RequestError(f"unknown field {name[:100]!r}", param=name[:100], code="unknown_field")
         try:
-            _FIELDS[name](value, name)
+            known[name](value, name)
         except InvalidError as error:
             raise RequestError(str(error), param=name) from error
     return fields
 
 
-def _sampling(fields: Mapping[str, Any]) -> Sampling:
+def read_sampling(fields: Mapping[str, Any]) -> Sampling:
+    """Return the sampling that a request's fields describe. Raises RequestError."""
+
     def value(name: str, default: Any) -> Any:
         given = fields.get(name)
         return default if given is None else given

@@ -10,12 +10,17 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatrain.config.errors import ConfigError, InputError, Problem
+from megatrain.data.images.pixels import require_pillow
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.engine import Completion
+from megatrain.inference.image_vectors import pixels_of, with_places
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
 from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
@@ -30,6 +35,15 @@ from megatrain.tools.generation.load import (
 )
 from megatrain.tools.subcommands import add_command
 
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, with the files of its images."""
+
+    text: str
+    images: tuple[Path, ...] = ()
+
+
 _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
 
 
@@ -42,10 +56,24 @@ def add_flags(commands: Any) -> None:
         description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
     )
     add_model_flags(parser)
+    _add_prompts(parser)
+    _add_sampling(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     prompts.add_argument(
-        "--prompt-file", metavar="FILE", help='file with one prompt a line, as JSON: {"prompt": "..."}'
+        "--prompt-file",
+        metavar="FILE",
+        help='file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+    )
+    parser.add_argument(
+        "--image",
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="images that stand for each <image> of the --prompt, or before it, for a model that reads images",
     )
     parser.add_argument(
         "--decoder-start-id",
@@ -54,6 +82,9 @@ def add_flags(commands: Any) -> None:
         help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
         " decoder_start_token_id of a model's config.json)",
     )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
     )
@@ -105,14 +136,17 @@ def run(arguments: argparse.Namespace) -> int:
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
+        images = [_images(loaded, prompt) for prompt in prompts]
         ids = [_encode(loaded, prompt) for prompt in prompts]
         start = _start_id(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings, start)
-        texts = [engine.submit(*one) for one in zip(ids, samplings, strict=True)]
+        texts = [engine.submit(*one) for one in zip(ids, samplings, images, strict=True)]
         write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
-        (_run_to_json if arguments.json else _run_to_text)(engine, prompts, texts, write)
+        (_run_to_json if arguments.json else _run_to_text)(
+            engine, [one.text for one in prompts], texts, write
+        )
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
     return 0
@@ -196,9 +230,14 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
     return sampling
 
 
-def _prompts(arguments: argparse.Namespace) -> list[str]:
+def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.prompt is not None:
-        return list(arguments.prompt)
+        return [Prompt(text, tuple(map(Path, arguments.image))) for text in arguments.prompt]
+    if arguments.image:
+        raise ConfigError(
+            "--image is given with --prompt-file",
+            fix='write "images": ["FILE"] after each prompt of the file',
+        )
     path = Path(arguments.prompt_file)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -210,22 +249,45 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def _prompt(path: Path, number: int, line: str) -> str:
+def _prompt(path: Path, number: int, line: str) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise InputError(f"{path}:{number}: not an object with a prompt", fix='write {"prompt": "..."}')
-    return str(value["prompt"])
+    images = value.get("images", [])
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise InputError(f"{path}:{number}: images is not a list of names", fix='write "images": ["FILE"]')
+    return Prompt(value["prompt"], tuple(path.parent / one for one in images))
 
 
-def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
+def _images(loaded: LoadedModel, prompt: Prompt) -> Tensor | None:
+    """Return the images of a prompt, [k, 3, height, width]."""
+    if not prompt.images:
+        return None
+    require_pillow()
+    files = []
+    for path in prompt.images:
+        try:
+            files.append((path.read_bytes(), str(path)))
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}", fix="name a readable image") from error
+    return pixels_of(files, loaded.model.spec, loaded.image_processor)
+
+
+def _encode(loaded: LoadedModel, given: Prompt) -> list[int]:
+    prompt, vision = given.text, loaded.model.spec.vision
     try:
-        ids = encode_prompt(loaded.tokenizer, prompt)
+        ids = (
+            encode_prompt(loaded.tokenizer, prompt)
+            if vision is None or not given.images
+            else with_places(prompt, len(given.images), loaded.tokenizer, vision.tokens_per_image)
+        )
     except ValueError as error:
         raise ConfigError(
-            f"--prompt {prompt[:100]!r}: {error}", fix="give a text of the model's tokenizer"
+            f"--prompt {prompt[:100]!r}: {error}",
+            fix="give a text of the model's tokenizer, with one <image> for each image, or none",
         ) from error
     if len(ids) > loaded.max_context:
         raise ConfigError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.sampling import LogProb
 from megatrain.inference.service import Event, Service, Ticket, UnavailableError
+from megatrain.tools.generation.chat_request import ChatFormat
 from megatrain.tools.generation.completion_request import CompletionRequest, RequestError, read_request
 
 _BODY_SECONDS: Final = 30.0
@@ -57,6 +59,7 @@ class CompletionsApp:
     Args:
         model: name of the model.
         hosts: accepted names of this host in requests; `*`: all.
+        chat: reads conversations.
     """
 
     def __init__(
@@ -68,12 +71,15 @@ class CompletionsApp:
         vocab_size: int,
         limits: Limits,
         hosts: Sequence[str],
+        chat: ChatFormat,
     ) -> None:
+        self.chat = chat
         self.service, self.tokenizer, self.model, self.limits = service, tokenizer, model, limits
         self.vocab_size, self.created = vocab_size, int(time.time())
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/health", self.health),
                 Route("/pause", self.pause, methods=["POST"]),
@@ -119,17 +125,18 @@ class CompletionsApp:
 
     async def completions(self, http: Request) -> Response:
         """Answer a request for completions."""
+        read = functools.partial(read_request, tokenizer=self.tokenizer, vocab_size=self.vocab_size)
+        return await self._answered(http, read)
+
+    async def chat_completions(self, http: Request) -> Response:
+        """Answer a request for the next message of a conversation."""
+        return await self._answered(http, self.chat.read)
+
+    async def _answered(self, http: Request, read: Callable[..., CompletionRequest]) -> Response:
         _check_is_json(http)
         deadline = time.monotonic() + self.limits.request_seconds
         body = await self._body(http)
-        request = await asyncio.to_thread(
-            read_request,
-            body,
-            self.tokenizer,
-            model=self.model,
-            vocab_size=self.vocab_size,
-            max_tokens=self.limits.max_tokens,
-        )
+        request = await asyncio.to_thread(read, body, model=self.model, max_tokens=self.limits.max_tokens)
         answer = _Answer(self, request, deadline)
         answer.submit()
         if request.streams:
@@ -173,8 +180,8 @@ class _Answer:
         self.tickets: list[Ticket] = []
         self.arrived: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
+            "id": f"{'chat' if request.is_chat else ''}cmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion" if request.is_chat else "text_completion",
             "created": int(time.time()),
             "model": app.model,
         }
@@ -189,7 +196,7 @@ class _Answer:
                     with contextlib.suppress(RuntimeError):  # the server has ended
                         loop.call_soon_threadsafe(self.arrived.put_nowait, (number, event))
 
-                self.tickets.append(self.app.service.submit(prompt, sampling, on_event))
+                self.tickets.append(self.app.service.submit(prompt, sampling, on_event, self.request.images))
         except UnavailableError as error:
             self.cancel()
             is_full = "waiting" in str(error)
@@ -270,13 +277,22 @@ class _Answer:
             self.cancel()
 
     def _event(self, number: int, text: str, end: str | None) -> str:
-        choice = {"text": text, "index": number, "logprobs": None, "finish_reason": end}
-        return f"data: {json.dumps({**self.head, 'choices': [choice]})}\n\n"
+        choice: dict[str, Any] = {"index": number, "logprobs": None, "finish_reason": end}
+        head = dict(self.head)
+        if self.request.is_chat:
+            head["object"] = "chat.completion.chunk"
+            choice["delta"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
     def _choice(self, number: int) -> dict[str, Any]:
         ticket = self.tickets[number]
         assert ticket.text is not None
         one, prompt = ticket.text.completion, ""
+        if self.request.is_chat:
+            message = {"role": "assistant", "content": ticket.text.stream.text}
+            return {"index": number, "message": message, "finish_reason": one.finish_reason}
         if self.request.echoes:
             prompt = self.app.tokenizer.decode(one.prompt)
         return {

@@ -21,6 +21,7 @@ from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.service import Service
 from megatrain.inference.texts import TextEngine, plan_cache
 from megatrain.parallel.messages import Messages
+from megatrain.tools.generation.chat_request import ChatFormat
 from megatrain.tools.generation.load import (
     add_model_flags,
     cache_limit,
@@ -60,6 +61,16 @@ def add_flags(commands: Any) -> None:
         metavar="NAME",
         help="name of the model in requests (default: the name of the folder)",
     )
+    parser.add_argument(
+        "--image-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
+    )
+    _add_limits(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-context",
         type=int,
@@ -146,11 +157,18 @@ def run(arguments: argparse.Namespace) -> int:
             process.note(
                 "every host that can reach this address can use the server: it has no authentication"
             )
-        return _serve(arguments, engine, listener, name=name, vocab_size=loaded.model.spec.vocab_size)
+        chat = ChatFormat(
+            loaded.model.spec,
+            loaded.tokenizer,
+            loaded.image_processor,
+            next(iter(end_ids), None),
+            arguments.image_folder,
+        )
+        return _serve(arguments, engine, listener, name=name, chat=chat)
 
 
 def _serve(
-    arguments: argparse.Namespace, engine: TextEngine, listener: socket.socket, *, name: str, vocab_size: int
+    arguments: argparse.Namespace, engine: TextEngine, listener: socket.socket, *, name: str, chat: ChatFormat
 ) -> int:
     import uvicorn  # noqa: PLC0415 (optional)
 
@@ -177,7 +195,13 @@ def _serve(
     service = Service(engine, max_waiting=arguments.max_waiting, on_failure=fail)
     hosts = ["*"] if arguments.host not in _LOOPBACK else [*_LOOPBACK, "[::1]"]
     app = CompletionsApp(
-        service, engine.tokenizer, model=name, vocab_size=vocab_size, limits=limits, hosts=hosts
+        service,
+        engine.tokenizer,
+        model=name,
+        vocab_size=chat.spec.vocab_size,
+        limits=limits,
+        hosts=hosts,
+        chat=chat,
     )
     server = Server(_http(arguments, app.app))
 

@@ -29,6 +29,8 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "gpt_oss_20b": (64, 20_914_757_184),
     "gpt_oss_120b": (256, 116_829_156_672),
     "olmo2_7b": (256, 7_298_617_344),
+    "llava15_7b_projector": (8, 7_063_427_072 - 12_596_224 - 2_048),  # the tower's last layer and norm
+    "llava15_7b": (8, 7_063_427_072 - 12_596_224 - 2_048),
     "qwen3_0_6b": (8, 596_049_920),
     "qwen3_8b": (64, 8_190_735_360),
     "qwen3_30b_a3b": (64, 30_532_122_624),
@@ -62,7 +64,7 @@ def test_every_file_is_listed() -> None:
 def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
     config = plan_of(name).config
     assert config.tokenizer.vocab_size is not None
-    spec = describe_model(config.model, config.experts, vocab_size=config.tokenizer.vocab_size)
+    spec = describe_model(config.model, config.experts, config.vision, vocab_size=config.tokenizer.vocab_size)
     model = build_model(
         spec,
         build_grid(GridShape(), 0),
