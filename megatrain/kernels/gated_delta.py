@@ -32,7 +32,7 @@ from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.fused.scans import convolution
 from megatrain.kernels.fused.scans import gated_delta as fused
 from megatrain.kernels.fused.scans import unit_heads as fused_heads
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""

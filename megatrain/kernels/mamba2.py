@@ -23,7 +23,7 @@ from megatrain.kernels.fused.scans import gated_norm as fused_norm
 from megatrain.kernels.fused.scans import mamba2 as fused
 from megatrain.kernels.fused.scans.chunks import has_kernel
 from megatrain.kernels.gated_delta import delta_rule
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 
 def mamba2_scan(

@@ -45,7 +45,7 @@ def gate_output_backward_reference(
     """Compute the gradients with torch operators."""
     wide = gate.to(accumulation_dtype(gate.dtype))
     sigmoid = wide.sigmoid()
-    weight, slope = sigmoid, sigmoid * (1 - sigmoid)
+    weight, derivative = sigmoid, sigmoid * (1 - sigmoid)
     if has_silu:
-        weight, slope = wide * sigmoid, sigmoid * (1 + wide * (1 - sigmoid))
-    return (dy * weight).to(x.dtype), (dy * x * slope).to(gate.dtype)
+        weight, derivative = wide * sigmoid, sigmoid * (1 + wide * (1 - sigmoid))
+    return (dy * weight).to(x.dtype), (dy * x * derivative).to(gate.dtype)

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels import output_gate
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext

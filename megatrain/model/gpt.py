@@ -29,6 +29,7 @@ from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
+from megatrain.model.families.image_shares import ImageShares
 from megatrain.model.families.masked_lm import (
     BinaryHead,
     HeadParts,
@@ -275,8 +276,13 @@ class _StageBuilder:
     def _vision(self, embedding: Embedding) -> list[nn.Module]:
         """Build the segments of the vision tower and the projector, which embed the text too."""
         whole, tower = self.ranks.split.tp, tower_of(self.spec)
+        alone = RankGroup("alone", (whole.group.ranks[whole.rank],), 0)
+        assert self.spec.vision is not None
+        shares = ImageShares(whole, self.ranks.split.cp.group, self.spec.vision.is_spread_over_tp)
         tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
-        cp = ContextParallel(RankGroup("alone", (whole.group.ranks[whole.rank],), 0))
+        if shares.spreads_over_tp:
+            tp = TensorParallel(alone, alone, sequence_parallel=False)
+        cp = ContextParallel(alone)
         plain = self._plain_builder
         assert isinstance(plain, LocalBuilder)
         builder = dataclasses.replace(plain, tp=tp, cp=cp, norms=tower.norm)
@@ -287,7 +293,7 @@ class _StageBuilder:
 
         layers = [_layer(context(number)) for number in range(len(tower.layers))]
         segments = layer_segments(layers, self.recompute)
-        return vision_segments(self.spec, embedding, segments, context(0), builder, whole)
+        return vision_segments(self.spec, embedding, segments, context(0), builder, shares)
 
     def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)

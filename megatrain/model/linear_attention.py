@@ -33,7 +33,7 @@ from megatrain.kernels.gated_delta import (
     delta_rule,
     unit_heads,
 )
-from megatrain.kernels.split import Place, split_channels
+from megatrain.kernels.qkv import Place, split_channels
 from megatrain.model import functions
 from megatrain.model.attention_parts import gate_output
 from megatrain.model.implementations.local_builder import ACTIVATION_FUNCTIONS

@@ -27,7 +27,7 @@ from megatrain.kernels.activations import SILU
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import activated_convolution
 from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
-from megatrain.kernels.split import Place, split_channels
+from megatrain.kernels.qkv import Place, split_channels
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,9 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     reader = HfCheckpoint(Path(arguments.source), arguments.vocab_size)
     write_checkpoint(reader, target, arguments.files)
-    print(f"{reader.family.architecture}: {' '.join(reader.flags)}")
+    print(f"{reader.family.architecture}: {shlex.join(reader.flags)}")
+    for note in reader.notes:
+        print(note)
     if reader.unread_keys:
         print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
     if reader.left_out and reader.family.more_layers is not None:

@@ -279,19 +279,19 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Executor | GraphedPasses | TeacherFirst:
     """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none).
 
     Args:
-        tell: receives sentences for the log.
+        report: receives sentences for the log.
     """
     if not plan.derived.cuda_graphs or device.type == "meta":
         return after_teacher(executor, model)
     num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
     if plan.config.training.cuda_graph_impl == "auto":
         num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
-        trial = Trial(GpuClock(device), grid.world, device, tell)
+        trial = Trial(GpuClock(device), grid.world, device, report)
     recorder = Capture(device)
     make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
     return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder, trial)

@@ -74,7 +74,7 @@ class Engine:
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device, Executor)
         self.news: list[str] = []
-        """What happened in steps, for the log: each is a predicate of `iteration N`."""
+        """Events of steps, for the log: each is a predicate of `iteration N`."""
         self.training_passes = build_training_passes(
             plan, self.model, self.executor, self.data_parallel, grid, device, self.news.append
         )

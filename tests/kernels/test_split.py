@@ -1,21 +1,23 @@
-"""A split tensor's gradient is one tensor, into which kernels may write their parts."""
+"""The gradient of split channels is one tensor, into which kernels may write their parts."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.kernels.split import Place, split_channels
+from megatrain.kernels.qkv import Place, split_channels
 
 
 class _Doubled(torch.autograd.Function):
     """2 x, with the gradient in its place, as a kernel writes it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
         ctx.place = place
         return 2 * x
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return ctx.place().copy_(2 * dy), None
 
 

@@ -57,6 +57,8 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     settings: dict[str, Any] = {"model.hybrid_layer_pattern": text, "model.num_layers": len(pattern.layers)}
     if pattern.num_depths and known("model.mtp_num_layers") is None:
         settings["model.mtp_num_layers"] = pattern.num_depths
+    if pattern.counts["+"]:
+        settings["model.multi_latent_attention"] = True
     settings = {path: value for path, value in settings.items() if known(path) != value}
     if num_layers in (None, len(pattern.layers)):
         return settings, []

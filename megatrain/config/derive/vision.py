@@ -120,6 +120,7 @@ def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm
         has_pre_norm=kind != "siglip",
         has_final_norm=vision.vision_final_norm,
         projector=_projector(model, vision, hidden_size, own),
+        is_spread_over_tp=vision.spread_images,
         is_tower_frozen=vision.freeze_vit,
         is_language_frozen=vision.freeze_lm,
     )

@@ -76,7 +76,7 @@ class HfCheckpoint(TensorReader):
         self.left_out = self._layers_left_out()
         """Numbers of layers in the files that the model of transformers leaves out."""
         self._check_tensors()
-        self.unread_keys = source.unread
+        self.unread_keys, self.notes = source.unread, source.notes
         self._whole = functools.lru_cache(1)(self._read_whole)
 
     @property
@@ -246,11 +246,7 @@ class HfCheckpoint(TensorReader):
         """
         expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
-        left_out = [*map(re.compile, self.family.buffers), re.compile(re.escape(head))]
-        left_out += [re.compile(re.escape(name)) for name in self.family.unused]
-        if self.family.more_layers is not None:
-            layers = re.escape(self.family.more_layers.layers)
-            left_out += [re.compile(rf"{layers}\.{number}\..*") for number in self.left_out]
+        left_out = self._not_read(head)
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
             f"unused: {name_text(name)}"
@@ -279,6 +275,14 @@ class HfCheckpoint(TensorReader):
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
+    def _not_read(self, head: str) -> list[re.Pattern[str]]:
+        """Return the names of tensors that files may have and that are not read. `head`: tensor of the output layer."""
+        patterns = [*self.family.buffers, *map(re.escape, (head, *self.family.unused))]
+        if self.family.more_layers is not None:
+            layers = re.escape(self.family.more_layers.layers)
+            patterns += [rf"{layers}\.{number}\..*" for number in self.left_out]
+        return [re.compile(pattern) for pattern in patterns]
+
     def _layers_left_out(self) -> range:
         more = self.family.more_layers
         return range(0) if more is None else more.numbers(self._folder.config, self.plan.config)
@@ -291,7 +295,9 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family.modules, rows, vars(model))
+            found = their_tensors(
+                self.family.modules, rows, vars(model), layers_per_block=self.family.layers_per_block
+            )
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(

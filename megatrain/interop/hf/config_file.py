@@ -36,6 +36,8 @@ class ConfigFile:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
         self.read: set[str] = set()
+        self.notes: list[str] = []
+        """Sentences for a conversion: what is left out, and what transformers computes in another way than the models here."""
         self._nested: dict[str, ConfigFile] = {}
         if _CODE in values:
             raise InputError(

@@ -90,7 +90,12 @@ class HfExport(TensorReader):
         ours = {name: shape for name, shape in own.items() if has_tensor(self.family, name)}
         biases = bias_shapes(self._config, self.vocab_size)
         self.tensors = {
-            **their_tensors(self.family.modules, ours | biases, vars(model)),
+            **their_tensors(
+                self.family.modules,
+                ours | biases,
+                vars(model),
+                layers_per_block=self.family.layers_per_block,
+            ),
             **zero_tensors(self.family.zeros, model.hidden_size),
             **unused_tensors(self.family.unused, vision.vision_hidden_size or 0),
         }
@@ -128,9 +133,8 @@ class HfExport(TensorReader):
             return
         for part in theirs.parts:
             if part.place is None:
-                plain = out.view(part.shape) if theirs.is_flat else out.view(len(out), *part.shape[1:])
-                rows = out.t() if theirs.is_transposed else plain
-                self._read(part, kind, rows, low)
+                shape = part.shape if theirs.is_flat else (len(out), *part.shape[1:])
+                self._read(part, kind, out.t() if theirs.is_transposed else out.view(shape), low)
             elif low <= part.place < high:
                 rows = out[part.place - low]
                 self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)

@@ -184,7 +184,7 @@ class LeftOut:
     layers: str
     """Prefix of their names."""
     words: str
-    """What they are, for messages."""
+    """Name of the layers in messages."""
     numbers: Callable[[ConfigFile, Config], range]
 
 
@@ -206,6 +206,10 @@ class Family:
     """Files may store experts in MXFP4."""
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that loads a folder."""
+    fits: Callable[[Config], bool] = lambda _: True
+    """An export tries the family for a model of ours: its layers are of the right kinds."""
+    layers_per_block: int = 1
+    """Layers of ours that one of theirs holds."""
     more_layers: LeftOut | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of names in files of other versions of transformers, and those here."""
@@ -216,7 +220,7 @@ class Family:
     is_tower: bool = False
     """A vision tower alone, without a language model."""
     variants: tuple[Family, ...] = ()
-    """Families of the same class, of which `is_of` finds one."""
+    """Families of the same class; `is_of` finds one."""
     is_of: Callable[[ConfigFile], bool] = lambda _: True
 
     @property

@@ -155,9 +155,8 @@ def fitting_family(
     kind = config.model.model_family
     classes = [FAMILIES[wanted]] if wanted else FAMILIES.values()
     kinds = [family for one in classes for family in one.kinds]
-    for family in (
-        kinds if wanted else [one for one in kinds if _model_family(one) == kind and not one.is_tower]
-    ):
+    alike = [one for one in kinds if _model_family(one) == kind and not one.is_tower and one.fits(config)]
+    for family in kinds if wanted else alike:
         keys = _keys(family, config, vocab_size)
         source = ConfigFile(Path(CONFIG_NAME), keys)
         try:
@@ -245,7 +244,16 @@ def _layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _router(router: RouterSpec) -> RouterSpec:
-    return replace(router, dtype=None, losses=(), z_loss_coeff=0.0, bias_update_rate=0.0, jitter=0.0)
+    factor = router.scaling_factor or 1.0
+    return replace(
+        router,
+        dtype=None,
+        losses=(),
+        z_loss_coeff=0.0,
+        bias_update_rate=0.0,
+        jitter=0.0,
+        scaling_factor=factor,
+    )
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:

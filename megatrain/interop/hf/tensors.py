@@ -50,9 +50,13 @@ class TheirTensor:
 
 
 def their_tensors(
-    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
+    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any], *, layers_per_block: int = 1
 ) -> dict[str, TheirTensor]:
-    """Return their tensors that hold all of ours, by name. `sizes`: settings of the model.
+    """Return their tensors that hold all of ours, by name.
+
+    Args:
+        sizes: settings of the model.
+        layers_per_block: layers of ours that one of theirs holds.
 
     Raises:
         KeyError: the family has no place for one of our tensors; the argument is its name.
@@ -71,7 +75,8 @@ def their_tensors(
             raise KeyError(name)
         theirs, fused = homes[module]
         numbers = _NUMBER.findall(f"{name}.")
-        whole = theirs.format(*numbers) + _ending(kind, fused)
+        block = [str(int(number) // layers_per_block) for number in numbers[:1]]
+        whole = theirs.format(*block, *numbers[1:]) + _ending(kind, fused)
         if whole not in found:
             names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]
             names = [name] if fused.is_one_of else names

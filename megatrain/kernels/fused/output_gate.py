@@ -72,9 +72,9 @@ def _backward(
     x = tl.load(X + row * x_row + column, mask=inside, other=0).to(tl.float32)
     gate = tl.load(G + row * g_row + column, mask=inside, other=0).to(tl.float32)
     weight = 1 / (1 + tl.exp(-gate))
-    slope = weight * (1 - weight)
+    derivative = weight * (1 - weight)
     if HAS_SILU:
-        slope = weight + gate * slope
+        derivative = weight + gate * derivative
         weight *= gate
     tl.store(DX + row * columns + column, (dy * weight).to(DX.dtype.element_ty), mask=inside)
-    tl.store(DG + row * dg_row + column, (dy * x * slope).to(DG.dtype.element_ty), mask=inside)
+    tl.store(DG + row * dg_row + column, (dy * x * derivative).to(DG.dtype.element_ty), mask=inside)

@@ -110,7 +110,7 @@ class MicrobatchMeans:
 
 @dataclass(frozen=True)
 class LabelledTokens:
-    """Choice of the tokens with a label, of which a sample has few: only they go through the output layer.
+    """Choice of the tokens with a label, which are few: only they go through the output layer.
 
     Their number is the same in each micro-batch, as CUDA graphs need it: those that are missing have no part in the loss.
     """

@@ -1,4 +1,4 @@
-"""Whether CUDA graphs pay: some steps are timed without and with them, and the faster passes stay.
+"""A trial of CUDA graphs: some steps are timed without and with them, and the faster passes stay.
 
     step     1        2, 3      4        5, 6, 7   8
              warm-up  warm-up   record   replay    the answer, the same on all ranks
@@ -27,7 +27,7 @@ MAX_USED: Final = 0.8
 
 
 class StepKind(Enum):
-    """What the passes of a step do."""
+    """Kinds of steps, by their passes."""
 
     WARMUP = "warm-up"
     RECORD = "record"
@@ -79,13 +79,13 @@ class Trial:
     Args:
         world: all ranks.
         device: of the numbers that ranks compare.
-        tell: receives a sentence for the log, a predicate of the iteration.
+        report: receives a sentence for the log, a predicate of the iteration.
     """
 
     def __init__(
-        self, clock: Clock, world: RankGroup, device: torch.device, tell: Callable[[str], None]
+        self, clock: Clock, world: RankGroup, device: torch.device, report: Callable[[str], None]
     ) -> None:
-        self._clock, self._world, self._device, self._tell = clock, world, device, tell
+        self._clock, self._world, self._device, self._report = clock, world, device, report
         self._steps: list[tuple[StepKind, int]] = []
         self._is_over = False
 
@@ -96,7 +96,7 @@ class Trial:
         if kind is StepKind.RECORD:
             (used,) = self._maximum(self._clock.used_memory())
             if used > MAX_USED:
-                self._tell(f"records no CUDA graphs: {used:.0%} of a GPU's memory is in use")
+                self._report(f"records no CUDA graphs: {used:.0%} of a GPU's memory is in use")
                 return False
         self._clock.mark()
         self._steps.append((kind, num_microbatches))
@@ -109,7 +109,7 @@ class Trial:
         eager, graphs = self._maximum(self._best(StepKind.WARMUP), self._best(StepKind.REPLAY))
         do_pay = graphs < (1 - MIN_GAIN) * eager
         times = f"{1000 * num_microbatches * graphs:.1f} ms a step with them, {1000 * num_microbatches * eager:.1f} without"
-        self._tell(f"{'keeps' if do_pay else 'drops'} CUDA graphs: {times}")
+        self._report(f"{'keeps' if do_pay else 'drops'} CUDA graphs: {times}")
         return do_pay
 
     def _best(self, kind: StepKind) -> float:

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from megatrain.checkpoint.find import folder_name
+from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.environment import read_environment
@@ -114,12 +114,14 @@ def add_flags(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    final = arguments.save / folder_name(0)
-    if final.exists():
-        raise ConfigError(f"{final} is a checkpoint", fix="name another folder with --save")
-    with ExitStack() as files:
-        foreign = foreign_reader(arguments.load, lambda text: print(f"> {text}"))
-        reader: TensorReader = foreign or files.enter_context(opened(Path(arguments.load)))
+    save: Path = arguments.save
+    if base_folder(save) != save or (save / folder_name(0)).exists():
+        raise ConfigError(f"--save {save} has a checkpoint", fix="name another folder with --save")
+    foreign = foreign_reader(arguments.load, lambda text: print(f"> {text}"))
+    opening: AbstractContextManager[TensorReader] = (
+        opened(Path(arguments.load)) if foreign is None else closing(foreign)
+    )
+    with opening as reader:
         prune(reader, arguments)
     return 0
 
@@ -149,7 +151,11 @@ def prune(reader: TensorReader, arguments: argparse.Namespace) -> None:
     default = "bf16" if device.type == "cuda" else "fp32"
     calibration = Calibration(
         samples=read_samples(
-            arguments.data_path, count=arguments.samples, length=length, vocab_size=source.vocab_size
+            arguments.data_path,
+            count=arguments.samples,
+            length=length,
+            vocab_size=source.vocab_size,
+            fingerprint=reader.manifest.state["tokenizer_fingerprint"],
         ),
         by_loss=arguments.layer_importance == "loss",
         device=device,

@@ -96,7 +96,7 @@ class Importance:
         self._is_watching = True
 
     def _before(self, module: nn.Module, record: Callable[..., None], *, is_after: bool = False) -> None:
-        """Call `record` with the arguments of each pass of a module; after it, with the result in front of them."""
+        """Call `record` with the arguments of each pass of a module; after it, with the result before them."""
 
         def hook(_: nn.Module, given: Any, *result: Any) -> None:
             if self._is_watching:

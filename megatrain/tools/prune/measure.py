@@ -1,6 +1,6 @@
 """Measures the importance of a checkpoint's parts: the model, or one layer after the other, computes the calibration set.
 
-    samples ─> parts of the set ─> stage by stage of a pipeline on this process alone ─> sums ─> importance.npz beside the output
+    samples ─> parts of the set ─> stage by stage of a pipeline on this process alone ─> sums ─> importance.npz next to the output
 
 A model that fits in half of the free memory is one stage; otherwise each layer is one, which is read for each part of the set, and
 the stream of that part waits in host memory.
@@ -25,7 +25,8 @@ from torch import Tensor
 from megatrain.checkpoint.load import restore_expert_biases
 from megatrain.checkpoint.reader import CheckpointSource, TensorReader
 from megatrain.config.errors import ConfigError
-from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.config.schema.tokenizer import is_same_tokenizer
+from megatrain.data.indexed.reader import IndexedDataset, read_description
 from megatrain.model.gpt import Model, build_model, equal_stages
 from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -54,8 +55,13 @@ class Calibration:
     dtype: torch.dtype
 
 
-def read_samples(prefix: str, *, count: int, length: int, vocab_size: int) -> Tensor:
+def read_samples(
+    prefix: str, *, count: int, length: int, vocab_size: int, fingerprint: str | None = None
+) -> Tensor:
     """Return samples of `length + 1` consecutive tokens, evenly spread over a dataset: int64 [count, length + 1].
+
+    Args:
+        fingerprint: of the model's tokenizer; None: not known.
 
     Raises:
         ConfigError: the dataset is too short, or has other tokens than the model.
@@ -66,6 +72,12 @@ def read_samples(prefix: str, *, count: int, length: int, vocab_size: int) -> Te
         raise ConfigError(
             f"--data-path {prefix} has {dataset.num_tokens} tokens, and {count} samples of {length} take {count * (length + 1)}",
             fix="use fewer --samples, a shorter --seq-length, or a larger dataset",
+        )
+    stored = (read_description(prefix) or {}).get("tokenizer_fingerprint")
+    if fingerprint is not None and stored is not None and not is_same_tokenizer(fingerprint, stored):
+        raise ConfigError(
+            f"--data-path {prefix} was made with another tokenizer than that of the model",
+            fix="tokenize the calibration set with the tokenizer of the model",
         )
     rows = [
         dataset.read_bytes(number * step * size, (length + 1) * size).view(dataset.dtype)

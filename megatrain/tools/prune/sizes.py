@@ -101,7 +101,7 @@ class Source:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Shapes of its tensors, by canonical name."""
-        return shapes_of(self.config, self.vocab_size)
+        return shapes_of(None, self.config, self.vocab_size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -128,6 +128,8 @@ class Source:
     def with_layers(self, kept: Sequence[int]) -> Source:
         """Return the model with these layers alone: patterns that give layers a feature become lists."""
         model, experts = self.config.model, self.config.experts
+        if len(kept) == model.num_layers:
+            return self
         values: dict[str, object] = {LAYERS: len(kept)}
         for name, means in _PATTERNS.items():
             text = getattr(model, name)
@@ -231,34 +233,52 @@ def _experts_problems(source: Source, own: Sizes, targets: Sizes) -> Iterator[Pr
 
 def _within(source: Source, sizes: dict[str, int], targets: Sizes, parameters: int) -> dict[str, int]:
     """Return sizes with at most `parameters` parameters: hidden size and widths of MLPs that are not given shrink."""
-    free = [path for path in (HIDDEN, *WIDTHS) if path in sizes and path not in targets]
-    free = [path for path in free if path != HIDDEN or not source.config.model.use_mup]
-    steps = {path: _step(sizes[path]) for path in free}
-
-    def scaled(paths: Sequence[str], part: int, parts: int, base: Sizes) -> dict[str, int]:
-        shrunk = {path: sizes[path] * part // parts // steps[path] * steps[path] for path in paths}
-        return {**base, **{path: max(steps[path], size) for path, size in shrunk.items()}}
-
-    def largest(paths: Sequence[str], base: dict[str, int]) -> dict[str, int] | None:
-        parts = max((sizes[path] // steps[path] for path in paths), default=0)
-        part = _last(lambda part: _count(source, scaled(paths, part, parts, base)) <= parameters, parts)
-        return scaled(paths, part, parts, base) if part else None
-
     if _count(source, sizes) <= parameters:
         return sizes
-    found = largest(free, sizes)
+    kept = {*targets, HIDDEN} if source.config.model.use_mup else set(targets)
+    widths = _Shrinking.of(sizes, [path for path in WIDTHS if path in sizes and path not in kept])
+    both = widths if HIDDEN in kept else _Shrinking.of(sizes, [HIDDEN, *widths.steps])
+    found = both.largest(source, sizes, parameters)
     if found is None:
-        smallest = _count(source, scaled(free, 0, 1, sizes))
+        smallest = _count(source, both.scaled(sizes, 0, 1))
         raise ConfigError(
             f"--parameters {parameters}: the smallest model with these layers and heads has {smallest}",
             fix="give more --parameters, or fewer --num-layers",
         )
-    widths = [path for path in free if path != HIDDEN]
-    return (largest(widths, found) if widths else None) or found
+    return widths.largest(source, found, parameters) or found
+
+
+@dataclass(frozen=True)
+class _Shrinking:
+    """Sizes that shrink in the same proportion, and the steps of each, by path."""
+
+    sizes: Sizes
+    steps: Sizes
+
+    @classmethod
+    def of(cls, sizes: Sizes, paths: Sequence[str]) -> _Shrinking:
+        steps = {path: _step(sizes[path]) for path in paths}
+        heads = sizes.get(HEADS, 1)
+        if (
+            HIDDEN in steps and sizes[HIDDEN] % heads == 0
+        ):  # models of transformers need a multiple of the heads
+            steps[HIDDEN] = heads * _step(sizes[HIDDEN] // heads)
+        return cls(sizes, steps)
+
+    def scaled(self, base: Sizes, part: int, parts: int) -> dict[str, int]:
+        """Return `base` with these sizes times part / parts."""
+        shrunk = {path: self.sizes[path] * part // parts // step * step for path, step in self.steps.items()}
+        return {**base, **{path: max(self.steps[path], size) for path, size in shrunk.items()}}
+
+    def largest(self, source: Source, base: Sizes, parameters: int) -> dict[str, int] | None:
+        """Return `base` with the largest such sizes that have at most `parameters` parameters; None: there are none."""
+        parts = max((self.sizes[path] // step for path, step in self.steps.items()), default=0)
+        part = _last(lambda part: _count(source, self.scaled(base, part, parts)) <= parameters, parts)
+        return self.scaled(base, part, parts) if part else None
 
 
 def _count(source: Source, sizes: Sizes) -> int:
-    """Return the most parameters that the model has, whichever of its layers are kept."""
+    """Return the most parameters that the model has, for any choice of its layers."""
     of_layers: Counter[str] = Counter()
     rest = 0
     for name, shape in source.resized({**sizes, LAYERS: source.sizes[LAYERS]}).shapes.items():

@@ -19,6 +19,13 @@ CASES = [
     ("--dataloader-seq-length 20", "", ("--dataloader-seq-length 20", "--model-family is vlm")),
     ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --vision-num-attention-heads 4", "",
      ("--vision-num-attention-heads 4", "--vision-model-type is clip or siglip")),
+    ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --image-processor siglip", "",
+     ("--image-processor siglip", "without --image-data-path")),
+    ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --max-num-tiles 3", "",
+     ("--max-num-tiles 3", "without --use-tiling")),
+    (("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --tokenizer-type NullTokenizer --image-data-path talks.jsonl"
+      " --use-tiling"), "--mock-data", ("--use-tiling", "with --images-per-sample 1")),
+    ("--use-packed-sequence", "", ("--use-packed-sequence has no effect with --model-family gpt",)),
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),

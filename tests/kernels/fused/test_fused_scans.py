@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
 from megatrain.kernels.fused.scans.unit_heads import unit_heads
-from megatrain.kernels.split import split_channels
+from megatrain.kernels.qkv import split_channels
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}

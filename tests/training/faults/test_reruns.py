@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from everyday import one_in
+from everyday import nightly, one_in
 from run_helpers import command_line
 
 import pretrain
@@ -191,7 +191,7 @@ def early_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("early_spikes")
-@pytest.mark.parametrize("factors", one_in(3, [(1000.0, 1.0), (1000.0, 2000.0), (1000.0, math.nan)]))
+@pytest.mark.parametrize("factors", [(1000.0, 1.0), nightly((1000.0, 2000.0)), nightly((1000.0, math.nan))])
 def test_a_spike_with_other_values_the_second_time_is_a_transient_error(
     tmp_path: Path,
     whole: Path,

@@ -89,17 +89,12 @@ def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str)
     model, experts, has = draft.config.model, draft.config.experts, pattern.counts
     if has["D"]:
         yield Problem(
-            "--hybrid-layer-pattern has sparse attention (D), which is not supported",
-            f"use --hybrid-layer-pattern {text.replace('D', '*')}",
+            "--hybrid-layer-pattern has DeepSeek sparse attention (D), which is not supported",
+            f"use --hybrid-layer-pattern {text.replace('D', '+')}, whose multi-latent attention (+) reads all tokens",
         )
     if has["E"] and experts.num_experts is None:
         yield Problem(
             "--hybrid-layer-pattern has experts (E), and --num-experts is not given", "add --num-experts 8"
-        )
-    if has["+"] and not model.multi_latent_attention:
-        yield Problem(
-            "--hybrid-layer-pattern has multi-latent attention (+) without --multi-latent-attention",
-            "add --multi-latent-attention, or use attention (*)",
         )
     if has["*"] and model.multi_latent_attention:
         yield Problem(

@@ -52,6 +52,26 @@ def _is_vlm(draft: Draft) -> bool:
     return draft.config.model.model_family == "vlm"
 
 
+@derives("vision.image_processor")
+def image_processor(draft: Draft) -> DerivedValue:
+    kind = draft.config.vision.vision_model_type
+    if kind == "like_language":
+        return DerivedValue("clip", "--vision-model-type like_language has none of its own")
+    return DerivedValue(kind, f"that of --vision-model-type {kind}")
+
+
+@overrides("data.use_packed_sequence")
+def only_conversations_are_packed(draft: Draft) -> DerivedValue | None:
+    """Ignore Megatron-LM's flag where a sample is already one sequence."""
+    if not draft.config.data.use_packed_sequence or _is_vlm(draft):
+        return None
+    return DerivedValue(
+        False,
+        f"--use-packed-sequence has no effect with --model-family {draft.config.model.model_family}: a sample is one"
+        " sequence, with its own attention, as in a packed one",
+    )
+
+
 @rule
 def images_have_patches(draft: Draft) -> Problems:
     vision = draft.config.vision
@@ -87,10 +107,10 @@ def tower_has_sizes(draft: Draft) -> Problems:
             f"--vision-hidden-size {width} is not divisible by --vision-num-attention-heads {heads}",
             f"use --vision-hidden-size {-(-width // heads) * heads}",
         )
-    if heads is not None and heads % tp:
+    if heads is not None and heads % tp and not vision.spread_images:
         yield Problem(
             f"--vision-num-attention-heads {heads} is not divisible by {flag_of(TP.split('.')[1])} {tp}",
-            use(draft, fewer_ranks(draft, TP)),
+            f"{use(draft, fewer_ranks(draft, TP))}, or add --spread-images",
         )
 
 

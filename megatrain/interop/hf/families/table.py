@@ -10,6 +10,7 @@ from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
 from megatrain.interop.hf.families.gpt_oss import GPT_OSS
+from megatrain.interop.hf.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatrain.interop.hf.families.llama import LLAMA
 from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
@@ -23,7 +24,8 @@ FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, LLAVA, CLIP_TOWER, SIGLIP_TOWER,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA,
+        LLAVA, CLIP_TOWER, SIGLIP_TOWER,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -39,6 +41,12 @@ REFUSED: Final = {
         "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
     ),
     "ModernBertForMaskedLM": "a norm of the embedding, GEGLU with the exact GELU, and windows in both directions",
+    **dict.fromkeys(
+        ("MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"), "the mixer of Mamba-1"
+    ),
+    "FalconH1ForCausalLM": "attention and Mamba-2 side by side in a layer, and factors of their inputs and outputs",
+    "GraniteMoeHybridForCausalLM": "factors of the residual branches and of the logits",
+    **dict.fromkeys(("ZambaForCausalLM", "Zamba2ForCausalLM"), "attention that several layers share"),
     "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""

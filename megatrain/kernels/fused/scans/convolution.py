@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, like, with_contiguous_channels
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 MAX_WIDTH = 4
 _ROWS, _CHANNELS, _WARPS = 64, 512, 4

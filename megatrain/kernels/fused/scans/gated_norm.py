@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
-_TILE = 2048
-"""Elements per tile, unless a row of a group is longer."""
-_PROGRAMS = 132 * 4
+_TILE, _ELEMENTS = 1024, 8
+"""Elements of a tile, unless a row of a group is longer, and of a thread."""
+_PROGRAMS = 132 * 8
 """Programs of the backward pass, of 4 warps: an H200's multiprocessors hold them all at once."""
 
 
@@ -74,7 +74,7 @@ def _rows(x: Tensor) -> Tensor:
 def _tile(y: Tensor, num_groups: int) -> dict[str, int]:
     block = power_of_two(y.shape[-1] // num_groups)
     rows = max(_TILE // block, 1)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // 512, 4), 16)}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // (32 * _ELEMENTS), 1), 16)}
 
 
 @jit
@@ -120,7 +120,7 @@ def _backward(
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & is_column[None, :]
         y = _load(Y, row, channel, y_row, inside)
-        activated, slope = _silu(_load(G, row, channel, g_row, inside))
+        activated, derivative = _silu(_load(G, row, channel, g_row, inside))
         dout = _load(DOUT, row, channel, dout_row, inside)
         gated = y * activated
         rstd = 1 / tl.sqrt(tl.sum(gated * gated, axis=1) / width + eps)
@@ -130,5 +130,5 @@ def _backward(
         along = tl.sum(dnormed * normed, axis=1) / width
         dgated = (dnormed - normed * along[:, None]) * rstd[:, None]
         _store(DY, dgated * activated, row, channel, columns, inside)
-        _store(DG, dgated * y * slope, row, channel, dg_row, inside)
+        _store(DG, dgated * y * derivative, row, channel, dg_row, inside)
     tl.store(SUMS + first * columns + channel, dweight, mask=is_column)

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 from megatrain.kernels.fused.scans.chunks import with_contiguous_channels
-from megatrain.kernels.split import Place
+from megatrain.kernels.qkv import Place
 
 _TILE = 2048
 """Elements per tile, unless a head is longer."""
