@@ -85,12 +85,12 @@ def compiles(case: Case, name: str, tile: Tile | None) -> str:
 
 def inputs(case: Case) -> tuple[Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(0)
-    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    q = torch.randn(case.sq, case.b, case.heads, 3, 64, **options)
-    k = torch.randn(case.sk, case.b, case.heads, 2, 64, **options)
-    q, k, v, dout = q[..., 0, :], k[..., 0, :], k[..., 1, :], q[..., 2, :].contiguous()
+    options: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    of_queries = torch.randn(case.sq, case.b, case.heads, 2, 64, **options)
+    k, v = torch.randn(case.sk, case.b, case.heads, 2, 64, **options).unbind(-2)
+    q, dout = of_queries.unbind(-2)
     table = torch.randn(case.heads, 2 * REACH + 1, **options)
-    return q * 0.125, k, v, dout, table
+    return q * 0.125, k, v, dout.contiguous(), table
 
 
 def results(case: Case, name: str, tile: Tile | None) -> list[Tensor]:

@@ -372,17 +372,8 @@ def dkdv_of_keys(
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
                 scores, factor, term = _biased(
-                    scores,
-                    BIAS,
-                    bias_at,
-                    head,
-                    start_row,
-                    start_key,
-                    to_base_2,
-                    HAS_BIAS,
-                    part > 2,
-                    IS_BY_KEY=True,
-                )
+                    scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS, part > 2, IS_BY_KEY=True
+                )  # fmt: skip
                 probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
                 dropped = probs

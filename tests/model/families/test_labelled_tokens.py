@@ -40,6 +40,8 @@ def test_loss_and_gradient_are_those_of_all_tokens(counts: list[int]) -> None:
     assert torch.equal(rows[taken], x[mask > 0])  # in order, also if one sample has more than its share
     assert torch.equal(own_labels[taken], labels[mask > 0])
     (rows.sin() * own_labels[:, None] * own_mask[:, None]).sum().backward()
+    assert part.grad is not None
+    assert whole.grad is not None
     assert torch.equal(part.grad, whole.grad)
 
 
