@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
-from megatrain.checkpoint.reader import CheckpointReader, TensorReader
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
@@ -39,7 +39,7 @@ _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "
 
 
 class HfExport(TensorReader):
-    """Their tensors, read from a checkpoint of ours.
+    """Their tensors, read by the names of a checkpoint of ours.
 
     Args:
         architecture: class of transformers; None: the first that computes the same function.
@@ -49,7 +49,7 @@ class HfExport(TensorReader):
         MismatchError: the checkpoint's tensors do not fit its configuration.
     """
 
-    def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
+    def __init__(self, reader: TensorReader, architecture: str | None = None) -> None:
         self._reader, self.path = reader, reader.path
         manifest = reader.manifest
         self._biases = manifest.state.get("expert_biases", {})
@@ -66,12 +66,12 @@ class HfExport(TensorReader):
         if EMBEDDING not in manifest.tensors:
             raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
         self.vocab_size = manifest.tensors[EMBEDDING].shape[0]
-        self._config = Config(model=model, experts=experts)
-        self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
+        self.config = Config(model=model, experts=experts)
+        self.family, self._keys = fitting_family(self.config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
         ours = {name: one.shape for name, one in manifest.model_tensors.items() if not name.startswith(MTP)}
         self.has_mtp = len(ours) < len(manifest.model_tensors)
-        biases = bias_shapes(self._config, self.vocab_size)
+        biases = bias_shapes(self.config, self.vocab_size)
         self.tensors = {
             **their_tensors(self.family.modules, ours | biases, vars(model)),
             **zero_tensors(self.family.zeros, model.hidden_size),
@@ -193,7 +193,7 @@ class HfExport(TensorReader):
 
     def _start_of_decoder(self) -> dict[str, int | None]:
         """Return the key of the token with which the decoder of a model with an encoder begins."""
-        if self._config.model.model_family != "t5":
+        if self.config.model.model_family != "t5":
             return {}
         stored = self.manifest.state.get("decoder_start_id")
         return {"decoder_start_token_id": stored if self.tokenizer is None else self.tokenizer.start_id}
@@ -205,7 +205,7 @@ class HfExport(TensorReader):
         return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
-        expected = shapes_of(self._config, self.vocab_size)
+        expected = shapes_of(self.config, self.vocab_size)
         found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)

@@ -15,18 +15,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatrain.checkpoint.find import Candidate, is_of_megatron, list_candidates
-from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.config.schema.training import HF_PREFIX
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
-from megatrain.interop.hf.checkpoint import HfCheckpoint
-from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
+from megatrain.tools.checkpoint.source import foreign_reader
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
@@ -153,7 +148,7 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         ranks=process.ranks,
         is_unlimited=True,
     )
-    foreign = _foreign_reader(arguments.load, process)
+    foreign = foreign_reader(arguments.load, process.note)
     loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)
     for line in loaded.skipped:
         process.note(line)
@@ -198,31 +193,6 @@ def check_max_sequences(arguments: argparse.Namespace) -> int:
     if not 1 <= number <= 4096:
         raise ConfigError(f"--max-sequences {number} is not possible", fix="give a number from 1 to 4096")
     return number
-
-
-def _foreign_reader(name: str, process: Process) -> TensorReader | None:
-    """Return a reader of --load if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM."""
-    folder = Path(name.removeprefix(HF_PREFIX))
-    if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
-        return _transformers_folder(folder, process)
-    newest = next(iter(list_candidates(folder)), Candidate(0, folder))
-    if not is_of_megatron(newest.path):
-        return None
-    reader = MegatronCheckpoint(newest.path)
-    for note in padding_notes(reader.padded_vocab_size, reader.vocab_size):
-        process.note(note)
-    return reader
-
-
-def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:
-    """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
-    reader = HfCheckpoint(folder)
-    size = reader.tokenizer_size
-    if size is None or size > reader.num_rows:
-        why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
-        process.note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
-        return reader
-    return reader if size == reader.num_rows else HfCheckpoint(folder, size)
 
 
 def _device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
