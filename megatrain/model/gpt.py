@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
@@ -33,6 +34,7 @@ from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransf
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
@@ -118,6 +120,7 @@ def build_model(
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
+    qat: QuantizationFormat | None = None,
     user_loss: UserLoss | None = None,
     others: OtherModules | None = None,
 ) -> Model:
@@ -138,6 +141,7 @@ def build_model(
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
+        qat: format that linear layers are rounded to (--qat).
         user_loss: loss of the user in place of the cross-entropy (--loss).
         others: makes the head, and modules around layers, of a teacher or of a model that has one.
     """
@@ -150,6 +154,8 @@ def build_model(
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
         common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
+        if qat is not None:
+            return FakeQuantizedBuilder(*common, format=qat)
         if implementation == "transformer_engine":
             return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
         return LocalBuilder(*common)
