@@ -38,7 +38,9 @@ def test_numbers_are_those_of_compressed_tensors(name: str) -> None:
         groups = w.unflatten(1, (-1, numbers.group_size or w.shape[1]))
         expected, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
         found = scales_of(w, numbers)
-        assert torch.allclose(found[w.any(1)], expected[w.any(1)], rtol=1e-6, atol=0)
+        assert torch.allclose(
+            found[w.any(1)], expected[w.any(1)], rtol=1e-6 if numbers.kind == "float" else 2e-3, atol=0
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, one in QUANTIZATION_FORMATS.items() if one.inputs])
@@ -53,9 +55,20 @@ def test_rounded_inputs_are_those_of_compressed_tensors(name: str) -> None:
     assert numbers is not None
     args = QuantizationArgs(**numbers.described(is_dynamic=True))
     scales, zeros = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
-    expected = fake_quantize(x, scales, zeros, args)
-    found = round_trip(x, scales_of(x, numbers), numbers)
-    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
+    found = scales_of(x, numbers)
+    some = x.any(-1)
+    assert torch.allclose(
+        found[some], scales[some].view_as(found[some]), rtol=1e-6 if numbers.kind == "float" else 1e-4, atol=0
+    )
+    expected = fake_quantize(x, found, zeros, args)
+    assert torch.allclose(round_trip(x, found, numbers), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_last_bit_of_the_largest_value_does_not_change_its_number() -> None:
+    x = -weight(16, 64).abs().double()
+    noise = 1 + 1e-15 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    first, other = (quantize(one, scales_of(one, INT4), INT4) for one in (x, x * noise))
+    assert torch.equal(first, other)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -32,6 +32,15 @@ class NumberFormat:
         """The largest number before its scale: of float8_e4m3fn, or of two's complement."""
         return 448.0 if self.kind == "float" else 2.0 ** (self.num_bits - 1) - 1
 
+    @property
+    def half_range(self) -> float:
+        """The number that the largest absolute value becomes.
+
+        Of integers it is half of their range and a little more: half a range lies between two numbers, where the last bit of a
+        sum, which another layout adds in another order, would decide which of them is nearest.
+        """
+        return self.largest if self.kind == "float" else self.largest + 0.51
+
     def described(self, *, is_dynamic: bool) -> dict[str, Any]:
         """Return its entry in config.json, as compressed-tensors reads it."""
         sizes: dict[str, Any] = {} if self.group_size is None else {"group_size": self.group_size}
