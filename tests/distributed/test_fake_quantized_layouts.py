@@ -8,6 +8,7 @@ import torch
 from run_here import MODEL, trainer_of_command_line
 from torch import Tensor
 
+from megatrain.model.implementations.fake_quantized import FakeQuantizedRowLinear, rounded
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
@@ -22,6 +23,7 @@ LAYOUTS = {
     "cp2 zero3": (4, "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params"),
 }
 FORMATS = ("int4", "int8", "fp8-channel")
+TOKENS = torch.arange(16)[None] * 7 % 101
 
 
 def train(rank: int, world_size: int, words: list[str]) -> int:
@@ -61,32 +63,40 @@ def test_every_layout_trains_as_one_process(
     assert found != pytest.approx(reference["none"], rel=1e-5)
 
 
-def logits_in_training(rank: int, world_size: int, words: list[str]) -> Tensor:
+def logits_in_training(rank: int, world_size: int, words: list[str]) -> tuple[Tensor, Tensor]:
+    """Return the logits of the model in training, and the weight with which its first MLP ends a pass."""
     trainer = trainer_of_command_line(rank, world_size, words)
     trainer.resume()
     assert trainer.train() == 0
-    return logits_of_heads(trainer.model, torch.arange(24)[None] * 7 % 101)[0]
+    model, qat = trainer.engine.model, trainer.plan.derived.qat
+    assert qat is not None
+    (layer,) = (
+        one
+        for one in model.segments[1].modules()
+        if isinstance(one, FakeQuantizedRowLinear) and one.activation
+    )
+    return logits_of_heads(model, TOKENS)[0], rounded(layer.weight.detach(), qat.weights)
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["", "--bf16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_export_computes_what_the_model_in_training_does(
-    name: str, pool: WorkerPool, tmp_path: Path
+    name: str, dtype: str, pool: WorkerPool, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
-    words = [*MODEL, "--qat", name, "--save", f"{tmp_path}/run"]
+    words = [*MODEL, *dtype.split(), "--qat", name, "--save", f"{tmp_path}/run"]
     words += "--qat-group-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 0".split()
-    (ours,) = pool.run(1, logits_in_training, words)
+    ((ours, weight),) = pool.run(1, logits_in_training, words)
     groups = ["--group-size", "4"] if name == "int4" else []
     assert main(["quantize", f"{tmp_path}/run", f"{tmp_path}/hf", "--format", name, *groups]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
+        tmp_path / "hf", dtype="auto", attn_implementation="eager"
     )
     with torch.no_grad():
-        theirs = model.eval()(torch.arange(24)[None] * 7 % 101, use_cache=False).logits
-    largest = float(theirs.abs().max())
-    # A sum in another order may round an input to its neighbour.
-    limit = 1e-5 if name == "int4" else 2e-2
-    assert float((ours - theirs).abs().max()) < limit * largest
-    assert float((ours - theirs).abs().median()) < 1e-3 * largest
+        theirs = model.eval()(TOKENS, use_cache=False).logits  # decompresses the weights
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, weight)
+    # A sum in another order may round an input to its neighbour; bf16 rounds every sum.
+    limit = 1e-5 if name == "int4" and not dtype else 5e-2
+    assert float((ours - theirs).abs().max()) < limit * float(theirs.abs().max())

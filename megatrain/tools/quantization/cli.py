@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.reader import TensorReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.optimizer import PrecisionConfig
 from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
@@ -89,9 +90,9 @@ def add_flags(commands: Any) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     command.add_argument(
         "--dtype",
-        choices=("stored", *DTYPE_NAMES),
-        default="stored",
-        help="dtype of scales and of other tensors (default: as the embedding is stored)",
+        choices=("auto", *DTYPE_NAMES),
+        default="auto",
+        help="dtype of scales and of other tensors (default: that of the weights in training, or in the files)",
     )
     command.add_argument(
         "--architecture",
@@ -118,13 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
         tensors = ChangedTensors(reader)
         own = reader.family.architecture if isinstance(reader, HfCheckpoint) else None
         export = HfExport(tensors, arguments.architecture or own)
-        embedding = export.kind(*_embedding(export), "weight").dtype
         options = Options(
             name=arguments.format,
             format=numbers,
             method=arguments.method,
             has_cache_scales=arguments.kv_cache_scales,
-            dtype=DTYPES[DTYPE_NAMES.get(arguments.dtype, embedding)],
+            dtype=_dtype(arguments, reader, export),
             device=torch.device(arguments.device),
         )
         plan = plan_tensors(export, options)
@@ -197,6 +197,19 @@ def _quantize_layer(
     if calibration is not None and layer + 1 == total:
         calibration.forget(layer)
     rounding.tensors.changed.clear()
+
+
+def _dtype(arguments: argparse.Namespace, reader: TensorReader, export: HfExport) -> torch.dtype:
+    """Return the dtype of what is not quantized. A checkpoint of ours has main weights, wider than those of a pass."""
+    if arguments.dtype != "auto":
+        return DTYPES[DTYPE_NAMES[arguments.dtype]]
+    found = DTYPES[export.kind(*_embedding(export), "weight").dtype]
+    if isinstance(reader, CheckpointReader):
+        precision: PrecisionConfig = stored_section(
+            reader.path, reader.manifest.config, "precision", PrecisionConfig
+        )
+        found = getattr(torch, precision.params_dtype)
+    return torch.float32 if found == torch.float64 else found
 
 
 def _embedding(export: HfExport) -> tuple[str, tuple[int, ...]]:

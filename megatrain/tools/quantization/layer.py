@@ -110,7 +110,8 @@ class LayerRounding:
     def _rounded(self, name: str, inputs: InputStatistics | None) -> dict[str, Tensor]:
         """Return the tensors of a quantized weight; the weight that they stand for becomes the layer's."""
         numbers, dtype = self.options.format.weights, self.options.dtype
-        weight = self._read(name).to(self.options.device)
+        # As the model computes with it: a scale of the weights before this rounding could differ.
+        weight = self._read(name).to(dtype).float().to(self.options.device)
         if self.options.method == "awq":
             assert inputs is not None
             scales = clipped_scales(weight, inputs.hessian, numbers, dtype)
