@@ -154,11 +154,7 @@ def build_model(
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
         common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
-        if qat is not None:
-            return FakeQuantizedBuilder(*common, format=qat)
-        if implementation == "transformer_engine":
-            return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
-        return LocalBuilder(*common)
+        return _builder(implementation, qat, spec, common)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
@@ -175,6 +171,17 @@ def build_model(
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
     return Model(spec, *parts, biases, fp8, communication)
+
+
+def _builder(
+    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec, common: tuple[Any, ...]
+) -> ModuleBuilder:
+    """Return the builder of a layer's modules; `common`: the arguments of `LocalBuilder`."""
+    if qat is not None:
+        return FakeQuantizedBuilder(*common, format=qat)
+    if implementation == "transformer_engine":
+        return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
+    return LocalBuilder(*common)
 
 
 class OtherModules(Protocol):

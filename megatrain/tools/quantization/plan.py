@@ -109,22 +109,25 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
     if any(export.tensors[name].is_transposed for name in linears):
         raise _refusal(export, "its weights are those of Conv1D, which compressed-tensors does not read")
     _check_sizes(export, linears, options)
-    layers: list[list[str]] = [[] for _ in spec.layers]
-    others = []
-    prefixes = {f"{spec.layer_name(number)}.": number for number in range(len(spec.layers))}
-    for name, one in export.tensors.items():
-        number = next(
-            (n for prefix, n in prefixes.items() if one.parts and one.parts[0].name.startswith(prefix)), None
-        )
-        (others if number is None else layers[number]).append(name)
+    layers, others = _by_layer(export, spec)
     return TensorPlan(
         spec=spec,
-        layers=tuple(map(tuple, layers)),
-        others=tuple(others),
+        layers=layers,
+        others=others,
         linears=linears,
         attentions=_attentions(export, spec, linears) if options.has_cache_scales else (),
         ignored=_ignored(export, linears),
     )
+
+
+def _by_layer(export: HfExport, spec: ModelSpec) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Return their tensors of each layer, and those of none."""
+    names = [spec.layer_name(number) for number in range(len(spec.layers))]
+    found: dict[str | None, list[str]] = {name: [] for name in (*names, None)}
+    for theirs, one in export.tensors.items():
+        ours = one.parts[0].name if one.parts else ""
+        found[next((name for name in names if ours.startswith(f"{name}.")), None)].append(theirs)
+    return tuple(tuple(found[name]) for name in names), tuple(found[None])
 
 
 def quantization_config(plan: TensorPlan, options: Options) -> dict[str, Any]:
