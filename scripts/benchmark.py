@@ -65,8 +65,10 @@ CASES = {
     "B5": Case(4, 6_899, 488, 115.4),
     "B6": Case(4, 26_200, 232, 76.7),
     "B7": Case(4, 29_050, 318, 69.1),
+    "B8": Case(4),
     "E1": Case(1, has_sentences=True),
     "E2": Case(1, has_sentences=True),
+    "H1": Case(1),
     "S1": Case(1, 417_000, 333, 52.4, has_plain_loop=True),
 }
 

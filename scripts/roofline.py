@@ -5,7 +5,8 @@
 
     products        6 FLOPs per token and active weight of linear layers and head
     attention       2 s n d FLOPs per token and layer forward (causal; else 4), 2.5 times that backward
-    element-wise    bytes of norms, RoPE, activation and loss, at the memory bandwidth
+    element-wise    bytes of norms, RoPE, activation, loss and convolution, at the memory bandwidth
+    scans           the FLOPs that Megatron-LM counts, among the products
     gradients       8 bytes per weight and micro-batch for fp32 accumulation, half of them hidden in the products
     optimizer       38 bytes per weight, with the gradient norm and zeroing
 
@@ -22,8 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.part import Part
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +99,21 @@ def active_width(mlp: MlpSpec | ExpertsSpec) -> int:
     return mlp.top_k * mlp.ffn_hidden_size + mlp.shared_ffn_hidden_size
 
 
+def moved_by(part: Part, *, has_rope: bool) -> int:
+    """Return the bytes per token that the element-wise operations of a part move in both passes, without its norm and residual."""
+    if isinstance(part, MlpSpec | ExpertsSpec):
+        return (6 + 10 if part.is_gated else 4 + 6) * active_width(part)
+    if isinstance(
+        part, MambaSpec
+    ):  # the convolution reads and writes once each way, the gated norm twice and once more
+        return (4 + 6) * (part.inner_dim + 2 * part.group_dim) + (6 + 10) * part.inner_dim
+    if isinstance(part, LinearAttentionSpec):  # the same, and the lengths of queries and keys
+        return (4 + 6) * (4 * part.key_dim + part.value_dim) + (6 + 10) * part.value_dim
+    if isinstance(part, AttentionSpec) and has_rope:
+        return 2 * 4 * part.head_dim * (part.num_heads + part.num_query_groups)
+    return 0
+
+
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
     h, s, spec = model.hidden_size, plan.config.data.seq_length, derived.model_spec
@@ -102,18 +122,16 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     for stack in spec.stacks:
         own = stack.seq_length or s
         for layer in stack.layers:
-            mixer, mlp = layer.attention, layer.dense or layer.experts
-            inner, keys = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_query_groups))
-            f = active_width(mlp)
-            weights += layer.active_weights(h)
+            weights += sum(one.active_weights for one in layer.linears(h))
             of_memory = sum(one.active_weights for one in layer.linears(h) if one.reads == "the memory")
             linear += (layer.active_weights(h) - of_memory) * own / s + of_memory
             for one in layer.linears(h):
                 experts += one.num_experts * one.inputs * one.outputs
                 inactive += (one.num_experts - one.top_k) * one.inputs * one.outputs if one.num_experts else 0
             attention += own / s * (own * layer.pair_channels + s * layer.memory_channels)
-            per_token = (8 * 2 * h + 7 * h) * len(layer.parts) + (2 * 4 * (inner + keys) if has_rope else 0)
-            moved += own / s * (per_token + ((6 + 10) * f if mlp.is_gated else (4 + 6) * f))
+            moved += (
+                own / s * sum((8 * 2 + 7) * h + moved_by(part, has_rope=has_rope) for part in layer.parts)
+            )
     of_head = (spec.stacks[-1].seq_length or s) / s
     head = h * model.padded_vocab_size
     moved += of_head * 6 * model.padded_vocab_size
@@ -137,7 +155,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "A2", "S1", "B1", "B3", "B4", "B5", "B6", "B7", "E1", "E2"]
+    names = sys.argv[1:] or ["A1", "A2", "S1", "B1", "B3", "B4", "B5", "B6", "B7", "B8", "E1", "E2", "H1"]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

@@ -1,5 +1,7 @@
 """Shrink a command line of Megatron-LM to a model of two layers (four with virtual stages) on two ranks; all other flags stay.
 
+A hybrid keeps a layer of each kind, and the stages and heads of its pattern.
+
     python scripts/shrink_command_line.py gpt/gpt3_mcore_te_tp2_pp2_cp2_1node     a recorded case (tests/golden/command-lines)
     python scripts/shrink_command_line.py --num-layers 12 --hidden-size 512 ...   any flags
 
@@ -37,6 +39,7 @@ _LIMITS: Final = {
     "--qk-head-dim": 8,
     "--qk-pos-emb-head-dim": 8,
     "--v-head-dim": 8,
+    "--mamba-num-heads": 8,
     "--linear-key-head-dim": 8,
     "--linear-value-head-dim": 8,
     # experts
@@ -90,6 +93,10 @@ _COUNTED_AS_LAYERS: Final = (
     "--account-for-loss-in-pipeline-split",
 )
 
+_PATTERNS: Final = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_MAMBA_SIZES: Final = {"--mamba-head-dim": "8", "--mamba-num-groups": "2", "--mamba-state-dim": "16"}
+"""Sizes that every hybrid gets: defaults are larger than the hidden size."""
+
 Flags = dict[str, tuple[str, ...]]
 """Values of each flag, in the order of the command line; of a repeated flag the last ones."""
 
@@ -104,6 +111,7 @@ def shrink(words: Sequence[str]) -> list[str]:
     if has_stages:
         changes["--num-layers"] = str(_num_layers(flags))
     changes |= _query_groups(flags, changes) | _layers(flags) | _step_batch_sizes(flags) | _loss_scale(flags)
+    changes |= _hybrid(flags, has_stages=has_stages)
     shrunk = flags | {name: tuple(value.split()) for name, value in changes.items()}
     return [
         word
@@ -160,6 +168,19 @@ def _layers(flags: Flags) -> dict[str, str]:
         has_mtp = "m" in flags["--pipeline-model-parallel-layout"][0]
         changes["--pipeline-model-parallel-layout"] = f"Et|t{'m' if has_mtp else ''}L"
     return changes
+
+
+def _hybrid(flags: Flags, *, has_stages: bool) -> dict[str, str]:
+    """Return a pattern with each letter of the hybrid's once, or a letter for each stage, and small sizes of Mamba-2."""
+    name = next((name for name in _PATTERNS if name in flags), None)
+    if name is None:
+        return {}
+    main, *heads = flags[name][0].split("/")
+    letters = "".join(dict.fromkeys(main.replace("|", "")))
+    num_stages = main.count("|") + 1 if has_stages else 1
+    stages = (letters[stage::num_stages] or letters[stage % len(letters)] for stage in range(num_stages))
+    heads = ["".join(dict.fromkeys(head)) for head in heads]
+    return {name: "/".join(["|".join(stages), *heads])} | _MAMBA_SIZES
 
 
 def _step_batch_sizes(flags: Flags) -> dict[str, str]:

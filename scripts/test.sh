@@ -11,6 +11,6 @@ source scripts/setup.sh dev
 
 "$PYTHON" -m ruff check
 "$PYTHON" -m ruff format --check
-"$PYTHON" -m mypy
+"$PYTHON" -m mypy --num-workers 2
 # Tests start hundreds of processes: with bytecode on disk, each starts a second earlier.
 PYTHONDONTWRITEBYTECODE="" OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 "$@"

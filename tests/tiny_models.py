@@ -27,6 +27,12 @@ LATENTS = {
     **SHAPE, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
     "moe_intermediate_size": 24,
 }  # fmt: skip
+_M = ["linear_attention"]
+MAMBA = {
+    "mamba_num_heads": 8, "mamba_head_dim": 4, "n_groups": 2, "ssm_state_size": 6, "head_dim": 8, "chunk_size": 16,
+    "time_step_min": 1e-9,
+}  # fmt: skip
+"""Step sizes without a limit, which models here do not have."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("LlamaForCausalLM", SHAPE),
     "Llama 3": ("LlamaForCausalLM", {**GQA, "rope_parameters": ROPE3, "rms_norm_eps": 1e-5}),
@@ -102,6 +108,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 24, "num_experts_per_tok": 8, "n_shared_experts": 1,
          "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "num_mtp_layers": 0,
          "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "Nemotron-H": (
+        "NemotronHForCausalLM",
+        {**GQA, **MAMBA, "layers_block_type": [*_M, "mlp", "full_attention", *_M]},
+    ),
+    "Nemotron 3": (
+        "NemotronHForCausalLM",
+        {**GQA, **MAMBA, "layers_block_type": [*_M, "moe", "full_attention", "moe"], "n_routed_experts": 6,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20,
+         "moe_latent_size": 16, "routed_scaling_factor": 2.5},
+    ),
+    "Mamba-2": (
+        "Mamba2ForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_heads": 16, "head_dim": 4, "state_size": 6,
+         "n_groups": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": True},
+    ),
+    "Bamba": (
+        "BambaForCausalLM",
+        {**GQA, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6},
     ),
     "gpt-oss": (
         "GptOssForCausalLM",

@@ -18,7 +18,7 @@ from megatrain.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """A dataset of the run: a pair of .bin and .idx files."""
+    """A dataset of the run: a pair of .bin and .idx files, or a source of --image-data-path, whose rows are its sequences."""
 
     split: str
     """`all` if --split splits the dataset, else train, valid or test."""
@@ -35,6 +35,12 @@ class DatasetFacts:
     """Documents, which --split divides for BERT and T5. 0: written before they were counted."""
     has_loss_mask: bool = False
     """True if it has conversations: the loss mask that preprocess_data.py --sft writes is next to it."""
+
+    @property
+    def size(self) -> str:
+        """Its size in words. Tokens of conversations about images are not counted."""
+        tokens = f" with {self.num_tokens} tokens" if self.num_tokens else ""
+        return f"{self.num_sequences} sequences{tokens}"
 
 
 @dataclass(frozen=True, kw_only=True)

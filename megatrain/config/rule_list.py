@@ -33,7 +33,6 @@ from megatrain.config.subjects import (
     data_plans,
     device,
     experts,
-    families,
     fp8,
     layers,
     model,
@@ -45,11 +44,12 @@ from megatrain.config.subjects import (
     schedule,
     transformer_engine,
 )
+from megatrain.config.subjects.families import text, vision
 from megatrain.config.subjects.post_training import distillation, quantization
 
 _SUBJECTS: Final = (
     device, attention, model, data, model_spec, layers, pipeline, ranks, context_parallel, fp8,
-    transformer_engine, attention_kernel, experts, families, distillation, quantization, batches, data_plans, schedule, run, checkpoint, resume,
+    transformer_engine, attention_kernel, experts, text, vision, distillation, quantization, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

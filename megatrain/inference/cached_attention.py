@@ -239,7 +239,7 @@ class CachedStates(nn.Module):
         super().__init__()
         self.core, self.convolved, self.memory = core, convolved, memory
 
-    def forward(self, *arguments: Tensor | PassInfo) -> Tensor:
+    def forward(self, *arguments: object) -> Tensor:
         """Map the projections of new tokens, [t, 1, channels], -> [t, 1, ...]; `begin_pass` comes first."""
         projections = [one for one in arguments if isinstance(one, Tensor)]
         out = None

@@ -26,10 +26,13 @@ from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, Tens
 from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tree import Config
+from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
@@ -176,11 +179,7 @@ def build_without_weights(
     """Build the model that a reader's manifest describes; its parameters have no memory. Raises as `build_stored_model`."""
     path, manifest, ranks = reader.path, reader.manifest, options.ranks
     config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options)
-    if config.model_family == "vlm":
-        raise ConfigError(
-            "models with a vision tower (--model-family vlm) generate no text here",
-            fix="evaluate the model with pretrain.py --skip-train",
-        )
+    vision: VisionConfig = stored_section(path, manifest.config, "vision", VisionConfig)
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
     kind: dict[str, Any] = {
         "seq_length": max(_seq_length(path, manifest), config.decoder_seq_length or 0),
@@ -188,7 +187,9 @@ def build_without_weights(
         "dtype": options.dtype,
     }
     with _untrusted_configuration(path):
-        described = apply_custom_layers(describe_model(config, experts, vocab_size=vocab_size), config)
+        described = apply_custom_layers(
+            describe_model(config, experts, vision, vocab_size=vocab_size), config
+        )
         described = without_capacity(described) if options.is_unlimited else described
         described, shape = split_over_ranks(described, ranks.size)
         silent = build_grid(shape, ranks.rank)
@@ -201,8 +202,11 @@ def build_without_weights(
 
 
 def _seq_length(path: Path, manifest: Manifest) -> int:
-    found: int = stored_section(path, manifest.config, "data", DataConfig).seq_length
-    return found
+    """Return the tokens of the longest sample, with those of its images."""
+    data = stored_section(path, manifest.config, "data", DataConfig)
+    model = stored_section(path, manifest.config, "model", ModelConfig)
+    vision = stored_section(path, manifest.config, "vision", VisionConfig)
+    return sample_length(Config(model=model, data=data, vision=vision))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def split_over_ranks(spec: ModelSpec, tp_size: int) -> tuple[ModelSpec, GridShap
     """
     if tp_size == 1:
         return spec, GridShape()
-    wrong = next((text for text, divides in _sizes(spec, tp_size) if not divides), None)
+    wrong = next((text for text, divides in tensor_sizes(spec, tp_size) if not divides), None)
     groups = {layer.attention.num_query_groups for layer in spec.layers if layer.attention is not None}
     fewer = {count for count in groups if count < tp_size}
     if wrong is None and len(fewer) > 1:
@@ -48,7 +48,7 @@ def split_over_ranks(spec: ModelSpec, tp_size: int) -> tuple[ModelSpec, GridShap
     return dataclasses.replace(spec, padded_vocab_size=rows), shape
 
 
-def _sizes(spec: ModelSpec, tp_size: int) -> Iterator[tuple[str, bool]]:
+def tensor_sizes(spec: ModelSpec, tp_size: int) -> Iterator[tuple[str, bool]]:
     """Yield the sizes that are split, each as a text, and whether it divides over the ranks."""
     for layer in spec.layers:
         for linear in layer.linears(spec.hidden_size):

@@ -31,9 +31,13 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.fused.scans import convolution
 from megatrain.kernels.fused.scans import gated_delta as fused
+from megatrain.kernels.fused.scans import unit_heads as fused_heads
+from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
+_MIN_SQUARE = 1e-6
+"""Added to the squared length of queries and keys."""
 _CHANNEL_CHUNK = 16
 """Tokens of a chunk if each channel has its decay: the decays between its tokens are [c, c, dk]."""
 
@@ -62,6 +66,7 @@ def continue_gated_delta_rule(
     *,
     document_ids: Tensor | None = None,
     chunk: int = CHUNK,
+    place: Place | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to the next tokens of sequences.
 
@@ -74,12 +79,13 @@ def continue_gated_delta_rule(
         document_ids: document of each token, int [s, b], whose first token starts from an empty state; that of the first row
             continues `state`. None: each sequence is one document.
         chunk: tokens of a chunk.
+        place: where kernels write the gradient of v, as [s, b, n dv]; None: anywhere.
     Returns:
         Outputs [s, b, n, dv] in the dtype of v, and the state after the last token.
     """
     if fused.has_rule_kernel(k, v):
         q, k = q.to(v.dtype), k.to(v.dtype)
-        return fused.gated_delta_rule(q, k, v, g, beta, document_ids=document_ids, state=state)
+        return fused.gated_delta_rule(q, k, v, g, beta, document_ids=document_ids, state=state, place=place)
     dtype = accumulation_dtype(v.dtype)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     k, beta = k.to(dtype), beta.to(dtype).unsqueeze(-1)
@@ -202,16 +208,34 @@ def activated_convolution(
     bias: Tensor | None,
     activation: ActivationFunction,
     document_ids: Tensor | None = None,
+    place: Place | None = None,
 ) -> Tensor:
-    """Convolve, see `causal_convolution`, add a bias [c] and activate: [s, b, c] in the dtype of x, rounded once."""
+    """Convolve, see `causal_convolution`, add a bias [c] and activate: [s, b, c] in the dtype of x, rounded once.
+
+    A kernel writes the gradient of x into `place`, if given.
+    """
     is_silu = activation.name == SILU.name and weight.shape[1] <= convolution.MAX_WIDTH
     if is_silu and is_fused(x) and x.element_size() == 2:
-        y = convolution.causal_conv(x.transpose(0, 1), weight, bias, has_silu=True, document_ids=document_ids)
+        y = convolution.causal_conv(
+            x.transpose(0, 1), weight, bias, has_silu=True, document_ids=document_ids, place=place
+        )
         return y.transpose(0, 1)
     dtype = accumulation_dtype(x.dtype)
     total = causal_convolution(x.to(dtype), weight.to(dtype), document_ids)
     activated: Tensor = activation.value(total if bias is None else total + bias)
     return activated.to(x.dtype)
+
+
+def unit_heads(x: Tensor, scale: float, *, place: Place | None = None) -> Tensor:
+    """Divide each head of x [s, b, n, d] by its length, and multiply by `scale`; in the dtype of x.
+
+    A kernel writes the gradient of x into `place` [s, b, n d], if given.
+    """
+    if is_fused(x):
+        return fused_heads.unit_heads(x, scale, _MIN_SQUARE, place)
+    wide = x.to(accumulation_dtype(x.dtype))
+    unit: Tensor = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _MIN_SQUARE) * scale).to(x.dtype)
+    return unit
 
 
 def _running_sums(x: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
 
 
 def drop(x: Tensor, rows: Tensor, *, key: int, p: float) -> Tensor:
-    """Return x / (1 - p) where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
+    """Return x times 1 / (1 - p) where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
 
     Args:
         x: [..., columns].
@@ -110,7 +110,7 @@ def drop(x: Tensor, rows: Tensor, *, key: int, p: float) -> Tensor:
 
 def drop_reference(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
     """Compute it with torch operators."""
-    return (x / (1 - p)).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    return (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
 
 
 class _Drop(Function):

@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels import output_gate
+from megatrain.kernels.qkv import Place
 from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext
@@ -53,18 +54,23 @@ def qk_norm(spec: AttentionSpec, context: LayerContext, name: str, columns: Colu
     return []
 
 
-def gate_output(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute x * sigmoid(gate), both [s, b, n d]; saves both."""
-    out: Tensor = _GateOutput.apply(x, gate)
+def gate_output(x: Tensor, gate: Tensor, *, has_silu: bool = False, place: Place | None = None) -> Tensor:
+    """Compute x * sigmoid(gate), or x * SiLU(gate), both [s, b, n d]; saves both. Writes the gate's gradient into `place`."""
+    out: Tensor = _GateOutput.apply(x, gate, has_silu, place)
     return out
 
 
 class _GateOutput(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, has_silu: bool, place: Place | None) -> Tensor:
         ctx.save_for_backward(x, gate)
-        return output_gate.gate_output(x, gate)
+        ctx.has_silu, ctx.place = has_silu, place
+        return output_gate.gate_output(x, gate, has_silu=has_silu)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dgate = None if ctx.place is None else ctx.place()
+        gradients = output_gate.gate_output_backward(
+            grads[0], *ctx.saved_tensors, has_silu=ctx.has_silu, out=dgate
+        )
+        return *gradients, None, None

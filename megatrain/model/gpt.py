@@ -30,7 +30,14 @@ from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale
 from megatrain.model.experts.biases import ExpertBiases
 from megatrain.model.families.cross_attention import LayerWithMemory
 from megatrain.model.families.decoder_start import DecoderStart
-from megatrain.model.families.masked_lm import BinaryHead, HeadParts, HeadTransform, MicrobatchMeans
+from megatrain.model.families.image_shares import ImageShares
+from megatrain.model.families.masked_lm import (
+    BinaryHead,
+    HeadParts,
+    HeadTransform,
+    LabelledTokens,
+    MicrobatchMeans,
+)
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
@@ -282,8 +289,13 @@ class _StageBuilder:
     def _vision(self, embedding: Embedding) -> list[nn.Module]:
         """Build the segments of the vision tower and the projector, which embed the text too."""
         whole, tower = self.ranks.split.tp, tower_of(self.spec)
+        alone = RankGroup("alone", (whole.group.ranks[whole.rank],), 0)
+        assert self.spec.vision is not None
+        shares = ImageShares(whole, self.ranks.split.cp.group, self.spec.vision.is_spread_over_tp)
         tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
-        cp = ContextParallel(RankGroup("alone", (whole.group.ranks[whole.rank],), 0))
+        if shares.spreads_over_tp:
+            tp = TensorParallel(alone, alone, sequence_parallel=False)
+        cp = ContextParallel(alone)
         plain = self._plain_builder
         assert isinstance(plain, LocalBuilder)
         builder = dataclasses.replace(plain, tp=tp, cp=cp, norms=tower.norm)
@@ -294,7 +306,7 @@ class _StageBuilder:
 
         layers = [_layer(context(number)) for number in range(len(tower.layers))]
         segments = layer_segments(layers, self.recompute)
-        return vision_segments(self.spec, embedding, segments, context(0), builder, whole)
+        return vision_segments(self.spec, embedding, segments, context(0), builder, shares)
 
     def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)
@@ -379,6 +391,7 @@ class _StageBuilder:
             binary=BinaryHead(spec, self.ranks.split, dtype) if spec.head.is_binary else None,
             means=MicrobatchMeans(self.ranks.split.cp) if spec.head.averages_microbatches else None,
             bias=bias if spec.head.has_bias else None,
+            selection=None if spec.head.max_labels is None else LabelledTokens(spec.head.max_labels),
         )
         if spec.is_tied and embedding is None and len(spec.stacks) > 1:
             # All ranks with the word table have all tables that the stacks share, at the same positions.

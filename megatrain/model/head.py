@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.logit_scaling import LogitScaling
+from megatrain.kernels.sums import add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
@@ -66,13 +66,13 @@ class Head(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm, self.transform, self.binary, self.means = norm, parts.transform, parts.binary, parts.means
+        self.norm, self.means, self.selection = norm, parts.means, parts.selection
+        self.transform, self.binary = parts.transform, parts.binary
         self.spec, self.has_memory = spec.head, spec.stacks[-1].memory is not None
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
-        self.z_loss_coeff, self.user_loss = spec.z_loss_coeff, user_loss
+        self.z_loss_coeff, self.user_loss, self.dtype = spec.z_loss_coeff, user_loss, dtype
         self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_depths if spec.mtp is not None else 0.0
-        self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)
             if parts.owns_embedding:
@@ -104,9 +104,10 @@ class Head(ShardedModule):
         factor, z_loss_coeff = (self.mtp_loss_factor, 0.0) if depth else (1.0, self.z_loss_coeff)
         prefix = f"mtp_{depth}_" if depth else ""
         normed, output = self._normed(hidden, info), self._output()
-        x = self._whole_rows(normed, info)
-        mask = batch.loss_mask.t().flatten()
+        x, mask = self._whole_rows(normed, info), batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
+        if self.selection is not None and self.user_loss is None:
+            x, labels, mask = self.selection.of(x, labels, mask, batch)
         kind = accumulation_dtype(x.dtype)
         scale = factor * info.loss_scale
         if isinstance(scale, Tensor):

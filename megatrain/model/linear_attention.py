@@ -25,9 +25,17 @@ from torch.nn import functional as F
 
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
+from megatrain.kernels.activations import SILU
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.gated_delta import activated_convolution, continue_gated_delta_rule, delta_rule
+from megatrain.kernels.gated_delta import (
+    activated_convolution,
+    continue_gated_delta_rule,
+    delta_rule,
+    unit_heads,
+)
+from megatrain.kernels.qkv import Place, split_channels
 from megatrain.model import functions
+from megatrain.model.attention_parts import gate_output
 from megatrain.model.implementations.local_builder import ACTIVATION_FUNCTIONS
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
@@ -44,9 +52,6 @@ from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.layout import Init, ShardedModule
-
-_MIN_SQUARE = 1e-6
-"""Added to the squared length of queries and keys."""
 
 
 class LinearAttention(nn.Module):
@@ -71,10 +76,12 @@ class LinearAttention(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, projected = self.projections(residual, delta, info)
-        qkv, gate, strengths = projected.split(self.sizes, dim=-1)
-        out = self.norm(self.core(qkv, strengths, info), info)
-        gate = self.activation.value(gate.to(accumulation_dtype(gate.dtype)))
-        out = (out.flatten(2) * gate).to(qkv.dtype)
+        (qkv, gate, strengths), places = split_channels(projected, self.sizes)
+        out = self.norm(self.core(qkv, strengths, info, places[0]), info).flatten(2).to(qkv.dtype)
+        if self.activation is SILU:
+            out = gate_output(out, gate, has_silu=True, place=places[1])
+        else:
+            out = (out * self.activation.value(gate.to(accumulation_dtype(gate.dtype)))).to(qkv.dtype)
         return residual, self.output(self.proj(out, info), info)
 
 
@@ -109,17 +116,27 @@ class DeltaRule(ShardedModule):
         self.strengths = (keys, keys, values) if self.has_channel_gates else (one, one)
         self.biases, self.logs = (keys, Heads(keys.num_heads, 1)) if self.has_channel_gates else (one, one)
 
-    def forward(self, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
-        """Map q, k, v and the other projections but the gate, [s/cp, b, channels/tp] -> [s/cp, b, nv/tp, dv]."""
+    def forward(self, qkv: Tensor, strengths: Tensor, info: PassInfo, place: Place) -> Tensor:
+        """Map q, k, v and the other projections but the gate, [s/cp, b, channels/tp] -> [s/cp, b, nv/tp, dv].
+
+        `place`: where kernels write the gradient of q, k and v.
+        """
         ids = None if info.documents is None else info.documents.document_ids.t()
         if self.exchange.group.size > 1:
             parts = (*self.convolved, *self.strengths)
             whole = self.exchange.to_heads(torch.cat((qkv, strengths), dim=-1), parts)
-            qkv, strengths = whole.split([self._width(self.convolved), self._width(self.strengths)], dim=-1)
-        return self.exchange.to_rows(self.continued(qkv, strengths, None, ids)[0])
+            (qkv, strengths), (place, _) = split_channels(
+                whole, [self._width(self.convolved), self._width(self.strengths)]
+            )
+        return self.exchange.to_rows(self.continued(qkv, strengths, None, ids, place)[0])
 
     def continued(
-        self, qkv: Tensor, strengths: Tensor, state: Tensor | None, document_ids: Tensor | None = None
+        self,
+        qkv: Tensor,
+        strengths: Tensor,
+        state: Tensor | None,
+        document_ids: Tensor | None = None,
+        place: Place | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute whole samples of some heads, or their next tokens; return outputs and states.
 
@@ -130,39 +147,34 @@ class DeltaRule(ShardedModule):
             functions.weight_of(self, name).to(dtype) for name in ("convolution", "dt_bias", "a_log")
         )
         convolution = share(convolution.t(), self.convolved).t()
-        mixed = activated_convolution(qkv, convolution, None, self.activation, document_ids)[
-            -len(strengths) :
-        ]
-        q, k, v = self._heads(mixed, self.convolved)
-        q, k = (_unit_heads(x, dtype) for x in (q, k))
+        mixed = activated_convolution(qkv, convolution, None, self.activation, document_ids, place)
+        if len(qkv) > len(strengths):
+            mixed = mixed[-len(strengths) :]
+        (q, k, v), places = self._heads(mixed, self.convolved)
+        if self.has_channel_gates:
+            q, k = q.to(dtype), k.to(dtype)
+        q, k = unit_heads(q, q.shape[-1] ** -0.5, place=places[0]), unit_heads(k, 1.0, place=places[1])
         decays = -share(a_log, [self.logs]).exp().unsqueeze(-1)
         dt_bias = share(dt_bias, [self.biases]).unflatten(-1, (len(decays), -1))
-        first, *others = self._heads(strengths.to(dtype), self.strengths)
-        copies = v.shape[2] // q.shape[2]
-        q = q * q.shape[-1] ** -0.5
+        (first, *others), _ = self._heads(strengths.to(dtype), self.strengths)
         if self.has_channel_gates:
+            copies = v.shape[2] // q.shape[2]
             g = decays * F.softplus(first + dt_bias)
             q, k, g, erase = (_repeat_heads(x, copies) for x in (q, k, g, others[0].sigmoid()))
             written = others[1].sigmoid() * v.to(dtype)
             out, state = delta_rule(q, k, written, g, erase * k, state, document_ids=document_ids)
             return out.to(v.dtype), state
         beta, g = first.sigmoid().squeeze(-1), (decays * F.softplus(others[0] + dt_bias)).squeeze(-1)
-        return continue_gated_delta_rule(q, k, v, g, beta, state, document_ids=document_ids)
+        return continue_gated_delta_rule(q, k, v, g, beta, state, document_ids=document_ids, place=places[2])
 
-    def _heads(self, x: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """Split channels in the local heads of each part, [s, b, n, d]."""
+    def _heads(self, x: Tensor, parts: Sequence[Heads]) -> tuple[list[Tensor], list[Place]]:
+        """Split channels in the local heads of each part, [s, b, n, d]; return the places of their gradients too."""
         local = [self.exchange.local(heads) for heads in parts]
-        split = x.split([heads.num_heads * heads.channels for heads in local], dim=-1)
-        return [part.unflatten(-1, heads) for part, heads in zip(split, local, strict=True)]
+        split, places = split_channels(x, [heads.num_heads * heads.channels for heads in local])
+        return [part.unflatten(-1, heads) for part, heads in zip(split, local, strict=True)], places
 
     def _width(self, parts: Sequence[Heads]) -> int:
         return sum(heads.num_heads * heads.channels for heads in map(self.exchange.local, parts))
-
-
-def _unit_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide each head [..., d] by its length."""
-    x = x.to(dtype)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _MIN_SQUARE)
 
 
 def _repeat_heads(x: Tensor, times: int) -> Tensor:

@@ -16,6 +16,8 @@ Source: Dao and Gu, arXiv:2405.21060; the norm of groups and the initial values 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,6 +27,7 @@ from megatrain.kernels.activations import SILU
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import activated_convolution
 from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
+from megatrain.kernels.qkv import Place, split_channels
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
@@ -53,8 +56,8 @@ class Mamba(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, projected = self.projections(residual, delta, info)
-        z, mixed, dt = projected.split(self.sizes, dim=-1)
-        y = self.core(z, mixed, dt, info)
+        (z, mixed, dt), places = split_channels(projected, self.sizes)
+        y = self.core(z, mixed, dt, info, places)
         return residual, self.output(self.proj(y, info), info)
 
 
@@ -86,22 +89,27 @@ class MambaScan(ShardedModule):
         heads, groups = spec.num_heads // tp.size, Heads(spec.num_groups // tp.size, spec.state_dim)
         self.mixed, self.per_head = (Heads(heads, spec.head_dim), groups, groups), Heads(heads, 1)
 
-    def forward(self, z: Tensor, mixed: Tensor, dt: Tensor, info: PassInfo) -> Tensor:
-        exchange, documents = self.exchange, info.documents
+    def forward(
+        self, z: Tensor, mixed: Tensor, dt: Tensor, info: PassInfo, places: Sequence[Place]
+    ) -> Tensor:
+        """`places`: where kernels write the gradients of z and mixed."""
+        exchange, documents, place = self.exchange, info.documents, places[1]
         if exchange.group.size > 1:
             whole = exchange.to_heads(torch.cat((mixed, dt), dim=-1), (*self.mixed, self.per_head))
             heads = exchange.local(self.per_head).num_heads
-            mixed, dt = whole.split([whole.shape[-1] - heads, heads], dim=-1)
-        convolved = self.convolved(mixed, None if documents is None else documents.document_ids.t())
+            (mixed, dt), (place, _) = split_channels(whole, [whole.shape[-1] - heads, heads])
+        convolved = self.convolved(mixed, None if documents is None else documents.document_ids.t(), place)
         y, _ = self.scan(convolved, dt, cu_seqlens=None if documents is None else documents.cu_seqlens)
-        return self.normed(exchange.to_rows(y), z)
+        return self.normed(exchange.to_rows(y), z, places[0])
 
-    def convolved(self, mixed: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def convolved(
+        self, mixed: Tensor, document_ids: Tensor | None = None, place: Place | None = None
+    ) -> Tensor:
         """Return the convolved and activated x, B and C of whole samples; `document_ids`: [s, b]."""
         dtype, share = accumulation_dtype(mixed.dtype), self.exchange.share
         weight, bias = (weight_of(self, name).to(dtype) for name in ("convolution", "convolution_bias"))
         weight, bias = share(weight.t(), self.mixed).t(), share(bias, self.mixed)
-        return activated_convolution(mixed, weight, bias, SILU, document_ids)
+        return activated_convolution(mixed, weight, bias, SILU, document_ids, place)
 
     def scan(
         self, convolved: Tensor, dt: Tensor, *, cu_seqlens: Tensor | None = None, state: Tensor | None = None
@@ -112,12 +120,17 @@ class MambaScan(ShardedModule):
             self.exchange.share(weight_of(self, name).to(dtype), [self.per_head])
             for name in ("dt_bias", "a_log", "d")
         )
-        channels = convolved.transpose(0, 1).split([part.num_heads * part.channels for part in parts], dim=-1)
-        x, b, c = (values.unflatten(-1, part) for values, part in zip(channels, parts, strict=True))
+        channels, places = split_channels(convolved, [part.num_heads * part.channels for part in parts])
+        x, b, c = (
+            values.transpose(0, 1).unflatten(-1, part) for values, part in zip(channels, parts, strict=True)
+        )
         steps = F.softplus((dt.to(dtype) + dt_bias).transpose(0, 1))
-        y, state = mamba2_scan(x, steps, -a_log.exp(), b, c, d, cu_seqlens=cu_seqlens, initial_state=state)
+        y, state = mamba2_scan(
+            x, steps, -a_log.exp(), b, c, d, cu_seqlens=cu_seqlens, initial_state=state, places=places
+        )
         return y.transpose(0, 1), state
 
-    def normed(self, y: Tensor, z: Tensor) -> Tensor:
+    def normed(self, y: Tensor, z: Tensor, place: Place | None = None) -> Tensor:
         """Return the gated norm of the groups, y [s, b, n, p] -> [s, b, n p]."""
-        return gated_norm(y.flatten(2), z, weight_of(self, "gate_norm"), self.num_groups, _EPSILON)
+        weight = weight_of(self, "gate_norm")
+        return gated_norm(y.flatten(2), z, weight, self.num_groups, _EPSILON, gate_place=place)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megatrain.parallel.batch import Batch, EncoderTokens
+from megatrain.parallel.documents import Documents
 
 
-def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
+def family_batch(family: str, arrays: Mapping[str, Tensor], documents: Documents | None = None) -> Batch:
     """Return a micro-batch from the arrays of its samples, [b, ...] each, which have Megatron-LM's names. Others are not read.
 
     bert    text  types  labels  is_random  loss_mask  padding_mask
@@ -36,6 +37,7 @@ def family_batch(family: str, arrays: Mapping[str, Tensor]) -> Batch:
             loss_mask=loss_mask,
             position_ids=arrays["position_ids"].long(),
             images=arrays["images"].float(),
+            documents=documents,
         )
     assert family == "t5", family
     tokens, of_encoder = arrays["text_dec"].long(), arrays["text_enc"].long()

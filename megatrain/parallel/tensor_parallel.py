@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
-from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.linear import linear
+from megatrain.kernels.sums import add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (

@@ -9,6 +9,7 @@ An encoder before a decoder reads the same tokens from the last to the first. Wi
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
+from megatrain.config.model_spec.vision import VisionSpec
 from megatrain.inference.cached_model import hidden_states
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.model.families.cross_attention import split_memory
@@ -49,8 +51,11 @@ def compare_logits(
         )
     num_tokens = min(_NUM_TOKENS, reader.manifest.config["data"]["seq_length"])
     tokens = torch.arange(num_tokens)[None] * 7919 % vocab_size  # a prime: tokens of the whole vocabulary
-    theirs = logits_of_transformers(_load(folder, auto_class), tokens)
-    ours = logits_of_heads(_our_model(reader, vocab_size, dtype), tokens)
+    model, images, other = _our_model(reader, vocab_size, dtype), None, _load(folder, auto_class)
+    if model.spec.vision is not None:
+        tokens, images = with_image(tokens, model.spec.vision, other.config.image_token_id)
+    theirs = logits_of_transformers(other, tokens, images)
+    ours = logits_of_heads(model, tokens, images)
     error = max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
     largest = float(theirs[0].abs().max())
     found = f"largest error {error:.3g} of logits up to {largest:.3g}, over {num_tokens} tokens, against transformers"
@@ -60,6 +65,20 @@ def compare_logits(
             fix="do not use the folder; report its config.json, with the configuration of the checkpoint",
         )
     return found
+
+
+def with_image(tokens: Tensor, vision: VisionSpec, image_token: int) -> tuple[Tensor, Tensor]:
+    """Return tokens with those of an image after the first one, [b, s + n], and an image for each row, [b, 1, 3, height, width].
+
+    Args:
+        image_token: token of transformers for an image, which no text has.
+    """
+    b = len(tokens)
+    tokens = torch.where(tokens == image_token, int(image_token == 0), tokens)
+    places = -1 - torch.arange(vision.tokens_per_image).expand(b, -1)
+    shape = (b, *replace(vision, images_per_sample=1).image_shape)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.cat((tokens[:, :1], places, tokens[:, 1:]), dim=1), images
 
 
 def _our_model(reader: CheckpointReader, vocab_size: int, dtype: str | None) -> Model:
@@ -91,8 +110,11 @@ def _load(folder: Path, auto_class: str) -> Any:
 
 
 @torch.no_grad()
-def logits_of_transformers(model: Any, tokens: Tensor) -> list[Tensor]:
+def logits_of_transformers(model: Any, tokens: Tensor, images: Tensor | None = None) -> list[Tensor]:
     """Return the logits of each head of a model of transformers: [b, s, v], and [b, 2] of a next-sentence head."""
+    if images is not None:
+        ids = torch.where(tokens < 0, model.config.image_token_id, tokens)
+        return [model.eval()(ids, pixel_values=images.flatten(0, 1), use_cache=False).logits]
     if model.config.is_encoder_decoder:
         return [model.eval()(tokens.flip(1), decoder_input_ids=tokens, use_cache=False).logits]
     if not hasattr(model.config, "type_vocab_size"):
@@ -104,7 +126,7 @@ def logits_of_transformers(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def logits_of_heads(model: Model, tokens: Tensor) -> list[Tensor]:
+def logits_of_heads(model: Model, tokens: Tensor, images: Tensor | None = None) -> list[Tensor]:
     """Return the logits of each head of a model of megatrain, for `tokens` [b, s]; see `logits_of_transformers`."""
     info, spec = PassInfo(is_training=False), model.spec
     positions, unused = _positions(tokens), torch.zeros_like(tokens)
@@ -115,6 +137,7 @@ def logits_of_heads(model: Model, tokens: Tensor) -> list[Tensor]:
         position_ids=positions,
         encoder=EncoderTokens(tokens.flip(1), positions) if len(spec.stacks) > 1 else None,
         types=None if spec.num_token_types is None else _types(tokens),
+        images=images,
     )
     hidden = hidden_states(model, batch, info)
     if batch.encoder is not None:

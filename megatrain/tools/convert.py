@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megatrain.checkpoint.find import TRACKER_NAME, folder_name, newest_of_megat
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
+from megatrain.interop.hf.joined import JoinedModel
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.interop.megatron.export import MegatronExport
 from megatrain.optim.sharded import WEIGHT
@@ -56,6 +58,7 @@ def add_flags(commands: Any) -> None:
             RUN_FOLDER,
         ),
     }
+    _add_combine_flags(directions)
     parsers = {}
     for run, (text, source) in texts.items():
         name = run.__name__.replace("_", "-")
@@ -83,9 +86,65 @@ def add_flags(commands: Any) -> None:
         help="class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
     )
     ours.add_argument(
+        "--image-token-id",
+        type=int,
+        metavar="N",
+        help="token that stands for an image, which no text has (default: --image-token-id of the run, else <image> of the"
+        " tokenizer)",
+    )
+    ours.add_argument(
         "--no-compare", action="store_true", help="do not load both models to compare their logits"
     )
     add_file_options(ours)
+
+
+def _add_combine_flags(directions: Any) -> None:
+    text = "write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from"
+    parser = add_command(
+        directions, "combine", run=combine, help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    parser.add_argument(
+        "tower",
+        metavar="TOWER",
+        help="folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel",
+    )
+    parser.add_argument(
+        "language", metavar="LANGUAGE", help="folder of a language model, such as LlamaForCausalLM"
+    )
+    parser.add_argument("target", metavar="TARGET", help="folder to write to")
+    parser.add_argument(
+        "--feature-layer",
+        type=int,
+        metavar="N",
+        help="layer of the tower whose output the projector reads, counted from the end (default: -2 for CLIP, as in LLaVA,"
+        " -1 for SigLIP); later layers are left out",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="seed of the projector (default: 1234)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="rows of the vocabulary to keep (default: all)"
+    )
+    parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+
+
+def combine(arguments: argparse.Namespace) -> int:
+    """Write a vision tower and a language model as a checkpoint of megatrain at iteration 0."""
+    target = Path(arguments.target)
+    reader = JoinedModel(
+        Path(arguments.tower),
+        Path(arguments.language),
+        vocab_size=arguments.vocab_size,
+        feature_layer=arguments.feature_layer,
+        seed=arguments.seed,
+    )
+    write_checkpoint(reader, target, arguments.files)
+    print(" ".join(reader.flags))
+    print(
+        f"train the projector first: --pretrained-checkpoint {target} --load RUN --save RUN --freeze-LM --freeze-ViT, with"
+        " --use-checkpoint-args for the flags of the model; then more parts with --pretrained-checkpoint RUN"
+    )
+    return 0
 
 
 def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
@@ -147,11 +206,13 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     reader = HfCheckpoint(Path(arguments.source), arguments.vocab_size)
     write_checkpoint(reader, target, arguments.files)
-    print(f"{reader.family.architecture}: {' '.join(reader.flags)}")
+    print(f"{reader.family.architecture}: {shlex.join(reader.flags)}")
+    for note in reader.notes:
+        print(note)
     if reader.unread_keys:
         print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
-    if reader.left_out:
-        print(f"{len(reader.left_out)} layers of multi-token prediction are left out, as in transformers")
+    if reader.left_out and reader.family.more_layers is not None:
+        print(f"{len(reader.left_out)} {reader.family.more_layers.words} are left out, as in transformers")
     size, kept = reader.tokenizer_size, reader.vocab_size
     if size is not None and size != kept:
         remedy = f": to train with it, convert with --vocab-size {size}" if size < kept else ""
@@ -167,7 +228,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
     """Write the weights of a checkpoint as a folder of transformers; compare the logits of both."""
     target, dtype = Path(arguments.target), DTYPE_NAMES.get(arguments.dtype)
     with opened(Path(arguments.source)) as reader:
-        export = HfExport(reader, arguments.architecture)
+        export = HfExport(reader, arguments.architecture, image_token=arguments.image_token_id)
         weights = [
             TensorPart(
                 name,
@@ -196,7 +257,9 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
         print(compared_tokenizers)
         if export.has_mtp:
             print("the layers of multi-token prediction are left out, as in transformers")
-        if arguments.no_compare:
+        if export.family.is_tower:
+            print("logits were not compared: a vision tower has none")
+        if arguments.no_compare or export.family.is_tower:
             return 0
         compared = compare_logits(
             reader,

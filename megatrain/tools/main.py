@@ -19,6 +19,7 @@ from megatrain.process.streams import StandardStreams
 
 COMMANDS: Final = {
     "cache-logits": ("cache_logits", "write the outputs of a teacher for the samples of a run"),
+    "prune": ("prune.cli", "write a smaller model of the parts of a trained one that matter most"),
     "checkpoint": ("checkpoint.cli", "list, verify, inspect, compare, remove and rewrite checkpoints"),
     "convert": ("convert", "convert checkpoints of other programs, and to checkpoints of transformers"),
     "parity": ("parity.cli", "check that every parallel layout computes the same as one process"),

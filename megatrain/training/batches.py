@@ -124,8 +124,9 @@ def build_samples(
         test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,
     )
-    if data.image_data_path is not None:
-        return image_conversations(plan, plans, log)
+    if data.image_data_path:
+        digests = [one.digest for one in facts.datasets] if checks_files else None
+        return image_conversations(plan, plans, log, digests)
     function = user_function(plan.config, "data.dataset")
     if function is not None:
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
+from megatrain.parallel.pipeline.graph_trial import MIN_WARMUP_STEPS, GpuClock, Trial
 from megatrain.parallel.pipeline.graphed_passes import (
     Capture,
     GraphedPasses,
@@ -278,14 +280,22 @@ def build_training_passes(
     data_parallel: DataParallel,
     grid: RankGrid,
     device: torch.device,
+    tell: Callable[[str], None],
 ) -> Executor | GraphedPasses | TeacherFirst:
-    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none)."""
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none).
+
+    Args:
+        tell: receives sentences for the log.
+    """
     if not plan.derived.cuda_graphs or device.type == "meta":
         return after_teacher(executor, model)
-    num_warmup_steps = max(plan.config.training.cuda_graph_warmup_steps, 1)
+    num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
+    if plan.config.training.cuda_graph_impl == "auto":
+        num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
+        trial = Trial(GpuClock(device), grid.world, device, tell)
     recorder = Capture(device)
     make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
-    return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder)
+    return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder, trial)
 
 
 def build_graphs(

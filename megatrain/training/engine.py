@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
 from megatrain.training.stragglers import ComputeTimes
 from megatrain.training.timers import Timers
 
+MORE_MEMORY: Final = "was computed again with more memory for experts: a rank's load was above --moe-expert-rank-capacity-factor"
+
 
 class Engine:
     """Everything that one rank computes with.
@@ -70,11 +73,11 @@ class Engine:
         self.routers = Routers(self.model, grid, device)
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device, Executor)
+        self.news: list[str] = []
+        """What happened in steps, for the log: each is a predicate of `iteration N`."""
         self.training_passes = build_training_passes(
-            plan, self.model, self.executor, self.data_parallel, grid, device
+            plan, self.model, self.executor, self.data_parallel, grid, device, self.news.append
         )
-        self.num_repeats = 0
-        """Steps computed again since experts lacked memory."""
         self._were_finite: Tensor | None = None
         """bool []: all steps so far were finite; None before the first, or where the loss scaler may skip steps."""
 
@@ -178,7 +181,7 @@ class Engine:
         batches = self.shard_batches(batches)
         restore_history = None if self.model.fp8 is None else self.model.fp8.history.snapshot()
         while (infos := self._compute_gradients(batches, first_sample)) is None:
-            self.num_repeats += 1
+            self.news.append(MORE_MEMORY)
             self.buffers.gradients.zero()
             if restore_history is not None:
                 restore_history()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
 
 from megatrain.config import Config, Plan
-from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.derive.vision import image_shape, sample_length, text_length, tokens_per_image
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import MASKED_FAMILIES
+from megatrain.config.schema.vision import VisionConfig
+from megatrain.data.images.build import ImageBuilder
+from megatrain.data.images.conversations import Encoder, ImageSamples, Unread
+from megatrain.data.images.pixels import Tiling, require_pillow
+from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset
-from megatrain.data.samples.image_conversations import ImageConversations, ImageSamples, row_offsets
-from megatrain.data.samples.image_dataset import MockImages
-from megatrain.data.samples.image_files import require_pillow
+from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.samples.masked_dataset import BERT_WORDS, T5_WORDS, MaskedSamples
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
@@ -64,37 +63,46 @@ def with_mock_images(splits: SplitDatasets, config: Config) -> SplitDatasets:
     return replace(splits, train=add(splits.train), valid=add(splits.valid), test=add(splits.test))
 
 
-def image_conversations(plan: Plan, plans: SamplePlans, log: Callable[[str], None]) -> SplitDatasets:
+def tiling_of(vision: VisionConfig) -> Tiling:
+    """Return how images become tiles."""
+    return Tiling(
+        processor=vision.image_processor,
+        height=vision.img_h,
+        width=vision.img_w,
+        max_tiles=vision.max_num_tiles if vision.use_tiling else 1,
+        has_thumbnail=vision.use_thumbnail,
+    )
+
+
+def image_conversations(
+    plan: Plan, plans: SamplePlans, log: Callable[[str], None], digests: Sequence[str] | None
+) -> SplitDatasets:
     """Return the samples of --image-data-path by split, whose rows --split divides.
+
+    Args:
+        digests: of the sources on rank 0; None: not compared.
 
     Raises:
         ConfigError: Pillow is missing.
-        InputError: the file cannot be read, or a split that is needed has no rows.
+        InputError: a file cannot be read, or differs from rank 0's.
     """
     config, shape = plan.config, image_shape(plan.config)
-    assert config.data.image_data_path is not None
     assert shape is not None
     require_pillow()
-    path, vision = Path(config.data.image_data_path), config.vision
-    rows = row_offsets(path)
-    ends = np.rint(np.cumsum(split_fractions(config.data.split)) * len(rows)).astype(int)
+    vision, tokenizer = config.vision, load_tokenizer(config.tokenizer)
     options = ImageSamples(
         image_shape=shape,
         tokens_per_image=tokens_per_image(vision),
         text_length=text_length(config),
         length=sample_length(config),
-        processor="siglip" if vision.vision_model_type == "siglip" else "clip",
+        tiling=tiling_of(vision),
         stops=config.data.stop_at_unread_images,
     )
-    tokenizer = load_tokenizer(config.tokenizer)
-    found: dict[str, ImageConversations | None] = {}
-    for split, first, end in zip(SPLIT_NAMES, [0, *ends], ends, strict=False):
-        counts, own = getattr(plans, split), rows[first:end]
-        count = sum(one or len(own) for one in counts)
-        if counts == (0,) or not len(own):
-            found[split] = None
-            continue
-        found[split] = ImageConversations(
-            path, own, count, plans.seed, options, tokenizer, plan.derived.eod_id or 0, log
-        )
-    return SplitDatasets(found["train"], found["valid"], found["test"])
+    builder = ImageBuilder(
+        encoder=Encoder(options, tokenizer, plan.derived.eod_id or 0, Unread(log)),
+        cache=IndexCache(config.data.data_cache_path, log),
+        seed=plans.seed,
+        is_packed=config.data.use_packed_sequence,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+    )
+    return builder.build(config.data.image_data_path, config.data.split, plans, digests)

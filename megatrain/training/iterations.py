@@ -111,7 +111,6 @@ class Iterations:
         restore_scales = scales_of(self.engine)
         interval = self.plan.config.training.check_weight_hash_across_dp_replicas_interval
         is_checked = interval is not None and number % interval == 0
-        num_repeats = self.engine.num_repeats
         step = self.engine.begin_step(
             batches,
             hyperparams,
@@ -120,11 +119,8 @@ class Iterations:
             # The update replaces weights by the shards of other ranks, and with them a bit that flipped here.
             before_update=partial(check_replicas, self.engine, number) if is_checked else lambda: None,
         )
-        if self.engine.num_repeats > num_repeats:
-            self.ranks.console.print(
-                f"> iteration {number} was computed again with more memory for experts: a rank's load was above"
-                " --moe-expert-rank-capacity-factor"
-            )
+        while self.engine.news:
+            self.ranks.console.print(f"> iteration {number} {self.engine.news.pop(0)}")
         self.pending.append(
             Iteration(
                 number=number,

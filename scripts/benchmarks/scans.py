@@ -1,4 +1,4 @@
-"""Time the chunked scans of Mamba-2 and of the gated delta rule, and their convolution, against the roofline.
+"""Time the chunked scans of Mamba-2 and of the gated delta rule, their convolution and the gated norm against the roofline.
 
     python scripts/benchmarks/scans.py            one GPU; a minute, most of it compilation
     python scripts/benchmarks/scans.py --peers    also mamba-ssm and flash-linear-attention, if they can be imported
@@ -20,7 +20,7 @@ from timing import milliseconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
 
 BYTES_PER_MS, OPERATIONS_PER_MS = 4.3e9, 790e9
 Run = Callable[..., Tensor]
@@ -33,7 +33,7 @@ class Case:
     name: str
     inputs: tuple[Tensor, ...]
     run: Run
-    peer: Run
+    peer: Run | None
     bytes: tuple[float, float]
     operations: tuple[float, float]
     is_by_rows: bool = False
@@ -51,10 +51,11 @@ def main() -> None:
         *(partial(mamba2_case, b, n) for b, n in ((1, 64), (1, 128), (4, 64))),
         *(partial(delta_case, b) for b in (1, 4)),
         partial(convolution_case, 10240),
+        partial(norm_case, 8192),
     ):
         case = build()
         report(case, case.name, case.run, case.inputs)
-        if has_peers:
+        if has_peers and case.peer is not None:
             swap = (lambda x: x.transpose(0, 1).contiguous()) if case.is_by_rows else (lambda x: x)
             try:
                 report(case, "  peer", case.peer, tuple(swap(x.detach()) for x in case.inputs))
@@ -138,6 +139,19 @@ def convolution_case(c: int, s: int = 8192) -> Case:
         lambda *x: convolution.causal_conv(*x, has_silu=True),
         _flash_linear_convolution,
         (2 * moved, 3 * moved),
+        (0, 0),
+    )
+
+
+def norm_case(c: int, s: int = 8192, num_groups: int = 8) -> Case:
+    """The gate is a part of Mamba-2's projection."""
+    moved, gate = 2.0 * s * c, drawn(s, 1, 2 * c + 2048 + c // 64)[..., :c]
+    return Case(
+        f"gated norm s{s} c{c} g{num_groups}",
+        (drawn(s, 1, c), gate, drawn(c)),
+        lambda y, gate, weight: gated_norm.gated_norm(y, gate, weight, num_groups, 1e-5),
+        None,
+        (3 * moved, 5 * moved),
         (0, 0),
     )
 

@@ -1,4 +1,4 @@
-"""Twenty of Megatron-LM's own command lines for GPT that start here train, and five each for BERT and T5, shrunk to two layers on two ranks."""
+"""Twenty of Megatron-LM's own command lines for GPT that start here train, and five each for BERT, T5 and hybrids, shrunk to two layers on two ranks."""
 
 import importlib
 import json
@@ -15,9 +15,9 @@ from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 from megatrain.tools.worker_pool import WorkerPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-NUM_LINES = {"gpt": 20, "bert": 5, "t5": 5}
-NUM_EVERYDAY = {"gpt": 2, "bert": 1, "t5": 1}
-VOCABULARIES = {"gpt": 256, "bert": len(WORDS), "t5": len(WORDS) + NUM_SENTINELS}
+NUM_LINES = {"gpt": 20, "bert": 5, "t5": 5, "hybrid": 5}
+NUM_EVERYDAY = {"gpt": 1, "bert": 1, "t5": 1, "hybrid": 1}
+VOCABULARIES = {"gpt": 256, "hybrid": 256, "bert": len(WORDS), "t5": len(WORDS) + NUM_SENTINELS}
 NUM_DOCUMENTS = 12_000
 """So many that `--split 99982,9,9` leaves documents for evaluation."""
 
@@ -92,7 +92,7 @@ def test_a_recorded_command_line_trains(
     metrics = tmp_path / "metrics.jsonl"
     words = [word.replace("/tmp/megatrain", str(tmp_path)) for word in words]
     words += ["--device", "cpu", "--metrics-file", str(metrics)]
-    if family != "gpt":
+    if family in ("bert", "t5"):
         words += ["--vocab-file", f"{corpus}/vocab.txt", "--data-path", f"{corpus}/corpus"]
         words += ["--lr", "1e-2"]  # the recorded one of 1e-4 changes little in five iterations
     assert pool.run(2, train_command_line, words) == [0, 0], case
@@ -123,3 +123,26 @@ def test_shrinking_changes_sizes_and_the_grid_only(scripts: tuple[Any, Any]) -> 
     without = (shrunk + "--pipeline-model-parallel-size 1 --lr-decay-style cosine").format(layers=2, cp=2)
     assert script.shrink(words.format(cp=1).split()) == with_stages.split()
     assert script.shrink(words.format(cp=2).split()) == without.split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "grid", "shrunk"),
+    [
+        ("M-M-M*-M-", "1", "M-*"),
+        ("MEMEM*EME/*E/*E", "1", "ME*/*E/*E"),
+        ("M-M-|M*-M|M-M-|M*-", "2", "M|-|*|M"),
+        ("M-E*M|M-M", "2", "ME|-*"),
+        ("M-M-|M*-M", "1", "M-*"),
+    ],
+)
+def test_shrinking_keeps_the_letters_stages_and_heads_of_a_pattern(
+    scripts: tuple[Any, Any], pattern: str, grid: str, shrunk: str
+) -> None:
+    _, script = scripts
+    for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        words = script.shrink(
+            [name, pattern, "--pipeline-model-parallel-size", grid, "--mamba-num-heads", "64"]
+        )
+        assert words[:2] == [name, shrunk]
+        assert words[words.index("--mamba-num-heads") + 1] == "8"
+        assert words[words.index("--mamba-head-dim") + 1] == "8"

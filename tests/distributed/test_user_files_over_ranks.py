@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from everyday import nightly
 from run_here import MODEL, trainer_of_command_line
 
 DEPTHS = f"{Path(__file__).parents[1] / 'extending' / 'mixture_of_depths.py'}:with_depths"
@@ -45,7 +46,7 @@ def losses(pool, num_ranks, flags, save, exit_code=0):
 @pytest.mark.parametrize(
     ("spec", "layouts"),
     [
-        ("convolutions", {8: AXES, 4: f"{ZERO3} --tensor-model-parallel-size 2"}),
+        nightly("convolutions", {8: AXES, 4: f"{ZERO3} --tensor-model-parallel-size 2"}),
         ("depths", {4: "--context-parallel-size 2", 2: ZERO3}),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everyday import one_in
 from user_files import MODEL, losses, train, write_example
 
 from megatrain.config import ConfigError, Facts, parse, resolve
@@ -33,7 +34,7 @@ def convolutions(tmp_path_factory):
     return f"{write_example(tmp_path_factory.mktemp('example'), 'my_layers.py')}:with_convolutions"
 
 
-@pytest.mark.parametrize("which", ["convolutions", "depths"])
+@pytest.mark.parametrize("which", one_in(2, ["convolutions", "depths"]))
 def test_split_over_ranks_equals_one_process(pool, convolutions, which):
     """Losses, gradient norms, every gradient and every weight, in fp64."""
     spec = (convolutions if which == "convolutions" else DEPTHS,)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
+from everyday import nightly
 
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.pipeline.graph_trial import Trial
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, Work
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import local_batches, tiny_plan, weights_of
@@ -51,19 +54,19 @@ class Recorded:
 @pytest.mark.parametrize(
     "words",
     [
-        "llama",
-        "llama tied zloss",
-        "llama tokens",
+        nightly("llama"),
+        nightly("llama tied zloss"),
+        nightly("llama tokens"),
         "llama uniform",
-        "llama muon",
-        "mixtral auxloss",
-        "qwenmoe",
+        nightly("llama muon"),
+        nightly("mixtral auxloss"),
+        nightly("qwenmoe"),
         "deepseek seqauxloss mtp1",
-        "mixtral auxloss batch12",
+        nightly("mixtral auxloss batch12"),
         "gpt2 attentiondropout",
-        "llama fp8tensorwise",
+        nightly("llama fp8tensorwise"),
         "llama fp8delayed",
-        "llama fp8blockwise",
+        nightly("llama fp8blockwise"),
     ],
 )
 def test_replays_compute_the_bits_of_the_executor(words: str) -> None:
@@ -96,3 +99,69 @@ def trained(layout: Layout, *, with_graphs: bool) -> tuple[list[tuple[float, ...
         engine.training_passes.close()
         assert not any(one.work for one in recorder.recorded)
     return found, [part.values.tobytes() for part in weights_of(engine)]
+
+
+@dataclass
+class Clock:
+    """Implements `Clock` of graph trials."""
+
+    eager: float
+    graphs: float
+    used: float = 0.5
+    num_marks: int = 0
+
+    def mark(self) -> None:
+        self.num_marks += 1
+
+    def seconds(self, number: int) -> float:
+        assert number + 1 < self.num_marks
+        return [9.0, self.eager, 9.0, 9.0, 9.0, self.graphs, 9.0][number]
+
+    def used_memory(self) -> float:
+        return self.used
+
+
+@pytest.mark.parametrize(
+    ("clock", "num_replays", "sentence"),
+    [
+        (Clock(0.2, 0.1), 5, "keeps CUDA graphs: 100.0 ms a step with them, 200.0 without"),
+        (Clock(0.1, 0.0995), 3, "drops CUDA graphs: 99.5 ms a step with them, 100.0 without"),
+        (Clock(0.2, 0.1, used=0.9), None, "records no CUDA graphs: 90% of a GPU's memory is in use"),
+    ],
+    ids=["faster", "as fast", "full"],
+)
+def test_graphs_stay_where_they_are_faster(clock: Clock, num_replays: int | None, sentence: str) -> None:
+    layout, news = Layout.of("llama"), []
+    engine = Engine(tiny_plan(layout, 1), build_grid(GridShape(), 0), CPU)
+    engine.initialize()
+    recorder = Recorder()
+    make_graphs = functools.partial(build_graphs, engine.plan, engine.model, engine.grid, CPU, recorder)
+    engine.training_passes = GraphedPasses(
+        engine.executor,
+        make_graphs,
+        engine.data_parallel,
+        3,
+        recorder,
+        Trial(clock, engine.grid.world, CPU, news.append),
+    )
+    losses = []
+    for step in range(9):
+        batches = list(local_batches(step, layout, 0))
+        losses.append(engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)).lm_loss)
+    assert news == [sentence]
+    # One more in the step of the record.
+    assert [one.num_replays for one in recorder.recorded] == (
+        [] if num_replays is None else [(num_replays + 1) * len(batches)]
+    )
+    assert losses == plain_losses(9)
+
+
+@functools.cache
+def plain_losses(num_steps: int) -> list[float]:
+    layout = Layout.of("llama")
+    engine = Engine(tiny_plan(layout, 1), build_grid(GridShape(), 0), CPU)
+    engine.initialize()
+    hyperparams = Hyperparams(lr=1e-2, weight_decay=0.01)
+    return [
+        engine.step(list(local_batches(step, layout, 0)), hyperparams).lm_loss for step in range(num_steps)
+    ]

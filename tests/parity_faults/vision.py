@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatrain.model.families import vision
+from megatrain.model.families import image_shares, vision
+from megatrain.model.families.image_shares import ImageShares
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.parallel.collectives import all_gather
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import TensorParallel, conjugate
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training.engine import Engine
 
 _PUT = vision.put_vectors
+_REPLICATE = image_shares.replicate
 
 
 def _images_shifted_by_one() -> AbstractContextManager[Any]:
@@ -79,6 +83,34 @@ def _same_image_on_every_place() -> AbstractContextManager[Any]:
     return mock.patch.object(vision, "put_vectors", first)
 
 
+def _tiles_in_another_order() -> AbstractContextManager[Any]:
+    """Take the vectors of the ranks in another order than that of their images."""
+    gather = ImageShares.gather
+
+    def turned(self: ImageShares, vectors: Tensor, num_images: int) -> Tensor:
+        return gather(self, vectors, num_images).roll(1, dims=1)
+
+    return mock.patch.object(ImageShares, "gather", turned)
+
+
+def _gradients_of_own_tokens_alone() -> AbstractContextManager[Any]:
+    """Split the gradients of shared images over context ranks without their sum."""
+
+    def alone(x: Tensor, group: RankGroup) -> Tensor:
+        return conjugate(x, group, all_gather, image_shares._own_rows)
+
+    return mock.patch.object(image_shares, "all_gather_rows", alone)
+
+
+def _gradients_of_own_images_alone() -> AbstractContextManager[Any]:
+    """Leave out the sum of the gradients of a tower that tensor ranks hold whole, each with images of its own."""
+
+    def alone(modules: Iterable[nn.Module], tp: TensorParallel) -> None:
+        _REPLICATE(modules, replace(tp, group=RankGroup(tp.group.name, (tp.group.ranks[tp.rank],), 0)))
+
+    return mock.patch.object(vision, "replicate", alone)
+
+
 VISION_FAULTS: dict[str, tuple[Patch, str]] = {
     "images shifted by one": (_images_shifted_by_one, "tp2 vlm"),
     "image of the neighbouring sample": (_image_of_the_neighbouring_sample, "dp2 vlm"),
@@ -86,5 +118,8 @@ VISION_FAULTS: dict[str, tuple[Patch, str]] = {
     "frozen weights decay": (_frozen_weights_decay, "dp2 zero1 llava"),
     "gradients of images of own rows alone": (_gradients_of_own_rows_alone, "tp2 sp vlm"),
     "the first image in place of the second": (_same_image_on_every_place, "cp2 vlm"),
+    "tiles in another order": (_tiles_in_another_order, "cp2 tiles"),
+    "gradients of shared images of own tokens alone": (_gradients_of_own_tokens_alone, "cp2 tiles"),
+    "gradients of a whole tower of own images alone": (_gradients_of_own_images_alone, "tp2 tiles"),
 }
 """The function that plants each fault, and the layout in which parity finds it."""

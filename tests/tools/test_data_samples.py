@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from everyday import one_in
 
 import pretrain
 from megatrain.config import parse, resolve
@@ -66,16 +67,15 @@ def built(flags: str, *, world_size: int = 1) -> Any:
     return build_samples(resolve(request, facts), facts)
 
 
-@pytest.mark.parametrize(
-    "masks",
-    [
-        "",
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
-        "--dataloader-inter-document-masking",
-    ],
-    ids=["plain", "end tokens", "stored sequences"],
+MASKS = (
+    "",
+    "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "--dataloader-inter-document-masking",
 )
-@pytest.mark.parametrize("blend", ["{0}", "0.7 {0} 0.3 {1}", "{0} {1}"], ids=["one", "weights", "sizes"])
+BLENDS = ("{0}", "0.7 {0} 0.3 {1}", "{0} {1}")
+
+
+@pytest.mark.parametrize(("blend", "masks"), one_in(4, itertools.product(BLENDS, MASKS)))
 def test_a_sample_is_what_training_reads(
     blend: str, masks: str, datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

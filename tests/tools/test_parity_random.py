@@ -261,6 +261,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_a_pair_of_commands(
     assert "contains the finding tp2: not shrunk" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_command_runs_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--runs", "--layouts", "pp2", "layers2", "maskends", "--output", str(tmp_path)]
     assert main(["parity", *words]) == 0

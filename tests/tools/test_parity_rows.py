@@ -62,10 +62,12 @@ def test_resolve_allows_each_row():
         assert plan_of(layout).derived.world_size == layout.world_size
 
 
+@pytest.mark.nightly  # test_covering has small tables
 def test_every_allowed_pair_of_words_is_in_a_row():
     assert {pair for layout in pairwise_rows() for pair in pairs_of(layout.table_words)} == all_pairs()
 
 
+@pytest.mark.nightly
 def test_rows_take_one_micro_batch_or_as_many_as_their_pipeline_needs():
     rows = pairwise_rows()
     passes = Counter(layout.global_batch // (layout.dp * MICRO_BATCH) for layout in rows)
@@ -75,12 +77,12 @@ def test_rows_take_one_micro_batch_or_as_many_as_their_pipeline_needs():
 
 
 def test_every_pair_of_features_is_in_a_row_or_refused_or_without_meaning():
-    """Rows have every pair that `resolve` allows, although the sizes of rows are limited."""
+    """Rows can have every pair that `resolve` allows, although the sizes of rows are limited."""
     names = {word: feature.name for feature in FEATURES.values() for word in feature.words()}
     proven = {
-        frozenset(pair)
-        for layout in pairwise_rows()
-        for pair in combinations([names[word] for word in layout.words if word in names], 2)
+        frozenset((names[first], names[second]))
+        for _, first, _, second in all_pairs()
+        if first in names and second in names
     }
     for first, second in combinations(FEATURE_OPTIONS, 2):
         for one in first.features:
@@ -258,9 +260,8 @@ def test_rows_are_chosen_by_their_words_and_precision():
     assert all(layout.has("tp2") and layout.has("sp") for _, layout in rows)
     assert {precision for precision, _ in asked("--quick")} == {"fp64"}
     assert len(asked("--quick")) == QUICK_ROWS
-    assert {(precision, layout.has("tokens")) for precision, layout in asked("--precision", "bf16")} == {
-        ("bf16", True)
-    }
+    rows = asked("--quick", "--precision", "bf16")
+    assert {(precision, layout.has("tokens")) for precision, layout in rows} == {("bf16", True)}
 
 
 @pytest.mark.parametrize(
@@ -327,12 +328,19 @@ def has_engine(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_engine")
-def test_transformer_engine_has_all_rows_in_bf16():
-    few, many = asked(*ENGINE), asked(*ENGINE, "--precision", "bf16")
-    assert {precision for precision, _ in (*few, *many)} == {"bf16"}
-    assert {name for name in MODELS if any(row.has(name) for _, row in many)} == {*MODELS}
+def test_transformer_engine_has_few_rows_by_default():
+    few = asked(*ENGINE)
+    assert {precision for precision, _ in few} == {"bf16"}
     for words in ("documents", "mup", "tp2", "sp", "dp2", "pp2"):
         assert any(layout.has(words) for _, layout in few)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("has_engine")
+def test_transformer_engine_has_all_rows_in_bf16():
+    many = asked(*ENGINE, "--precision", "bf16")
+    assert {precision for precision, _ in many} == {"bf16"}
+    assert {name for name in MODELS if any(row.has(name) for _, row in many)} == {*MODELS}
 
 
 @pytest.mark.usefixtures("has_engine")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from everyday import one_in
+from forked_job import ForkedJob
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -130,7 +130,19 @@ def test_the_first_run_of_save_and_load_in_one_folder_starts_fresh(
     assert "was reached before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", one_in(3, ["typo", "layers over pp", "data file missing"]))
+def test_of_several_ranks_one_prints_it(tmp_path: Path) -> None:
+    changed, flag, remedy = BROKEN["typo"]
+    job = ForkedJob(command_line(changed), 2, tmp_path)
+    job.wait()
+    assert job.exit_codes == {0: 2, 1: 2}
+    outputs = job.output(0) + job.output(1)
+    assert outputs.count("error:") == outputs.count("fix:") == 1
+    assert flag in outputs
+    assert remedy in outputs
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["typo", "layers over pp", "data file missing"])
 def test_under_torchrun_it_is_printed_once(name: str) -> None:
     changed, flag, _ = BROKEN[name]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]

@@ -8,6 +8,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from everyday import nightly
 from run_helpers import command_line
 
 import pretrain
@@ -88,6 +89,7 @@ def test_validation_sets_are_evaluated_in_full_and_separately(folder: Path) -> N
         "valid_data_path": f"{folder / 'data/a'} {folder / 'data/b'}",
         "full_validation": "",
         "multiple_validation_sets": "",
+        "micro_batch_size": "8",
     }
     assert pretrain.main(flags_of(folder, **separate)) == 0
     found = [line for line in metrics(folder / "run") if "validation" in line]
@@ -165,10 +167,10 @@ def test_attention_does_not_cross_documents(folder: Path) -> None:
     "changed",
     [
         {"train_iters": "30", "eval_interval": "5", "start_eval_at_iter": "15"},
-        {"train_iters": "30", "start_eval_at_iter": "90"},
-        {"train_iters": "12", "eval_interval": None},
+        nightly({"train_iters": "30", "start_eval_at_iter": "90"}),
+        nightly({"train_iters": "12", "eval_interval": None}),
         {"skip_train": ""},
-        {"train_iters": "9", "eval_iters": "0"},
+        nightly({"train_iters": "9", "eval_iters": "0"}),
     ],
     ids=" ".join,
 )

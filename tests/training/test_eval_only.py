@@ -39,7 +39,7 @@ def test_an_evaluation_of_a_checkpoint_has_the_losses_of_the_run(
             for _ in range(100):
                 writer.add_document([[*random.integers(0, 99, random.integers(2, 40)), 99]])
     common = {
-        "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "2", "--save-interval": "2", "--seed": "7",
+        "--micro-batch-size": "4", "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "2", "--save-interval": "2", "--seed": "7",
         "--tokenizer-type": "NullTokenizer", "--vocab-size": "100", "--mock-data": None, "--lr-decay-iters": "100",
     }  # fmt: skip
     runs = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.config import parse
 from megatrain.config.schema.data import MASKED_FAMILIES
-from megatrain.data.samples.image_dataset import place_images
+from megatrain.data.images.vectors import place_images
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
@@ -39,7 +39,6 @@ OF_DATA: Final = (
     "--vocab-file",
     "--vocab-extra-ids",
     "--data-path",
-    "--mask-prob",
     "--short-seq-prob",
 )
 """Flags of the data, which is recorded."""

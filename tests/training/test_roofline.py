@@ -31,6 +31,8 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("B4", 12_700),
         ("B5", 8_440),
         ("B6", 65_050),
+        ("B8", 53_600),
+        ("H1", 26_580),
         ("S1", 613_000),
     ],
 )
@@ -57,6 +59,21 @@ def test_the_parts_of_a1_in_microseconds_per_token(monkeypatch: pytest.MonkeyPat
     parts = (found.products, found.attention, found.element_wise, found.gradients, found.optimizer)
     by_token = [part / 32_768 * 1e3 for part in parts]
     assert by_token == pytest.approx([27.9 + 4.2, 6.6, 2.0, 0.5, 1.3], abs=0.06)
+
+
+def test_the_parts_of_h1_in_microseconds_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 Mamba layers, 12 MLPs, 2 layers of attention and a head; 10,240 channels of each Mamba layer are convolved."""
+    found = script("roofline", monkeypatch).roofline_of("H1")
+    parts = (found.products, found.attention, found.element_wise)
+    weights = (
+        12 * (4096 * (2 * 8192 + 2048 + 128) + 8192 * 4096) + 12 * 2 * 4096 * 21504 + 2 * 42e6 + 131072 * 4096
+    )
+    scans = 12 * 3.5 * 8192 * 128
+    moved = 26 * 23 * 4096 + 12 * (10 * 10240 + 16 * 8192 + 10 * 21504) + 6 * 131072
+    assert [part / 32_768 * 1e3 for part in parts] == pytest.approx(
+        [6 * (weights + scans) / 750e6, 2 * 2 * 4096 * 8192 / 1e6 * (1 / 644 + 2.5 / 541), moved / 4e6],
+        rel=0.01,
+    )
 
 
 def test_a_benchmark_row_shows_peers_and_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`config.yaml` of a run, alone in another folder, makes the same run again: every loss and every bit of its state."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from canonical_weights import hash_tensors
 from run_helpers import ROOT
 
+import pretrain
 from megatrain.checkpoint.find import newest_valid
 from megatrain.data.indexed.writer import IndexedWriter
 
@@ -47,7 +49,11 @@ CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "max_memory_bytes", "sa
 
 
 def train(folder: Path, world_size: int, flags: list[str]) -> None:
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if world_size > 1 else []
+    if world_size == 1:
+        with contextlib.chdir(folder):
+            assert pretrain.main(flags) == 0
+        return
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     ended = subprocess.run(
         [sys.executable, *start, str(ROOT / "pretrain.py"), *flags],
         cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True, timeout=300,

@@ -23,8 +23,11 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.stack import Stack
+from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.model import ModelConfig
 
+BERT_SPECIAL_TOKENS = 3
+"""Tokens of a sample of BERT that are no text, at most."""
 NUM_TOKEN_TYPES = 2
 """BERT: the first and the second part of a sample."""
 
@@ -54,6 +57,8 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     settings: dict[str, Any] = {"model.hybrid_layer_pattern": text, "model.num_layers": len(pattern.layers)}
     if pattern.num_depths and known("model.mtp_num_layers") is None:
         settings["model.mtp_num_layers"] = pattern.num_depths
+    if pattern.counts["+"]:
+        settings["model.multi_latent_attention"] = True
     settings = {path: value for path, value in settings.items() if known(path) != value}
     if num_layers in (None, len(pattern.layers)):
         return settings, []
@@ -78,14 +83,22 @@ def stacks_of(model: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[Stack, .
     return (encoder, decoder)
 
 
-def head_of(model: ModelConfig) -> HeadSpec:
-    """Return the heads of a family."""
+def max_labels(model: ModelConfig, data: DataConfig) -> int | None:
+    """Return the most words that are masked in a sample of BERT, as `masked_runs` counts them; None for other families."""
+    if model.model_family != "bert":
+        return None
+    return max(1, int(data.mask_prob * (data.seq_length - BERT_SPECIAL_TOKENS)))
+
+
+def head_of(model: ModelConfig, labels: int | None = None) -> HeadSpec:
+    """Return the heads of a family; `labels`: see `HeadSpec.max_labels`."""
     if model.model_family == "bert":
         return HeadSpec(
             has_transform=True,
             has_bias=True,
             is_binary=not model.bert_no_binary_head,
             averages_microbatches=True,
+            max_labels=labels,
             has_accuracy=True,
         )
     is_t5 = model.model_family == "t5"

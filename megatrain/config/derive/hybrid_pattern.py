@@ -23,7 +23,7 @@ LETTERS: Final[Mapping[str, str]] = MappingProxyType(
         "M": "Mamba-2",
         "G": "gated delta net",
         "*": "attention",
-        "D": "sparse attention",
+        "D": "DeepSeek sparse attention",
         "+": "multi-latent attention",
         "-": "MLP",
         "E": "experts",

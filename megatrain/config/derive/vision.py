@@ -115,11 +115,12 @@ def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm
         patch_size=vision.patch_dim,
         images_per_sample=vision.images_per_sample,
         has_class_token=kind != "siglip",
-        keeps_class_token=not vision.disable_vision_class_token,
+        keeps_class_token=kind == "siglip" or not vision.disable_vision_class_token,
         has_patch_bias=kind == "siglip",
         has_pre_norm=kind != "siglip",
         has_final_norm=vision.vision_final_norm,
         projector=_projector(model, vision, hidden_size, own),
+        is_spread_over_tp=vision.spread_images,
         is_tower_frozen=vision.freeze_vit,
         is_language_frozen=vision.freeze_lm,
     )

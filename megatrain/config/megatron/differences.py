@@ -77,6 +77,12 @@ DIFFERENT_DEFAULTS: Final = (
         "it hides communication; sums of more than two ranks are rounded in another order than NCCL's",
     ),
     DifferentDefault(
+        "training.cuda_graph_impl",
+        "none",
+        "graphs where they make steps faster, which is tried",
+        is_noted=False,
+    ),
+    DifferentDefault(
         "data.data_cache_path",
         "cache/GPTDataset_indices",
         "`index_cache` next to the first dataset; the files have a different format",

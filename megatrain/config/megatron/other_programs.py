@@ -13,7 +13,6 @@ def _any_values(names: str) -> str:
 
 
 OTHER_PROGRAMS: Final = (
-    accepted("a sample is one sequence, with its own attention, as in a packed one", "--use-packed-sequence"),
     refused(
         "torchrun reads it, not pretrain.py",
         _any_values(
@@ -64,8 +63,8 @@ OTHER_PROGRAMS: Final = (
         "other models of images, video and sound, and providers of other packages, are not part of megatrain",
         _any_values(
             "language-model-type language-model-checkpoint audio-encoder-model model-provider"
-            " dataset-provider pixel-shuffle image-tag-type image-token-id use-tiling"
-            " use-thumbnail use-tile-tags max-num-tiles num-frames recompute-vision"
+            " dataset-provider pixel-shuffle image-tag-type image-token-id"
+            " use-tile-tags num-frames recompute-vision"
             " allow-missing-vision-projection-checkpoint tokenizer-prompt-format special-tokens use-te"
             " dataloader-save total-seq-length packing-buffer-size packing-seq-length"
             " use-area-weighted-aspect-ratio use-loss-scaling dynamic-resolution"

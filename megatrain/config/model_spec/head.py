@@ -17,5 +17,7 @@ class HeadSpec:
     """A pooler of the first token and two classes, whose loss is added: are the sentences in order?"""
     averages_microbatches: bool = False
     """Reported losses are means over micro-batches, not over tokens."""
+    max_labels: int | None = None
+    """Labels that a sample has at most: only the logits of their tokens are computed; None: those of all tokens."""
     has_accuracy: bool = False
     """Evaluation reports the share of the labels that have the largest logit."""

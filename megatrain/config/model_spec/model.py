@@ -223,6 +223,10 @@ class ModelSpec:
         mtp = of_depth + 6 * self._projection_weights + head
         return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_depths * mtp
 
+    def vision_flops_per_token(self, length: int) -> int:
+        """Return the FLOPs of the vision tower and the projector per token of a sample, forward and backward."""
+        return 0 if self.vision is None else self.vision.flops_per_sample(self.hidden_size) // length
+
     @property
     def _projection_weights(self) -> int:
         """Weights of the projection and the norms that a depth of multi-token prediction adds to a layer."""

@@ -68,6 +68,8 @@ class VisionSpec:
     has_patch_bias: bool = False
     has_pre_norm: bool = True
     has_final_norm: bool = False
+    is_spread_over_tp: bool = False
+    """Tensor ranks hold the tower and the projector whole, and share the images of a micro-batch."""
     is_tower_frozen: bool = False
     is_language_frozen: bool = False
 

@@ -29,6 +29,10 @@ _MASKED: Final = one_of("model.model_family", *MASKED_FAMILIES)
 _NEEDS_FILES: Final = tuple(
     conflict(path, why=", which reads no files") for path in ("data.mock_data", "data.dataset")
 )
+_ONE_SET: Final = tuple(
+    conflict(f"data.{name}")
+    for name in ("data_schedule", "phase_transition_iterations", "multiple_validation_sets")
+)
 _ORDERED: Final = conflict("data.dataloader_type", "cyclic", why=", which repeats all samples")
 _NOT_WITH_SFT: Final = conflict("data.sft", why=", which has its own attention, positions and loss mask")
 _NOT_WITH_STORED_DOCUMENTS: Final = conflict(
@@ -80,8 +84,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
-    image_data_path: str | None = setting(None, on_resume=ORDER, needs=VLM, conflicts=_NEEDS_FILES)
-    """vlm: file of JSON Lines with conversations about images, whose files are in its folder (docs/data.md). Not in Megatron-LM."""
+    image_data_path: tuple[str, ...] = setting((), needs=VLM, conflicts=(*_NEEDS_FILES, *_ONE_SET))
+    """vlm: conversations about images: a file of JSON Lines whose images are in its folder, tar shards of WebDataset (also as a pattern), several of them, or pairs of weight and one of them (docs/data.md). Not in Megatron-LM."""
+    use_packed_sequence: bool = setting(False, on_resume=ORDER)
+    """vlm: a sample holds as many conversations as fit, each with attention and positions of its own."""
     stop_at_unread_images: bool = setting(False, needs=VLM)
     """vlm: an image that cannot be read ends the run. off: it is named and counted, and its sample has no loss."""
     dataset: str | None = setting(None, on_resume=ORDER, taken_by="")
@@ -149,4 +155,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     @property
     def has_documents(self) -> bool:
         """True if attention stays within documents."""
-        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft
+        return (
+            self.reset_attention_mask
+            or self.dataloader_inter_document_masking
+            or self.sft
+            or self.use_packed_sequence
+        )

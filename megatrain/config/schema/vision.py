@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import one_of
-from megatrain.config.schema.resume_class import SAFE, SHAPE
+from megatrain.config.schema.needs import above, on, one_of
+from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
 VLM: Final = one_of("model.model_family", "vlm")
 _OWN: Final = (VLM, one_of("vision.vision_model_type", "clip", "siglip"))
+_FILES: Final = on("data.image_data_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,15 @@ class VisionConfig(Section, on_resume=SHAPE):
     patch_dim: int = setting(16, at_least=1, unit="pixels", needs=VLM)
     """Side of a patch."""
     images_per_sample: int = setting(1, at_least=1, needs=VLM)
-    """Most images of a sample. Not in Megatron-LM, whose samples have one."""
+    """Most images of a sample; with --use-tiling, most tiles. Not in Megatron-LM, whose samples have one."""
+    image_processor: Literal["clip", "siglip"] = setting(AUTO, on_resume=ORDER, needs=_FILES)
+    """How images are resized and normalized, as by the processors of transformers. clip: the shorter side fills the image, whose middle is kept; siglip: each side is scaled. auto: that of --vision-model-type, else clip."""
+    use_tiling: bool = setting(False, on_resume=ORDER, needs=(_FILES, above("vision.images_per_sample", 1)))
+    """Cut an image into tiles, each of --img-h and --img-w, in the grid most like its shape."""
+    max_num_tiles: int = setting(1, at_least=1, on_resume=ORDER, needs=on("vision.use_tiling"))
+    """Most tiles of an image. The images of a sample share --images-per-sample tiles evenly."""
+    use_thumbnail: bool = setting(False, on_resume=ORDER, needs=on("vision.use_tiling"))
+    """The whole image, scaled to one tile, follows the tiles of an image that has several."""
     vision_model_type: Literal["like_language", "clip", "siglip"] = setting("like_language", needs=VLM)
     """Vision tower. like_language: all sizes and options of the language model, as in Megatron-LM's pretrain_vlm.py; clip: LayerNorm, biases, quick GELU, a class token, a norm before the layers; siglip: LayerNorm, biases, GELU by tanh, a bias of patches."""
     vision_num_layers: int | None = setting(None, at_least=1, needs=VLM)
@@ -42,6 +51,12 @@ class VisionConfig(Section, on_resume=SHAPE):
     """Projector. mlp: two linear layers with an activation; affine: one linear layer."""
     vision_projection_norm: bool = setting(AUTO, needs=VLM)
     """A norm precedes the projector. auto: with --vision-model-type like_language, except for --transformer-impl local, as in Megatron-LM."""
+    spread_images: bool = setting(
+        False, on_resume=SAFE, needs=(VLM, above("parallel.tensor_model_parallel_size", 1))
+    )
+    """Every tensor rank holds the whole vision tower and projector and computes a share of the images of a micro-batch, instead of a share of each layer: more memory, and less communication. Context ranks always share images. Not in Megatron-LM."""
+    image_token_id: int | None = setting(None, at_least=0, on_resume=SAFE, needs=VLM)
+    """Token that stands for a vector of an image in folders of transformers; no text has it. none: <image> of the tokenizer."""
     freeze_vit: bool = setting(False, on_resume=SAFE, needs=VLM)
     """Do not train the vision tower: it has no gradients and no optimizer state. --freeze-ViT in Megatron-LM."""
     freeze_lm: bool = setting(False, on_resume=SAFE, needs=VLM)

@@ -1,10 +1,12 @@
 """The device: GPUs, compilation, --deterministic-mode (`training/launch/ranks.py`), dtypes, CUDA graphs.
 
-CUDA graphs are used where they are asked for and every kernel of a micro-batch has fixed sizes and arguments.
+CUDA graphs are used where every kernel of a micro-batch has fixed sizes and arguments, and steps are faster
+with them (`parallel/pipeline/graph_trial.py`) or they are asked for.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Final
 
@@ -141,8 +143,11 @@ def loss_scale_is_in_range(draft: Draft) -> Problems:
 def cuda_graphs(draft: Draft) -> DerivedValue:
     """Decide whether the passes of training are CUDA graphs."""
     kind = draft.config.training.cuda_graph_impl
+    if kind == "auto":
+        reason = next(itertools.chain(_obstacles(draft), _obstacles_of_a_choice(draft)), None)
+        return DerivedValue(reason is None, reason or "if steps are faster with them, which is tried")
     if kind not in WHOLE:
-        return DerivedValue(False, "without --cuda-graph-impl local")
+        return DerivedValue(False, f"--cuda-graph-impl {kind}")
     reason = next(_obstacles(draft), None)
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
 
@@ -161,8 +166,16 @@ def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
 
 @unproven
 def graphs_of_passes(draft: Draft) -> Notes:
-    if draft.derived.cuda_graphs:
+    if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl != "auto":
         yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
+
+
+def _obstacles_of_a_choice(draft: Draft) -> Iterator[str]:
+    """Yield why a run must not depend on measured times."""
+    if draft.config.training.deterministic_mode:
+        yield "--deterministic-mode: what was measured decides nothing"
+    if draft.config.training.require_parity:
+        yield "--require-parity: graphs are compared with eager steps on GPUs only"
 
 
 def _obstacles(draft: Draft) -> Iterator[str]:

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.families import head_of, mamba_of, num_layers, num_token_types, stacks_of
+from megatrain.config.derive.families import (
+    head_of,
+    mamba_of,
+    max_labels,
+    num_layers,
+    num_token_types,
+    stacks_of,
+)
 from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
@@ -76,6 +83,7 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
             config.vision,
             vocab_size=vocab_size,
             qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
+            labels=max_labels(model, config.data),
         )
     except (LayersError, PatternError) as error:
         raise UnresolvedError from error
@@ -88,8 +96,15 @@ def describe_model(
     *,
     vocab_size: int,
     qk_norm_decays: bool = False,
+    labels: int | None = None,
 ) -> ModelSpec:
-    """Return the model that resolved settings describe. Raises LayersError and PatternError."""
+    """Return the model that resolved settings describe. Raises LayersError and PatternError.
+
+    Args:
+        vocab_size: of the tokenizer.
+        qk_norm_decays: weights of norms of queries and keys have weight decay.
+        labels: see `HeadSpec.max_labels`.
+    """
     init_std = matrix_init_std(model)
     pattern = known_pattern(model.hybrid_layer_pattern) if model.model_family == "hybrid" else None
     has_positions = model.position_embedding_type == "learned_absolute"
@@ -113,7 +128,7 @@ def describe_model(
         norm=norm,
         num_positions=model.max_position_embeddings if has_positions else None,
         num_token_types=num_token_types(model),
-        head=head_of(model),
+        head=head_of(model, labels),
         embedding_multiplier=model.embedding_multiplier,
         width_multiplier=model.mup_embedding_mult if model.use_mup else 1.0,
         hidden_dropout=model.hidden_dropout,

@@ -355,9 +355,10 @@ def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
 def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
     """Return the split whose most expensive stage is cheapest and, among those, the most even one.
 
-    Costs are FLOPs per token; the head counts as part of the last stage.
+    Costs are FLOPs per token; the head counts as part of the last stage, and a vision tower as part of the first.
     """
-    layers, head = draft.derived.model_spec.flops_per_token(sample_length(draft.config))
+    spec, length = draft.derived.model_spec, sample_length(draft.config)
+    layers, head = spec.flops_per_token(length)
     if len(layers) < stages - 1:
         chunks = stages // draft.config.parallel.pipeline_model_parallel_size
         fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)
@@ -365,18 +366,21 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
             f"--num-layers {len(layers)} are too few for {stages} stages",
             ", or ".join(filter(None, (fewer, f"use --num-layers {stages - 1} or more"))),
         )
-    return balanced_split(layers, head, stages)
+    return balanced_split(layers, head, stages, tower=spec.vision_flops_per_token(length))
 
 
-def balanced_split(layers: Sequence[int], head: int, stages: int) -> tuple[int, ...]:
+def balanced_split(layers: Sequence[int], head: int, stages: int, *, tower: int = 0) -> tuple[int, ...]:
     """Return the number of layers of each stage; see `_balanced`. There are at least stages - 1 layers.
 
     Args:
-        layers, head: costs.
+        layers, head, tower: costs; the tower precedes the layers, and 0 is none.
     """
-    starts = _balanced_starts([*layers, head], stages)
-    counts = [b - a for a, b in pairwise([*starts, len(layers) + 1])]
-    return (*counts[:-1], counts[-1] - 1)
+    before = [tower] if tower else []
+    costs = [*before, *layers, head]
+    counts = [b - a for a, b in pairwise([*_balanced_starts(costs, stages), len(costs)])]
+    counts[0] -= len(before)
+    counts[-1] -= 1
+    return tuple(counts)
 
 
 def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:

@@ -109,8 +109,7 @@ def data_matches_checkpoint(draft: Draft) -> Problems:
         if former.digest != dataset.digest:
             yield Problem(
                 f"{dataset.prefix} is not the dataset that the checkpoint read ({former.prefix}), the contents differ: it has"
-                f" {dataset.num_sequences} sequences with {dataset.num_tokens} tokens, and the other had"
-                f" {former.num_sequences} with {former.num_tokens}",
+                f" {dataset.size}, and the other had {former.size}",
                 fix,
             )
         elif former.weight != dataset.weight:

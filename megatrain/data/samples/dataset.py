@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,6 +44,8 @@ class MaskedSample:
 
     arrays: Mapping[str, npt.NDArray[Any]]
     """By Megatron-LM's names: a value for each token, or one for the sample."""
+    document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """See `Sample`."""
 
 
 AnySample = Sample | MaskedSample

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.samples.dataset import MaskedSample, Sample
+from megatrain.data.samples.dataset import MaskedSample
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch
@@ -84,7 +84,7 @@ class _HostBatches:
     def _batch(self, arrays: dict[str, torch.Tensor], documents: Documents | None) -> Batch:
         """Return a micro-batch from its arrays, [b, ...] each."""
         if self._family != "gpt":
-            return family_batch(self._family, arrays)
+            return family_batch(self._family, arrays, documents)
         return Batch(
             tokens=arrays["tokens"],
             labels=arrays["labels"],
@@ -234,7 +234,7 @@ class BatchLoader:
         for row, sample in enumerate(samples, start=number * size):
             host.fill_row(row, sample)
         if self._has_documents:
-            documents = _documents([sample for sample in samples if isinstance(sample, Sample)])
+            documents = _documents(samples)
             if self._device.type == "cuda":
                 documents = replace(documents, cu_seqlens=documents.cu_seqlens.pin_memory())
             host.documents[number] = documents
@@ -253,9 +253,9 @@ def _without_loss(sample: AnySample) -> AnySample:
     )
 
 
-def _documents(samples: Sequence[Sample]) -> Documents:
+def _documents(samples: Sequence[AnySample]) -> Documents:
     """Return the document boundaries of a micro-batch whose samples are concatenated."""
-    length = len(samples[0].tokens)
+    length = len(samples[0].arrays["tokens"])
     starts = [number * length + sample.document_starts for number, sample in enumerate(samples)]
     cu_seqlens = np.concatenate([*starts, [len(samples) * length]]).astype(np.int32)
     return Documents(torch.from_numpy(cu_seqlens), int(np.diff(cu_seqlens).max()), len(samples), length)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.config.derive.families import BERT_SPECIAL_TOKENS
 from megatrain.config.errors import InputError
 from megatrain.data.samples.dataset import MaskedSample, TokenSpan
 from megatrain.data.samples.masking import MaskOptions, masked_runs
@@ -60,7 +61,7 @@ class MaskedSamples:
     @property
     def max_tokens(self) -> int:
         """Return the longest target of a sample, without the special tokens."""
-        return self.seq_length - (3 if self.family == "bert" else 2)
+        return self.seq_length - (BERT_SPECIAL_TOKENS if self.family == "bert" else 2)
 
     @property
     def min_sentences(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.special_tokens import listed_end_ids
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
-from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
@@ -42,21 +43,26 @@ class HfCheckpoint(TensorReader):
     Args:
         path: a folder with config.json and safetensors files.
         vocab_size: rows of the vocabulary's tensors to keep; None: all.
+        is_tower: the folder has a vision tower alone.
 
     Raises:
-        InputError: the folder is damaged, or of a model that megatrain lacks.
+        InputError: the folder is damaged, of a model that megatrain lacks, or (not) a tower alone.
     """
 
-    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+    def __init__(self, path: Path, vocab_size: int | None = None, *, is_tower: bool = False) -> None:
         self.path = path
         self._folder = HfFolder(path)
         source = self._folder.config
         self.family = family_of(source)
         if source.has_mxfp4 and not self.family.has_mxfp4:
             raise source.refusal("quant_method", "mxfp4")
+        if self.family.is_tower != is_tower:
+            raise _wrong_part(source, is_tower=is_tower)
         self.settings = read_settings(self.family, source)
         self._check_sizes()
-        self.num_rows: int = source.checked("vocab_size", check=COUNT)
+        self.num_rows: int = (
+            1 if is_tower else self.family.text_config(source).checked("vocab_size", check=COUNT)
+        )
         self.vocab_size = self.num_rows if vocab_size is None else vocab_size
         if not 1 <= self.vocab_size <= self.num_rows:
             raise InputError(
@@ -70,7 +76,7 @@ class HfCheckpoint(TensorReader):
         self.left_out = self._layers_left_out()
         """Numbers of layers in the files that the model of transformers leaves out."""
         self._check_tensors()
-        self.unread_keys = source.unread
+        self.unread_keys, self.notes = source.unread, source.notes
         self._whole = functools.lru_cache(1)(self._read_whole)
 
     @property
@@ -152,7 +158,8 @@ class HfCheckpoint(TensorReader):
         theirs, part = self._theirs[name]
         rest = tuple(slice(*edge) for edge in box[1:])
         stored = self._stored_names[theirs.name]
-        is_plain = not theirs.is_transposed and part.place is None and out.shape[1:] == part.shape[1:]
+        is_plain = not theirs.is_transposed and not theirs.is_flat and part.place is None
+        is_plain = is_plain and out.shape[1:] == part.shape[1:]
         is_plain = is_plain and not theirs.offset and out.is_cpu and out.dtype == self._folder.dtype(stored)
         for own, found in rows_to_copy(part.rows, box):
             if is_plain and found.step == 1 and out[own].is_contiguous():
@@ -166,9 +173,11 @@ class HfCheckpoint(TensorReader):
                 )
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
-        if not theirs.is_transposed and place is None and rows.step == 1:
+        if not theirs.is_transposed and not theirs.is_flat and place is None and rows.step == 1:
             return self._folder.rows(self._stored_names[theirs.name], rows.start, rows.stop)
         whole = self._whole(theirs.name, place)
+        if theirs.is_flat:
+            whole = whole.view(theirs.parts[0].shape)
         return (whole.t() if theirs.is_transposed else whole)[rows.start : rows.stop : rows.step]
 
     def _read_whole(self, name: str, place: int | None) -> Tensor:
@@ -207,7 +216,7 @@ class HfCheckpoint(TensorReader):
         """Return the shapes of the model's tensors, and of its biases that select experts."""
         try:
             config = self.plan.config
-            return shapes_of(config, self.vocab_size), bias_shapes(config, self.vocab_size)
+            return shapes_of(self.family, config, self.vocab_size), bias_shapes(config, self.vocab_size)
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
@@ -217,6 +226,8 @@ class HfCheckpoint(TensorReader):
     def _names_in_files(self) -> dict[str, str]:
         """Return the names in the files by their names in the family's table."""
         prefix, names = self.family.optional_prefix, self._folder.tensors
+        if self.family.renamed:
+            return {_renamed(name, self.family.renamed): name for name in names}
         if not prefix or any(name.startswith(prefix) for name in names):
             return {name: name for name in names}
         head = self._their_name(OUTPUT)
@@ -224,7 +235,8 @@ class HfCheckpoint(TensorReader):
 
     def _their_name(self, ours: str) -> str:
         module, _, kind = ours.rpartition(".")
-        return next(f"{theirs}.{kind}" for theirs, name in self.family.modules.items() if name == module)
+        homes = (f"{theirs}.{kind}" for theirs, name in self.family.modules.items() if name == module)
+        return next(homes, "")  # a tower has none
 
     def _check_tensors(self) -> None:
         """Compare the model's tensors with the tensors of the files.
@@ -234,8 +246,7 @@ class HfCheckpoint(TensorReader):
         """
         expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
-        left_out = [*map(re.compile, self.family.buffers), re.compile(re.escape(head))]
-        left_out += [re.compile(rf"model\.layers\.{number}\..*") for number in self.left_out]
+        left_out = self._not_read(head)
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
             f"unused: {name_text(name)}"
@@ -264,10 +275,17 @@ class HfCheckpoint(TensorReader):
         if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
+    def _not_read(self, head: str) -> list[re.Pattern[str]]:
+        """Return the names of tensors that files may have and that are not read. `head`: tensor of the output layer."""
+        patterns = [*self.family.buffers, *map(re.escape, (head, *self.family.unused))]
+        if self.family.more_layers is not None:
+            layers = re.escape(self.family.more_layers.layers)
+            patterns += [rf"{layers}\.{number}\..*" for number in self.left_out]
+        return [re.compile(pattern) for pattern in patterns]
+
     def _layers_left_out(self) -> range:
-        key, first = self.family.more_layers, self.plan.config.model.num_layers
-        number = 0 if key is None else self._folder.config.checked(key, check=integer(0, 64), default=0)
-        return range(first, first + number)
+        more = self.family.more_layers
+        return range(0) if more is None else more.numbers(self._folder.config, self.plan.config)
 
     def _expected(self) -> dict[str, TheirTensor]:
         """Return the tensors that the files of this model have; the vocabulary's with all rows."""
@@ -277,7 +295,9 @@ class HfCheckpoint(TensorReader):
         }
         try:
             model = self.plan.config.model
-            found = their_tensors(self.family.modules, rows, vars(model))
+            found = their_tensors(
+                self.family.modules, rows, vars(model), layers_per_block=self.family.layers_per_block
+            )
             return found | zero_tensors(self.family.zeros, model.hidden_size)
         except KeyError as error:
             raise InputError(
@@ -299,3 +319,21 @@ class HfCheckpoint(TensorReader):
                 f"{self.path}: {CONFIG_NAME} ties the output layer to the embedding, and {head} differs from it",
                 fix='set "tie_word_embeddings" to false in config.json if the model was trained so',
             )
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first of these prefixes that it has replaced."""
+    found = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(found, "") + name.removeprefix(found)
+
+
+def _wrong_part(source: ConfigFile, *, is_tower: bool) -> InputError:
+    found = (
+        f"{source.path}: {source.architecture} is {'no vision tower' if is_tower else 'a vision tower alone'}"
+    )
+    return InputError(
+        found,
+        fix="name a folder of CLIPVisionModel or SiglipVisionModel"
+        if is_tower
+        else "join it with a language model: megatrain convert combine TOWER LANGUAGE TARGET",
+    )

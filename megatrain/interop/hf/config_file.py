@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from megatrain.config.errors import InputError
@@ -35,6 +36,9 @@ class ConfigFile:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
         self.read: set[str] = set()
+        self.notes: list[str] = []
+        """Sentences for a conversion: what is left out, and what transformers computes in another way than the models here."""
+        self._nested: dict[str, ConfigFile] = {}
         if _CODE in values:
             raise InputError(
                 f"{path}: {_CODE} names code of its own, which is not run",
@@ -59,7 +63,19 @@ class ConfigFile:
     @property
     def unread(self) -> list[str]:
         """Return keys that may matter and that no part of the family's table has read."""
-        return sorted(set(self._values) - self.read - INERT)
+        found = set(self._values) - self.read - INERT
+        return sorted(found | {f"{key}.{name}" for key, one in self._nested.items() for name in one.unread})
+
+    def nested(self, key: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> ConfigFile:
+        """Return the config.json under a key; `defaults`: values of absent keys of it, of the first call."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise InputError(
+                f"{self.path}: has no object {key}", fix="restore the file from the model's source"
+            )
+        if key not in self._nested:
+            self._nested[key] = ConfigFile(Path(f"{self.path} ({key})"), {**defaults, **value})
+        return self._nested[key]
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these keys that is present."""

@@ -24,32 +24,38 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
+from megatrain.config.schema.vision import VisionConfig
 from megatrain.data.tokenizers.files import read_json
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
-from megatrain.interop.hf.tensors import Part, their_tensors, zero_tensors
+from megatrain.interop.hf.families.table import FAMILIES
+from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, has_tensor, shapes_of
+from megatrain.interop.hf.tensors import Part, their_tensors, unused_tensors, zero_tensors
 from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
+_IMAGE: Final = "<image>"
 _GENERATION: Final = "generation_config.json"
 _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class HfExport(TensorReader):
-    """Their tensors, read by the names of a checkpoint of ours.
+    """Their tensors, read from a checkpoint of ours.
 
     Args:
         architecture: class of transformers; None: the first that computes the same function.
+        image_token: token that stands for an image; None: --image-token-id of the run, or <image> of its tokenizer.
 
     Raises:
         InputError: no family computes the function of the model, or its tokenizer cannot be exported.
         MismatchError: the checkpoint's tensors do not fit its configuration.
     """
 
-    def __init__(self, reader: TensorReader, architecture: str | None = None) -> None:
+    def __init__(
+        self, reader: TensorReader, architecture: str | None = None, *, image_token: int | None = None
+    ) -> None:
         self._reader, self.path = reader, reader.path
         manifest = reader.manifest
         self._biases = manifest.state.get("expert_biases", {})
@@ -66,20 +72,33 @@ class HfExport(TensorReader):
         if EMBEDDING not in manifest.tensors:
             raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
         self.vocab_size = manifest.tensors[EMBEDDING].shape[0]
-        self.config = Config(model=model, experts=experts)
-        self.family, self._keys = fitting_family(self.config, self.vocab_size, reader.path, architecture)
-        self._check_tensors(manifest)
-        ours = {name: one.shape for name, one in manifest.model_tensors.items() if not name.startswith(MTP)}
-        self.has_mtp = len(ours) < len(manifest.model_tensors)
-        biases = bias_shapes(self.config, self.vocab_size)
-        self.tensors = {
-            **their_tensors(self.family.modules, ours | biases, vars(model)),
-            **zero_tensors(self.family.zeros, model.hidden_size),
-        }
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
         self.tokenizer = self._stored_tokenizer()
+        vision: VisionConfig = stored_section(reader.path, manifest.config, "vision", VisionConfig)
+        is_tower = architecture in FAMILIES and FAMILIES[architecture].is_tower
+        if image_token is not None or (
+            model.model_family == "vlm" and vision.image_token_id is None and not is_tower
+        ):
+            vision = replace(vision, image_token_id=self._image_token(image_token))
+        self.config = Config(model=model, experts=experts, vision=vision)
+        self.family, self._keys = fitting_family(self.config, self.vocab_size, reader.path, architecture)
+        self._check_tensors(manifest)
+        own = {name: one.shape for name, one in manifest.model_tensors.items() if not name.startswith(MTP)}
+        self.has_mtp = len(own) < len(manifest.model_tensors)
+        ours = {name: shape for name, shape in own.items() if has_tensor(self.family, name)}
+        biases = bias_shapes(self.config, self.vocab_size)
+        self.tensors = {
+            **their_tensors(
+                self.family.modules,
+                ours | biases,
+                vars(model),
+                layers_per_block=self.family.layers_per_block,
+            ),
+            **zero_tensors(self.family.zeros, model.hidden_size),
+            **unused_tensors(self.family.unused, vision.vision_hidden_size or 0),
+        }
 
     @property
     def manifest(self) -> Manifest:
@@ -106,16 +125,16 @@ class HfExport(TensorReader):
         theirs, (low, high) = self.tensors[name], box[0]
         assert box[1:] == whole_box(shape)[1:], name
         if not theirs.parts:
-            out.zero_()
-        if theirs.offset:
+            out.fill_(theirs.offset)
+        elif theirs.offset:
             values = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
             self._read(theirs.parts[0], kind, values, low)
             out.copy_(values + theirs.offset)
             return
         for part in theirs.parts:
             if part.place is None:
-                rows = out.t() if theirs.is_transposed else out.view(len(out), *part.shape[1:])
-                self._read(part, kind, rows, low)
+                shape = part.shape if theirs.is_flat else (len(out), *part.shape[1:])
+                self._read(part, kind, out.t() if theirs.is_transposed else out.view(shape), low)
             elif low <= part.place < high:
                 rows = out[part.place - low]
                 self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)
@@ -141,7 +160,7 @@ class HfExport(TensorReader):
     def is_read_whole(self, name: str) -> bool:
         """Return whether `read_box` reads a tensor only as a whole."""
         theirs = self.tensors[name]
-        return theirs.is_transposed and theirs.parts[0].place is None
+        return theirs.is_flat or (theirs.is_transposed and theirs.parts[0].place is None)
 
     def small_files(self, dtype: str | None) -> dict[str, bytes]:
         """Return names and contents of config.json, generation_config.json and the tokenizer's files.
@@ -159,6 +178,28 @@ class HfExport(TensorReader):
         keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids, **starts}
         generation = self._generation_config() | {"eos_token_id": end, **starts}
         return {CONFIG_NAME: json_bytes(keys), _GENERATION: json_bytes(generation), **files}
+
+    def _image_token(self, given: int | None) -> int:
+        """Return the token that stands for an image: the given one, or that of the tokenizer.
+
+        Raises:
+            InputError: there is none in the vocabulary.
+        """
+        if given is not None and not 0 <= given < self.vocab_size:
+            raise InputError(
+                f"--image-token-id {given}: the vocabulary has ids 0 to {self.vocab_size - 1}",
+                fix="give --image-token-id N, a token of the vocabulary that no text has",
+            )
+        if given is not None:
+            return given
+        ids = [] if self.tokenizer is None else self.tokenizer.tokenizer.encode(_IMAGE)
+        if len(ids) != 1:
+            raise InputError(
+                f"{self._reader.path}: no token stands for an image in transformers: --image-token-id is none, and the"
+                f" tokenizer has no {_IMAGE}",
+                fix="add --image-token-id N, a token of the vocabulary that no text has",
+            )
+        return ids[0]
 
     def _stored_tokenizer(self) -> StoredTokenizer | None:
         """Return the tokenizer of the run; None: it has no text.
@@ -205,7 +246,7 @@ class HfExport(TensorReader):
         return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
-        expected = shapes_of(self.config, self.vocab_size)
+        expected = shapes_of(None, self.config, self.vocab_size)
         found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)

@@ -10,7 +10,7 @@ Each part is read (config.json to settings) and written (settings to config.json
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -143,12 +143,49 @@ class Fused:
     """A layer has one of them."""
     is_filter: bool = False
     """A filter per channel: theirs is [channels, 1, kernel size]."""
+    is_flat: bool = False
+    """Theirs is a vector."""
     offset: float = 0.0
     """Their values minus ours."""
 
 
 Modules = Mapping[str, str | Fused]
 """Modules of theirs, or whole names of tensors, each with ours; `{}` is the number of a layer or an expert."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The config.json of a part of the model, under a key."""
+
+    theirs: str
+    model_type: str
+    parts: tuple[ConfigPart, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of transformers for absent keys, where the parts have none."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        inner = source.nested(self.theirs, self.defaults)
+        found: dict[str, Any] = {}
+        for part in self.parts:
+            found |= part.read(inner)
+        return found
+
+    def write(self, config: Config) -> dict[str, Any]:
+        keys: dict[str, Any] = {"model_type": self.model_type}
+        for part in self.parts:
+            keys |= part.write(config)
+        return {self.theirs: keys}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Layers in files that the model does not compute."""
+
+    layers: str
+    """Prefix of their names."""
+    words: str
+    """Name of the layers in messages."""
+    numbers: Callable[[ConfigFile, Config], range]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +206,31 @@ class Family:
     """Files may store experts in MXFP4."""
     auto_class: str = "AutoModelForCausalLM"
     """Class of transformers that loads a folder."""
-    more_layers: str | None = None
-    """Key with the number of layers in the files after the layers of the model, which transformers leaves out: multi-token prediction."""
+    fits: Callable[[Config], bool] = lambda _: True
+    """An export tries the family for a model of ours: its layers are of the right kinds."""
+    layers_per_block: int = 1
+    """Layers of ours that one of theirs holds."""
+    more_layers: LeftOut | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of names in files of other versions of transformers, and those here."""
+    unused: Mapping[str, float] = field(default_factory=dict)
+    """Tensors of the width of the vision tower without effect, with the value that is written."""
+    of_text: str = ""
+    """Key with the config.json of the language model; empty: the file is the language model's."""
+    is_tower: bool = False
+    """A vision tower alone, without a language model."""
+    variants: tuple[Family, ...] = ()
+    """Families of the same class; `is_of` finds one."""
+    is_of: Callable[[ConfigFile], bool] = lambda _: True
+
+    @property
+    def kinds(self) -> tuple[Family, ...]:
+        """Return all families of the class."""
+        return (self, *self.variants)
+
+    def text_config(self, source: ConfigFile) -> ConfigFile:
+        """Return the config.json of the language model."""
+        return source.nested(self.of_text) if self.of_text else source
 
 
 def in_layers(layers: str, modules: Modules, stack: str = "decoder") -> dict[str, str | Fused]:

@@ -18,12 +18,15 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.vision import PROJECTOR, TOWER, tokens_per_image
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
+from megatrain.config.model_spec.vision import ProjectorSpec
 from megatrain.config.schema.tree import Config, flag_of, settings
+from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
@@ -31,6 +34,7 @@ from megatrain.interop.hf.family import Family, Fixed
 from megatrain.interop.hf.tensors import Shape
 from megatrain.model.gpt import build_model
 from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.rank_lists import GridShape
 
 _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
@@ -38,6 +42,10 @@ _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --toke
 
 MTP: Final = "mtp."
 """Start of the names of tensors of multi-token prediction, which transformers leaves out."""
+_OF_IMAGES: Final = tuple(
+    f"vision.{name}"
+    for name in ("img_h", "img_w", "patch_dim", "vision_model_type", "disable_vision_class_token")
+)
 _NO_MODEL: Final = 1 << 30
 """Distance of a family that has no config.json for a model."""
 
@@ -75,6 +83,11 @@ def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
         InputError: the settings contradict each other. `where` has described them.
     """
     length = values["model.max_position_embeddings"]
+    if values.get("model.model_family") == "vlm":  # whose samples have the tokens of an image besides
+        vision = VisionConfig(
+            **{key.removeprefix("vision."): one for key, one in values.items() if key in _OF_IMAGES}
+        )
+        length = max(1, length - tokens_per_image(vision))
     words = [*flags_of(values), *_RUN.split(), "--seq-length", str(length), "--vocab-size", str(vocab_size)]
     try:
         return resolve(parse(words), replace(Facts(), world_size=1, vocab_size=vocab_size, eod_id=0))
@@ -85,24 +98,38 @@ def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
         ) from error
 
 
-def shapes_of(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the shapes of our model's tensors, by canonical name; no memory is allocated for them."""
-    model = build_model(
-        describe_model(config.model, config.experts, vocab_size=vocab_size),
+def registry_of(config: Config, vocab_size: int) -> ParamRegistry:
+    """Return the registry of our model; no memory is allocated for its tensors."""
+    return build_model(
+        describe_model(config.model, config.experts, config.vision, vocab_size=vocab_size),
         build_grid(GridShape(), 0),
         seq_length=1,
         sequence_parallel=False,
         dtype=torch.float32,
         device=torch.device("meta"),
-    )
+    ).registry
+
+
+def shapes_of(family: Family | None, config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the shapes of our model's tensors that a family has, by canonical name."""
     return {
-        piece.name: piece.shape for entry in model.registry.entries.values() for piece in entry.layout.pieces
+        piece.name: piece.shape
+        for entry in registry_of(config, vocab_size).entries.values()
+        for piece in entry.layout.pieces
+        if family is None or has_tensor(family, piece.name)
     }
+
+
+def has_tensor(family: Family, name: str) -> bool:
+    """Return whether a family has one of our tensors: a tower alone has no projector and no language model."""
+    return not family.is_tower or (name.startswith(f"{TOWER}.") and not name.startswith(f"{PROJECTOR}."))
 
 
 def bias_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
     """Return the shapes of the biases that select experts, by canonical name: state of our models, tensors of theirs."""
-    routers = describe_model(config.model, config.experts, vocab_size=vocab_size).routers_by_name
+    routers = describe_model(
+        config.model, config.experts, config.vision, vocab_size=vocab_size
+    ).routers_by_name
     return {
         f"{name}.expert_bias": (router.num_experts,)
         for name, router in routers.items()
@@ -126,18 +153,19 @@ def fitting_family(
     described = function_of(config, vocab_size)
     closest: tuple[int, str, list[str]] | None = None
     kind = config.model.model_family
-    alike = [family for family in FAMILIES.values() if _model_family(family) == kind]
-    for family in [FAMILIES[wanted]] if wanted else alike:
-        keys: dict[str, Any] = {"vocab_size": vocab_size}
-        for part in family.config:
-            keys |= part.write(config)
+    classes = [FAMILIES[wanted]] if wanted else FAMILIES.values()
+    kinds = [family for one in classes for family in one.kinds]
+    alike = [one for one in kinds if _model_family(one) == kind and not one.is_tower and one.fits(config)]
+    for family in kinds if wanted else alike:
+        keys = _keys(family, config, vocab_size)
         source = ConfigFile(Path(CONFIG_NAME), keys)
         try:
             plan = plan_of(read_settings(family, source), vocab_size, source.path)
         except InputError as error:
             found, distance = [error.problems[0].text], _NO_MODEL
         else:
-            found = list(differences(described, function_of(plan.config, vocab_size)))
+            both = (_compared(family, one) for one in (described, function_of(plan.config, vocab_size)))
+            found = list(differences(*both))
             distance = len(found)
         if not found:
             return family, {"architectures": [family.architecture], "model_type": family.model_type, **keys}
@@ -150,6 +178,30 @@ def fitting_family(
     )
 
 
+def _keys(family: Family, config: Config, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of a model of ours, without its class."""
+    keys: dict[str, Any] = {} if family.is_tower or family.of_text else {"vocab_size": vocab_size}
+    for part in family.config:
+        keys |= part.write(config)
+    if family.of_text:
+        keys[family.of_text]["vocab_size"] = vocab_size
+    return keys
+
+
+def _compared(family: Family, spec: ModelSpec) -> Any:
+    """Return what a family computes of a model."""
+    if not family.is_tower:
+        return spec
+    vision = spec.vision
+    return (
+        None
+        if vision is None
+        else replace(
+            vision, projector=ProjectorSpec(inputs=vision.hidden_size, mlp=None), keeps_class_token=True
+        )
+    )
+
+
 def _model_family(family: Family) -> str:
     """Return the value of --model-family of all its models."""
     fixed = (part.settings for part in family.config if isinstance(part, Fixed))
@@ -158,9 +210,13 @@ def _model_family(family: Family) -> str:
 
 def function_of(config: Config, vocab_size: int) -> ModelSpec:
     """Return the spec of a model without what changes only training or rounding: multi-token prediction too."""
-    spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
+    spec = describe_model(config.model, config.experts, config.vision, vocab_size=vocab_size)
+    vision = spec.vision
+    if vision is not None:
+        vision = replace(vision, is_tower_frozen=False, is_language_frozen=False, images_per_sample=1)
     return replace(
         spec,
+        vision=vision,
         padded_vocab_size=0,
         init_std=0.0,
         output_init_std=0.0,
@@ -188,7 +244,16 @@ def _layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _router(router: RouterSpec) -> RouterSpec:
-    return replace(router, dtype=None, losses=(), z_loss_coeff=0.0, bias_update_rate=0.0, jitter=0.0)
+    factor = router.scaling_factor or 1.0
+    return replace(
+        router,
+        dtype=None,
+        losses=(),
+        z_loss_coeff=0.0,
+        bias_update_rate=0.0,
+        jitter=0.0,
+        scaling_factor=factor,
+    )
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:

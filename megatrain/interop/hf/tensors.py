@@ -8,6 +8,7 @@ mlp.experts.gate_up_proj    experts, columns g0 u0 g1 u1 ..   stacked experts, t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,15 +42,21 @@ class TheirTensor:
     is_transposed: bool
     """The rows of its parts are its columns."""
     parts: tuple[Part, ...]
-    """None: it holds zeros."""
+    """None: it holds one value."""
     offset: float = 0.0
-    """Its values minus those of its parts."""
+    """Its values minus those of its parts, or its value without any."""
+    is_flat: bool = False
+    """A vector, for a part of more dimensions."""
 
 
 def their_tensors(
-    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any]
+    modules: Modules, ours: Mapping[str, Shape], sizes: Mapping[str, Any], *, layers_per_block: int = 1
 ) -> dict[str, TheirTensor]:
-    """Return their tensors that hold all of ours, by name. `sizes`: settings of the model.
+    """Return their tensors that hold all of ours, by name.
+
+    Args:
+        sizes: settings of the model.
+        layers_per_block: layers of ours that one of theirs holds.
 
     Raises:
         KeyError: the family has no place for one of our tensors; the argument is its name.
@@ -68,7 +75,8 @@ def their_tensors(
             raise KeyError(name)
         theirs, fused = homes[module]
         numbers = _NUMBER.findall(f"{name}.")
-        whole = theirs.format(*numbers) + _ending(kind, fused)
+        block = [str(int(number) // layers_per_block) for number in numbers[:1]]
+        whole = theirs.format(*block, *numbers[1:]) + _ending(kind, fused)
         if whole not in found:
             names = [each.format(*numbers) + (kind and f".{kind}") for each in fused.names]
             names = [name] if fused.is_one_of else names
@@ -83,6 +91,11 @@ def their_tensors(
 def zero_tensors(zeros: Mapping[str, int], hidden_size: int) -> dict[str, TheirTensor]:
     """Return their tables without tensors of ours, by name."""
     return {name: TheirTensor(name, (rows, hidden_size), False, ()) for name, rows in zeros.items()}
+
+
+def unused_tensors(values: Mapping[str, float], width: int) -> dict[str, TheirTensor]:
+    """Return their vectors without effect, by name."""
+    return {name: TheirTensor(name, (width,), False, (), offset=value) for name, value in values.items()}
 
 
 def _template(name: str) -> str:
@@ -111,6 +124,9 @@ def _their_tensor(
     name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, sizes: Mapping[str, Any]
 ) -> TheirTensor:
     shapes = [ours[each] for each in names]
+    if fused.is_flat:
+        part = Part(names[0], shapes[0], (slice(0, shapes[0][0]),))
+        return TheirTensor(name, (math.prod(shapes[0]),), False, (part,), is_flat=True)
     total, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     num_heads = sizes[fused.heads] if fused.heads else 1
     parts, first = [], 0

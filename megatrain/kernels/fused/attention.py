@@ -50,12 +50,14 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 """Tiles by the least power of two that is at least the head width."""
 
+_BIASED_FORWARD = Tile(64, 128, 4, 2)
+"""Tile of the forward pass with a bias, for the narrowest heads."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
 _PARTS = 4
@@ -84,7 +86,7 @@ def forward(
     Args:
         bias: added to the scaled scores; None: none.
     """
-    (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q)).forward
+    (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q, bias)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, sq, dtype=torch.float32, device=q.device)
@@ -109,31 +111,27 @@ def backward(
         return _backward_by_group(
             dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
         )
-    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q)
+    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q, bias)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
-    if sq == sk:  # views of one tensor: the gradient of a joint projection
-        dq, dk, dv = q.new_empty(sq, b, n + 2 * g, q.shape[3]).split((n, g, g), dim=2)
-    else:
-        dq, (dk, dv) = torch.empty_like(out), k.new_empty(sk, b, 2 * g, q.shape[3]).chunk(2, dim=2)
-    dout_dot_out = torch.empty_like(lse)
+    dq, dk, dv = _new_gradients(q, k)
+    lse_2, dout_dot_out = torch.empty_like(lse), torch.empty_like(lse)
     far = lse if bias is None else lse.new_empty(b, n, 2, sq)
     first, masks, numbers = (
         _first_keys(q, k, mask),
         _masks(q, k, mask, bias),
         _numbers(q, k, mask, scale, softcap),
     )
-    dropout, is_aligned = _dropout(rule, q), _is_aligned(rule)
-    launch(
-        kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, dout_dot_out, far, lse if first is None else first, *masks, scale, *numbers, *dropout,
-        HAS_FIRST=first is not None, IS_ALIGNED=is_aligned, **_constants(q, k, mask, softcap, bias, of_queries),
-    )  # fmt: skip
-    end = None if first is None else _query_ends(first, sk)
     kept = lse
     if rule is not None:
-        kept = stored_mask((b, n, sq), width, dropout, is_aligned=is_aligned)
-    of_rows = lse, dout_dot_out, kept, width
+        kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
+    of_rows = lse_2, dout_dot_out, kept, width
+    launch(
+        kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
+        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, far, lse if first is None else first, *masks, scale, *numbers,
+        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
+    )  # fmt: skip
+    end = None if first is None else _query_ends(first, sk)
     launch(
         kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
         *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,
@@ -144,10 +142,38 @@ def backward(
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
         dbias = _bias_gradient(
-            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers), far, of_queries[:2], bias.reach, sk,
+            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers),
+            far,
+            of_queries[:2],
+            bias.reach,
+            sk,
             **_constants(q, k, mask, softcap, bias, of_diagonals),
-        ).to(bias.values.dtype)  # fmt: skip
+        )
+        dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)  # fmt: skip
     return Gradients(dq, dk, dv, dbias)
+
+
+def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Allocate dq, dk and dv; of as many queries as keys as views of one tensor, the gradient of a joint projection."""
+    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    if sq == sk:
+        return q.new_empty(sq, b, n + 2 * g, d).split((n, g, g), dim=2)
+    return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
+
+
+def _of_distances(near: Tensor, zero: int, far: Tensor, sq: int, sk: int) -> Tensor:
+    """Return the gradient of the bias of all distances, fp32 [n, sq + sk - 1].
+
+    Args:
+        near: sums of near distances, [n, distances]; `zero` is the place of distance 0.
+        far: sums of the others before and after the queries, [n, 2]: a part of the first and of the last one.
+    """
+    gradient = torch.zeros(len(near), sq + sk - 1, dtype=torch.float32, device=near.device)
+    start, end = max(1 - sq, -zero), min(sk, near.shape[1] - zero)
+    gradient[:, start + sq - 1 : end + sq - 1] = near[:, start + zero : end + zero]
+    gradient[:, 0] += far[:, 0]
+    gradient[:, -1] += far[:, 1]
+    return gradient
 
 
 def _bias_gradient(
@@ -175,13 +201,7 @@ def _bias_gradient(
         kernels.bias_of_diagonals, (last - first + 1, n, parts), *arguments, sums, b, first * side, (width, zero),
         DQ_QUERIES=tile[0], DQ_KEYS=tile[1], **constants,
     )  # fmt: skip
-    gradient = torch.zeros(n, sq + sk - 1, dtype=torch.float32, device=far.device)
-    start, end = max(1 - sq, -zero), min(sk, width - zero)
-    gradient[:, start + sq - 1 : end + sq - 1] = sums.sum((0, 2))[:, start + zero : end + zero]
-    of_heads = far.sum((0, 3))
-    gradient[:, 0] += of_heads[:, 0]
-    gradient[:, -1] += of_heads[:, 1]
-    return gradient
+    return _of_distances(sums.sum((0, 2)), zero, far.sum((0, 3)), sq, sk)
 
 
 def _backward_by_group(
@@ -203,8 +223,11 @@ def _backward_by_group(
     return Gradients(dq, dk, dv, torch.cat(of_bias) if of_bias else None)
 
 
-def tiles_of(q: Tensor) -> Tiles:
-    return TILES[max(power_of_two(q.shape[-1]), min(TILES))]
+def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
+    """Return the tiles for the width of the heads."""
+    width = max(power_of_two(q.shape[-1]), min(TILES))
+    is_biased = bias is not None and width == min(TILES)
+    return TILES[width]._replace(forward=_BIASED_FORWARD) if is_biased else TILES[width]
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:
@@ -219,16 +242,20 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
 
 
 def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> tuple[Any, ...]:
-    """Return the mask of padding, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
+    """Return the mask of padding with its bounds, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
 
-    The bias gets distances that only rows outside have, so that tiles load it without a mask.
+    The bias is to base 2, and gets distances that only rows outside have, so that tiles load it without a mask.
     """
-    tokens = q if mask.is_token is None else mask.is_token.contiguous().view(torch.uint8)
+    tokens = bounds = q
+    if mask.is_token is not None:
+        tokens, (b, sk) = mask.is_token.contiguous().view(torch.uint8), mask.is_token.shape
+        bounds = torch.empty(b, 2, dtype=torch.int32, device=q.device)
+        launch(kernels.tokens_of_samples, (b,), bounds, tokens, sk, BLOCK=1024)
     if bias is None:
-        return tokens, q, (0, 0, 0)
+        return tokens, bounds, q, (0, 0, 0)
     before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
-    wide = pad(bias.values.to(q.dtype), (before + 1 - q.shape[0], after - k.shape[0]))
-    return tokens, wide, (before + after, before, bias.reach)
+    wide = pad(bias.values.float() * _LOG2_E, (before + 1 - q.shape[0], after - k.shape[0]))
+    return tokens, bounds, wide, (before + after, before, bias.reach)
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:

@@ -105,9 +105,8 @@ def keeps(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_
         block = position(first_key + tl.arange(0, KEYS // 64) * 64, spans) // 8
         column = block[None, :, None, None] + tl.arange(0, 8)[None, None, None, :]
         number = tl.arange(0, 8)[None, None, :, None]
-        return tl.reshape(
-            _keeps(column, query[:, None, None, None], number, head, key, threshold), [query.shape[0], KEYS]
-        )
+        bits = _upper_bits(column, query[:, None, None, None], number, head, key)
+        return tl.reshape(bits, [query.shape[0], KEYS]) >= (tl.cast(threshold, tl.uint32) << 16)
     row = position(first_key + tl.arange(0, KEYS), spans)[None, :]
     return _keeps(row // 64 * 8 + row % 8, query[:, None], row % 64 // 8, head, key, threshold)
 
@@ -139,9 +138,15 @@ def _bytes_of_keys(first_key, KEYS: tl.constexpr):
 @jit
 def _keeps(column, query, number, head, key, threshold):
     """Return whether a counter's number of 16 bits is at least the threshold; operands are broadcast."""
+    return _upper_bits(column, query, number, head, key) >= (tl.cast(threshold, tl.uint32) << 16)
+
+
+@jit
+def _upper_bits(column, query, number, head, key):
+    """Return 32 bits whose upper 16 are a counter's number; the others do not matter when it is compared."""
     w0, w1, w2, w3 = _philox(column, query, head, key)
     word = tl.where(number < 4, tl.where(number < 2, w0, w1), tl.where(number < 6, w2, w3))
-    return tl.where(number % 2 == 0, word << 16, word) >= (tl.cast(threshold, tl.uint32) << 16)
+    return tl.where(number % 2 == 0, word << 16, word)
 
 
 @jit

@@ -7,8 +7,10 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two
     into_tanh               factor of q k before the tanh of softcaps
-    IS_TOKEN                of each key of each sample, False for padding, if HAS_PADDING
-    BIAS, bias_at           of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    IS_TOKEN, TOKENS        of each key of each sample, False for padding, and `tokens_of_samples`, if HAS_PADDING
+    BIAS, bias_at           to base 2, of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
+    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of scores lack that factor
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -77,15 +79,18 @@ def _is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constex
 
 @jit
 def _biased(
-    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr
+    scores, BIAS, bias_at, head, start_row, start_key, to_base_2,
+    HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False,
 ):  # fmt: skip
-    """Return scores, with the bias of their distances, and their factor to base 2."""
-    if HAS_BIAS:
-        BIAS += head * bias_at[0] + bias_at[1]
-        bias = tl.load(BIAS + start_key - start_row) if IS_FAR else tl.load(BIAS + distance)
-        return scores * to_base_2 + bias.to(tl.float32) * 1.4426950408889634, 1.0
-    else:  # noqa: RET505 (Triton needs it)
-        return scores, to_base_2
+    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile."""
+    if not HAS_BIAS:
+        return scores, to_base_2, 0.0
+    BIAS += head * bias_at[0] + bias_at[1] + start_key - start_row
+    if IS_FAR:
+        return scores, to_base_2, tl.load(BIAS)
+    first, second = tl.arange(0, scores.shape[0])[:, None], tl.arange(0, scores.shape[1])[None, :]
+    bias = tl.load(BIAS - second + first) if IS_BY_KEY else tl.load(BIAS - first + second)
+    return scores * to_base_2 + bias, 1.0, 0.0
 
 
 @jit
@@ -113,6 +118,8 @@ def _parts(
 @jit
 def _key_bounds(
     FIRST,
+    TOKENS,
+    sample,
     tile,
     sq,
     sk,
@@ -120,6 +127,7 @@ def _key_bounds(
     KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """Return four bounds of keys: the first, those between which all queries of a tile attend to all keys, and the last."""
     start, full_start, full_end, end = 0, 0, sk, sk
@@ -130,6 +138,9 @@ def _key_bounds(
         start = tl.maximum(tl.load(FIRST + tile * QUERIES), 0) // KEYS * KEYS
         full_start = tl.load(FIRST + tl.minimum((tile + 1) * QUERIES, sq) - 1)
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_start, KEYS), 0) * KEYS, end)
+    if HAS_PADDING:
+        full_end = tl.minimum(full_end, tl.load(TOKENS + 2 * sample))
+        end = tl.minimum(end, tl.load(TOKENS + 2 * sample + 1))
     return start, full_start, tl.maximum(full_end // KEYS * KEYS, full_start), end
 
 
@@ -145,9 +156,9 @@ def _masked(
             allowed = allowed & (key[None, :] <= row[:, None] + (sk - sq))
         if HAS_FIRST:
             allowed = allowed & (key[None, :] >= first)
+        if HAS_PADDING:
+            allowed = allowed & _is_token(IS_TOKEN, sample, key, sk)[None, :]
         x = tl.where(allowed, x, other)
-    if HAS_PADDING:
-        x = tl.where(_is_token(IS_TOKEN, sample, key, sk)[None, :], x, other)
     return x
 
 
@@ -169,7 +180,7 @@ def _tanh(x, into_tanh):
 
 @_kernel
 def forward(
-    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
@@ -193,10 +204,13 @@ def forward(
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
+    bounds = _key_bounds(
+        FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+    )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
+        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
@@ -204,18 +218,17 @@ def forward(
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            distance = key_row[None, :] - row[:, None]
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
-            )  # fmt: skip
+            scores, factor, term = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
+            )
             scores = _masked(
                 scores, float("-inf"), row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor + term)
             shift = new_maximum
-            if part < 2 or HAS_PADDING:
+            if part < 2:
                 shift = tl.where(new_maximum == float("-inf"), 0, new_maximum)  # queries without a key so far
-            probs = tl.exp2(scores * factor - shift[:, None])
+            probs = tl.exp2(scores * factor - (shift - term)[:, None])
             rescale = tl.exp2(maximum - shift)
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
@@ -229,14 +242,26 @@ def forward(
     tl.store(LSE + (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row, lse, mask=row < sq)
 
 
+@jit
+def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
+    """Write the number of tokens before the first padding, and the end of the last token, of each sample."""
+    sample = tl.program_id(0).to(tl.int64)
+    full, end = sk, 0
+    for start in tl.range(0, sk, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        is_token = _is_token(IS_TOKEN, sample, key, sk)
+        full = tl.minimum(full, tl.min(tl.where(is_token | (key >= sk), sk, key), 0))
+        end = tl.maximum(end, tl.max(tl.where(is_token, key + 1, 0), 0))
+    tl.store(TOKENS + 2 * sample, full)
+    tl.store(TOKENS + 2 * sample + 1, end)
+
+
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, DOUT_DOT_OUT, FAR, FIRST, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
-    FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
-    query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -248,23 +273,24 @@ def dq_of_queries(
     if HAS_FIRST:
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    if HAS_DROPOUT:
-        stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
-        query = position(row, (query_start, query_middle, query_jump))
-        spans = (key_start, key_middle, key_jump)
     q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq + row
-    tl.store(DOUT_DOT_OUT + of_head, dout_dot_out, mask=row < sq)
-    lse = _base_2(LSE + of_head, row < sq)
+    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
+    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
+    tl.store(DOUT_DOT_OUT + of_head + row, dout_dot_out, mask=row < sq)
+    lse = tl.load(LSE + of_head + row, mask=row < sq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(LSE_2 + of_head + row, lse, mask=row < sq)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
-    bounds = _key_bounds(FIRST, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST)
+    bounds = _key_bounds(
+        FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+    )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or not IS_EVEN else 2, 3 if not HAS_BIAS else 4 if IS_CAUSAL else 5
+        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
+        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
     ):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
@@ -273,19 +299,19 @@ def dq_of_queries(
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            distance = key_row[None, :] - row[:, None]
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, distance, to_base_2, HAS_BIAS, part > 2
-            )  # fmt: skip
-            probs = tl.exp2(scores * factor - lse[:, None])
+            scores, factor, term = _biased(
+                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
+            )
+            probs = tl.exp2(scores * factor - (lse - term)[:, None])
             probs = _masked(
                 probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
             dprobs = tl.dot(dout, v, input_precision="ieee")
+            dropped = probs
             if HAS_DROPOUT:
-                kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                dprobs = tl.where(kept, dprobs * keep_factor, 0)
-            dscores = probs * (dprobs - dout_dot_out[:, None])
+                kept = load_kept(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
+                dropped = tl.where(kept, probs, 0)
+            dscores = dropped * dprobs - probs * dout_dot_out[:, None]
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
@@ -295,7 +321,7 @@ def dq_of_queries(
                 before += tl.where(start_key < tile * QUERIES, far, 0)
                 after += tl.where(start_key < tile * QUERIES, 0, far)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    _store(DQ, dq * scale, tile * QUERIES, dq_at[0], sq, CHANNELS)
+    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS)
     if HAS_BIAS:  # sums of the tiles that `bias_of_diagonals` leaves out
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
@@ -304,7 +330,7 @@ def dq_of_queries(
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -322,7 +348,10 @@ def dkdv_of_keys(
     v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
-    bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
+    queries = sq
+    if HAS_PADDING:  # no query attends to a tile of padding
+        queries = tl.where(start_key < tl.load(TOKENS + 2 * sample + 1), sq, 0)
+    bounds = _query_bounds(END, start_key, queries, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
     starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
@@ -337,16 +366,24 @@ def dkdv_of_keys(
                     Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
                 dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                lse = _base_2(LSE + of_head + row, row < sq)
+                lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
                 dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
-                distance = key_row[:, None] - row[None, :]
-                scores, factor = _biased(
-                    scores, BIAS, bias_at, head, start_row, start_key, distance, to_base_2, HAS_BIAS, part > 2
+                scores, factor, term = _biased(
+                    scores,
+                    BIAS,
+                    bias_at,
+                    head,
+                    start_row,
+                    start_key,
+                    to_base_2,
+                    HAS_BIAS,
+                    part > 2,
+                    IS_BY_KEY=True,
                 )
-                probs = tl.exp2(scores * factor - lse[None, :])
+                probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
                 dropped = probs
                 if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
@@ -356,24 +393,16 @@ def dkdv_of_keys(
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                 dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
                 if HAS_DROPOUT:
-                    dprobs = tl.where(probs > 0, dprobs * keep_factor, 0)
-                    probs = tl.abs(probs)
-                dscores = probs * (dprobs - dout_dot_out[None, :])
+                    dropped, probs = tl.maximum(probs, 0), tl.abs(probs)
+                dscores = dropped * dprobs - probs * dout_dot_out[None, :]
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
                 dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
-    _store(DK, dk * scale, start_key, dk_at[0], sk, CHANNELS)
+    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS)
     _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
-
-
-@jit
-def _base_2(LSE, inside):
-    """Load log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys."""
-    lse = tl.load(LSE, mask=inside, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @jit
@@ -401,7 +430,7 @@ def _query_bounds(
 
 @_kernel
 def bias_of_diagonals(
-    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, BIAS, bias_at,
+    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, TOKENS, BIAS, bias_at,  # noqa: ARG001
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, first, sums_at,  # noqa: ARG001
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
@@ -423,11 +452,11 @@ def bias_of_diagonals(
             dout = _load(DOUT_HEAD, start, QUERIES, dout_at[0], sq, CHANNELS, PADDED, IS_EVEN)
             k = _load(K_HEAD, start + shift, KEYS, k_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
             v = _load(V_HEAD, start + shift, KEYS, v_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
-            lse = _base_2(LSE + of_head + row, row < sq)
+            lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
             dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
             scores = tl.dot(q, k, input_precision="ieee")
-            scores, factor = _biased(
-                scores, BIAS, bias_at, head, start, start + shift, distance, to_base_2, HAS_BIAS, False
+            scores, factor, _ = _biased(
+                scores, BIAS, bias_at, head, start, start + shift, to_base_2, HAS_BIAS, False
             )
             probs = tl.exp2(scores * factor - lse[:, None])
             dq_row, dq_key = start // DQ_QUERIES * DQ_QUERIES, (start + shift) // DQ_KEYS * DQ_KEYS
@@ -440,7 +469,7 @@ def bias_of_diagonals(
             dprobs = tl.dot(dout, v, input_precision="ieee")
             if HAS_DROPOUT:
                 kept = load_kept(KEPT + of_head * kept_width, row, sq, start + shift, kept_width, KEYS)
-                dprobs = tl.where(kept, dprobs * keep_factor, 0)
+                dprobs = tl.where(kept, dprobs, 0)
             total += tl.where(allowed, probs * (dprobs - dout_dot_out[:, None]), 0)
     SUMS += (tl.program_id(2) * tl.num_programs(1) + head) * QUERIES * sums_at[0] + sums_at[1]
     tl.store(SUMS + side[:, None] * sums_at[0] + distance, total)

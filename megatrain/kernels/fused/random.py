@@ -27,14 +27,14 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
 
 
 def drop(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
-    """Implement `kernels.random.drop`."""
+    """Implement `kernels.random.drop`, for p in [0, 1 - 2^-32]."""
     x, rows = x.contiguous(), rows.contiguous()
     out = torch.empty_like(x)
     columns = x.shape[-1]
     counters = cdiv(columns, 4)
     launch(
         _drop, (rows.numel(), cdiv(counters, _COUNTERS)),
-        x, out, rows, columns, counters, *halves("<Q", key), round(p * 2**32), 1 - p, COUNTERS=_COUNTERS,
+        x, out, rows, columns, counters, *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p), COUNTERS=_COUNTERS,
     )  # fmt: skip
     return out
 
@@ -148,9 +148,9 @@ def _normal(
     tl.store(OUT + index, values.to(tl.float32).to(OUT.dtype.element_ty), mask=index < size)
 
 
-@functools.partial(jit, any_value=("key_low", "key_high"))
+@functools.partial(jit, any_value=("key_low", "key_high", "threshold"))
 def _drop(
-    X, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, kept_share, COUNTERS: tl.constexpr
+    X, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, factor, COUNTERS: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
     counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
@@ -158,5 +158,5 @@ def _drop(
     c0, c1, c2, c3 = _words(tl.load(ROW + program) * counters_per_row + counter, key_low, key_high)
     word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
     x = tl.load(X + program * columns + column, mask=column < columns, other=0).to(tl.float32)
-    out = tl.where(word.to(tl.int64) >= threshold, tl.div_rn(x, kept_share), 0)
+    out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
     tl.store(OUT + program * columns + column, out.to(OUT.dtype.element_ty), mask=column < columns)

@@ -9,9 +9,11 @@ Source: BERT, arXiv:1810.04805, as in Megatron-LM (core/models/bert).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from megatrain.config.model_spec.model import ModelSpec
@@ -107,6 +109,46 @@ class MicrobatchMeans:
 
 
 @dataclass(frozen=True)
+class LabelledTokens:
+    """Choice of the tokens with a label, of which a sample has few: only they go through the output layer.
+
+    Their number is the same in each micro-batch, as CUDA graphs need it: those that are missing have no part in the loss.
+    """
+
+    per_sample: int
+    """Labels that a sample has at most."""
+
+    def of(self, x: Tensor, labels: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of x [t, h], labels [t] and loss mask [t] of these tokens, in order.
+
+        The mask becomes NaN, and with it the loss, if there are more labels than expected.
+        """
+        b, s = batch.labels.shape
+        most = min(self.per_sample, s) * b
+        has_label = mask != 0
+        ends = has_label.cumsum(0)
+        places = (ends - 1).masked_fill(~has_label | (ends > most), most)
+        rows = places.new_zeros(most + 1).scatter(0, places, torch.arange(s * b, device=x.device))[:most]
+        is_taken = torch.arange(most, device=x.device) < ends[-1]
+        mask = (mask[rows] * is_taken).masked_fill(ends[-1] > most, torch.nan)
+        return _SelectedRows.apply(x, rows, places), labels[rows] * is_taken, mask
+
+
+class _SelectedRows(Function):
+    """x [t, h], rows [n], places [t] -> x[rows]; `places` says which selected row each row is, n: none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return F.pad(grads[0], (0, 0, 0, 1)).index_select(0, places), None, None
+
+
+@dataclass(frozen=True)
 class HeadParts:
     """Modules that some families add to the head."""
 
@@ -116,6 +158,8 @@ class HeadParts:
     """Next-sentence head, whose loss is added."""
     bias: ParamLayout | None = None
     """Layout of the bias of the logits."""
+    selection: LabelledTokens | None = None
+    """The tokens whose logits are computed; None: all."""
     means: MicrobatchMeans | None = None
     """Means of micro-batches in place of sums of tokens."""
     owns_embedding: bool = False

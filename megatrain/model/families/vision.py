@@ -5,8 +5,8 @@
     vectors ─ norm ─ projector ─┐
     tokens [b, s] ─ embedding ──┴─ token -1 - r has row r of its sample's vectors ─> hidden [s/tp, b, h]      ImagesInText
 
-The tower has all rows on every tensor and context rank: it splits heads and widths over tensor ranks, not the sequence. A
-context rank, and a tensor rank under sequence parallelism, uses the rows at its own places, and their gradients are summed.
+Context ranks share the images (`image_shares`), tensor ranks the heads and widths of the tower, not the sequence. A context
+rank, and a tensor rank under sequence parallelism, uses the vectors at its own places, and their gradients are summed.
 A frozen tower runs without autograd, in the segment that uses its vectors.
 """
 
@@ -24,6 +24,7 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
 from megatrain.model.embedding import Embedding
+from megatrain.model.families.image_shares import ImageShares, replicate
 from megatrain.model.functions import weight_of
 from megatrain.model.implementations.module_builder import ModuleBuilder
 from megatrain.model.layer_context import LayerContext
@@ -55,10 +56,15 @@ class VisionEmbedding(ShardedModule):
     """Images of a micro-batch -> hidden states of their patches [patches, m, width], after the class token's."""
 
     def __init__(
-        self, spec: VisionSpec, norm: nn.Module | None, tp: TensorParallel, dtype: torch.dtype
+        self,
+        spec: VisionSpec,
+        norm: nn.Module | None,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        shares: ImageShares,
     ) -> None:
         super().__init__()
-        self.spec, self.norm, self.dtype = spec, norm, dtype
+        self.spec, self.norm, self.dtype, self.shares = spec, norm, dtype, shares
         width, side = spec.hidden_size, spec.patch_size
         bound = (CHANNELS * side**2) ** -0.5
         filters = Init(uniform=(-bound, bound))
@@ -76,7 +82,8 @@ class VisionEmbedding(ShardedModule):
 
     def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
         assert batch.images is not None, "the batch of a model with images"
-        images, side = batch.images.flatten(0, 1).to(self.dtype), self.spec.patch_size
+        images = self.shares.own(batch.images.flatten(0, 1)).to(self.dtype)
+        side = self.spec.patch_size
         rows = F.unfold(images, side, stride=side).transpose(1, 2)  # [m, patches, channels * side * side]
         bias = weight_of(self, "bias") if self.spec.has_patch_bias else None
         x = F.linear(rows, weight_of(self, "patches").flatten(1), bias)
@@ -124,7 +131,7 @@ class ImagesInText(nn.Module):
         tower: its segments, if it is frozen; empty: they are segments before this one.
         norm: norm after the layers of the tower; None: there is none.
         embedding: of the text, with its output modules.
-        tp: of the language model.
+        shares: the ranks that share images.
     """
 
     def __init__(
@@ -134,10 +141,10 @@ class ImagesInText(nn.Module):
         norm: nn.Module | None,
         projector: Projector,
         embedding: Embedding,
-        tp: TensorParallel,
+        shares: ImageShares,
     ) -> None:
         super().__init__()
-        self.spec, self.tp = spec, tp
+        self.spec, self.tp, self.shares = spec, shares.tp, shares
         self.tower = nn.ModuleList(tower)
         self.norm, self.projector, self.embedding = norm, projector, embedding
 
@@ -150,11 +157,14 @@ class ImagesInText(nn.Module):
                 hidden = self.norm(hidden, info)
         if self.spec.has_class_token and not self.spec.keeps_class_token:
             hidden = hidden[1:]
-        vectors = self.projector(hidden.contiguous(), info)  # [n, m, h]
+        vectors = self.projector(hidden.contiguous(), info)  # [n, m / shares, h]
         text = EncoderTokens(batch.tokens.clamp(min=0), batch.position_ids)
         x: Tensor = self.embedding.output(self.embedding.embed(text, info), info)
-        if self.tp.sequence_parallel:  # each rank has the gradients of its own rows
+        if self.tp.sequence_parallel and not self.shares.spreads_over_tp:
+            # Each tensor rank has the gradients of its own rows.
             vectors = enter_tp_region(vectors, replace(self.tp, sequence_parallel=False))
+        assert batch.images is not None, "the batch of a model with images"
+        vectors = self.shares.gather(vectors, batch.images.shape[:2].numel())
         first = self.tp.first_row(len(x))
         tokens = batch.tokens.t()[first : first + len(x)]
         return put_vectors(x, vectors.to(x.dtype), tokens)
@@ -168,7 +178,7 @@ def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
     """
     n, _, h = vectors.shape
     b = x.shape[1]
-    of_sample = vectors.view(n, b, -1, h).permute(2, 0, 1, 3).flatten(0, 1)  # [images * n, b, h]
+    of_sample = vectors.reshape(n, b, -1, h).permute(2, 0, 1, 3).flatten(0, 1)  # [images * n, b, h]
     rows = (-1 - tokens).clamp(min=0)
     found = of_sample[rows, torch.arange(b, device=x.device)]
     return torch.where((tokens < 0).unsqueeze(-1), found, x)
@@ -180,7 +190,7 @@ def vision_segments(
     layers: Sequence[nn.Module],
     context: LayerContext,
     builder: ModuleBuilder,
-    tp: TensorParallel,
+    shares: ImageShares,
 ) -> list[nn.Module]:
     """Build the segments of the tower and the one that joins images and text.
 
@@ -189,7 +199,7 @@ def vision_segments(
         layers: segments of the tower's layers.
         context: of the tower, whose tensor ranks do not split the sequence.
         builder: of its norms.
-        tp: of the language model.
+        shares: the ranks that share images.
     """
     vision = spec.vision
     assert vision is not None
@@ -201,14 +211,16 @@ def vision_segments(
         return module
 
     pre = norm("pre_norm") if vision.has_pre_norm else None
-    tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype), *layers]
+    tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype, shares), *layers]
     of_projector = replace(
         context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size})
     )
     projector = Projector(spec, of_projector)
     final = norm("final_norm") if vision.has_final_norm else None
+    if shares.spreads_over_tp:
+        replicate([*tower, projector, *([] if final is None else [final])], shares.tp)
     is_inside = vision.is_tower_frozen
-    joined = ImagesInText(vision, tower if is_inside else [], final, projector, embedding, tp)
+    joined = ImagesInText(vision, tower if is_inside else [], final, projector, embedding, shares)
     return [joined] if is_inside else [*tower, joined]
 
 

@@ -48,15 +48,17 @@ class LocalGroupedMlp(ShardedModule):
 
     def forward(self, dispatched: DispatchedTokens, info: PassInfo) -> Tensor:
         """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h]."""
-        fc1, fc2 = (
-            GroupedWeight(*self._stacked(name), self._bias(f"{name}_bias")) for name in ("fc1", "fc2")
-        )
+        fc1, fc2 = map(self.weight_of, ("fc1", "fc2"))
         # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
         rows, ends, probs, _, transfer, _ = dispatched
         operations = (self.activation, self.products)
         out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, *operations, info, transfer)
         return out
+
+    def weight_of(self, name: str) -> GroupedWeight:
+        """Return the weight and the bias of fc1 or fc2, expert by expert."""
+        return GroupedWeight(*self._stacked(name), self._bias(f"{name}_bias"))
 
     def _bias(self, name: str) -> Bias | None:
         return Bias(*self._stacked(name)) if name in self.layouts else None

@@ -26,6 +26,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.graph_trial import StepKind, Trial
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
@@ -111,7 +112,7 @@ class Graphs(Protocol):
 
 
 class GraphedPasses:
-    """Runs the training schedule of a stage: by `executor` in the first steps, then by replays of graphs.
+    """Runs the training schedule of a stage: by `executor` in the first steps, then by replays of graphs if they pay.
 
     Args:
         executor: runs the warm-up steps.
@@ -119,6 +120,7 @@ class GraphedPasses:
         data_parallel: communicates weights and gradients.
         num_warmup_steps: steps before the capture.
         recorder: runs the warm-up.
+        trial: times steps and decides whether graphs stay. None: they do.
     """
 
     def __init__(
@@ -128,14 +130,19 @@ class GraphedPasses:
         data_parallel: DataParallel,
         num_warmup_steps: int,
         recorder: Recorder,
+        trial: Trial | None = None,
     ) -> None:
         self._executor, self._make_graphs, self._data_parallel = executor, make_graphs, data_parallel
         self._steps_left = num_warmup_steps
-        self._recorder = recorder
+        self._recorder, self._trial = recorder, trial
+        self._is_rejected = False
         self._graphs: Graphs | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a step's micro-batches, like `Executor.run`."""
+        if self._is_rejected or not self._may_go_on(len(batches)):
+            self._executor.run(actions, batches, infos)
+            return
         if self._steps_left:
             self._steps_left -= 1
             device = batches[0].tokens.device
@@ -149,6 +156,17 @@ class GraphedPasses:
         self._graphs.run(actions, batches, infos)
         for number in range(len(self._data_parallel.buffers.buckets)):
             self._data_parallel.gradients.mark_ready(number, is_last=True)
+
+    def _may_go_on(self, num_microbatches: int) -> bool:
+        """Return False, and release the graphs, if the trial rejects them; it knows that a step begins."""
+        replays = StepKind.RECORD if self._graphs is None else StepKind.REPLAY
+        kind = StepKind.WARMUP if self._steps_left else replays
+        if self._trial is None or self._trial.allows(kind, num_microbatches):
+            return True
+        self.close()
+        torch.cuda.empty_cache()  # of the stream of warm-up and record
+        self._is_rejected = True
+        return False
 
     def forget(self) -> None:
         """Release the graphs, as memory has other sizes from now on: others are recorded after a step of the executor."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.kernels.sums import sum_parts
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
@@ -121,9 +122,5 @@ class _Term:
 
 
 def _sum_into(out: Tensor, local: Tensor, received: ReceivedParts, peers: PeerMemory) -> None:
-    group = peers.group
-    parts = [local if rank == group.rank else received.from_rank(rank) for rank in range(group.size)]
-    if group.size == 2:  # the same bits as a stack's sum, in one pass over memory
-        torch.add(*parts, out=out)
-    else:
-        torch.sum(torch.stack(parts), 0, out=out)
+    received.wait()
+    sum_parts(received.parts, local.contiguous(), peers.group.rank, out)

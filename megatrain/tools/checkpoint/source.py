@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,21 +13,14 @@ from torch import Tensor
 
 from megatrain.checkpoint.find import (
     OF_MEGATRON,
-    Candidate,
     base_folder,
     find_checkpoints,
-    is_of_megatron,
-    list_candidates,
     newest_of_megatron,
     newest_valid,
 )
 from megatrain.checkpoint.manifest import DTYPES, Manifest
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.config.errors import InputError, MegatrainError, NoCheckpointError
-from megatrain.config.schema.training import HF_PREFIX
-from megatrain.interop.hf.checkpoint import HfCheckpoint
-from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.training.logging.console import Console
 
@@ -44,43 +37,6 @@ def opened(path: Path) -> Iterator[CheckpointReader]:
         raise no_checkpoint(path)
     with CheckpointReader(found.path) as reader:
         yield reader
-
-
-@contextmanager
-def opened_any(name: str, note: Callable[[str], None]) -> Iterator[TensorReader]:
-    """Open a checkpoint of ours, of Megatron-LM or of transformers. Raises as `opened`."""
-    foreign = foreign_reader(name, note)
-    if foreign is not None:
-        with closing(foreign):
-            yield foreign
-    else:
-        with opened(Path(name)) as reader:
-            yield reader
-
-
-def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:
-    """Return a reader of a path if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM."""
-    folder = Path(name.removeprefix(HF_PREFIX))
-    if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
-        return _transformers_folder(folder, note)
-    newest = next(iter(list_candidates(folder)), Candidate(0, folder))
-    if not is_of_megatron(newest.path):
-        return None
-    reader = MegatronCheckpoint(newest.path)
-    for line in padding_notes(reader.padded_vocab_size, reader.vocab_size):
-        note(line)
-    return reader
-
-
-def _transformers_folder(folder: Path, note: Callable[[str], None]) -> HfCheckpoint:
-    """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
-    reader = HfCheckpoint(folder)
-    size = reader.tokenizer_size
-    if size is None or size > reader.num_rows:
-        why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
-        note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
-        return reader
-    return reader if size == reader.num_rows else HfCheckpoint(folder, size)
 
 
 def no_checkpoint(path: Path) -> MegatrainError:

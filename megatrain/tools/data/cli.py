@@ -27,6 +27,7 @@ from megatrain.data.preprocess.flags import add_tokenizer_flags
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import MaskedSample, Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.tools.data.images import SUFFIXES, described_images, inspect_rows
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.tools.data.masked import described_masked
 from megatrain.tools.subcommands import RUN_FLAGS, add_command
@@ -44,32 +45,22 @@ def add_flags(commands: Any) -> None:
     )
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    dataset = add_command(
-        actions,
-        "inspect",
-        run=inspect,
-        help="count documents and tokens of a dataset, and check its description",
-        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
-    )
-    dataset.add_argument("prefix", metavar="PREFIX", help="path or URL without .bin and .idx")
-    dataset.add_argument("--document", type=int, metavar="K", help="show document K, counted from 0")
-    dataset.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_index_cache(dataset, texts)
-    group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
-    add_tokenizer_flags(group, texts)
-
+    _add_inspect(actions, texts)
     sample = add_command(
         actions,
         "sample",
         run=run_sample,
         takes_run_flags=True,
         help="show one sample exactly as training reads it",
-        usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--world-size N] [--json]",
+        usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--picture FILE] [--world-size N] [--json]",
         description=f"Show one sample of a run. {RUN_FLAGS}",
     )
     sample.add_argument("--of", required=True, choices=("train", "valid", "test"), help="the split")
     sample.add_argument(
         "--index", required=True, type=int, metavar="K", help="number of the sample, counted from 0"
+    )
+    sample.add_argument(
+        "--picture", metavar="FILE", help="write the images of a sample, with its text, as PNG"
     )
     sample.add_argument("--set", metavar="NAME", help="name of one of --multiple-validation-sets")
     sample.add_argument("--json", action="store_true", help="print one JSON object")
@@ -104,9 +95,37 @@ def add_flags(commands: Any) -> None:
     _add_index_cache(merge, texts)
 
 
+def _add_inspect(actions: Any, texts: Mapping[str, str]) -> None:
+    dataset = add_command(
+        actions,
+        "inspect",
+        run=run_inspect,
+        help="count documents and tokens of a dataset, and check its description",
+        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
+    )
+    dataset.add_argument(
+        "prefix",
+        metavar="PREFIX",
+        help="path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)",
+    )
+    dataset.add_argument("--document", type=int, metavar="K", help="show document or row K, counted from 0")
+    dataset.add_argument("--picture", metavar="FILE", help="write the images of row K, with its text, as PNG")
+    dataset.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_index_cache(dataset, texts)
+    group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
+    add_tokenizer_flags(group, texts)
+
+
 def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
     text = texts.get("data.object_storage_cache_path", "")
     parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Describe a dataset of tokens, or of conversations about images."""
+    if arguments.prefix.endswith(SUFFIXES):
+        return inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
+    return inspect(arguments)
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
@@ -134,6 +153,9 @@ def run_sample(arguments: argparse.Namespace) -> int:
     print(_headline(plan, arguments.of, arguments.index, len(samples)))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
+    if isinstance(sample, MaskedSample) and "images" in sample.arrays:
+        print(described_images(sample, plan, tokenizer, arguments.picture))
+        return 0
     if isinstance(sample, MaskedSample):
         assert tokenizer is not None, "a rule refuses others"
         print(described_masked(sample, spans, tokenizer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +15,18 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from megatrain.checkpoint.find import Candidate, is_of_megatron, list_candidates
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.schema.training import HF_PREFIX
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
+from megatrain.interop.hf.checkpoint import HfCheckpoint
+from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
-from megatrain.tools.checkpoint.source import foreign_reader
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
@@ -111,7 +116,7 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
     """
     environment = read_environment()
     check_launch(environment, Console(is_quiet=environment.rank != 0 or has_plain_output))
-    device = _device(arguments.device, environment)
+    device = chosen_device(arguments.device, environment)
     if environment.world_size == 1:
         yield Process(device, TensorRanks(), has_plain_output)
         return
@@ -195,7 +200,37 @@ def check_max_sequences(arguments: argparse.Namespace) -> int:
     return number
 
 
-def _device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
+def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:
+    """Return a reader of --load if it is a folder of transformers (hf:FOLDER, or one with config.json) or of Megatron-LM.
+
+    Args:
+        note: gets lines about rows of the vocabulary.
+    """
+    folder = Path(name.removeprefix(HF_PREFIX))
+    if name.startswith(HF_PREFIX) or (folder / CONFIG_NAME).is_file():
+        return _transformers_folder(folder, note)
+    newest = next(iter(list_candidates(folder)), Candidate(0, folder))
+    if not is_of_megatron(newest.path):
+        return None
+    reader = MegatronCheckpoint(newest.path)
+    for line in padding_notes(reader.padded_vocab_size, reader.vocab_size):
+        note(line)
+    return reader
+
+
+def _transformers_folder(folder: Path, note: Callable[[str], None]) -> HfCheckpoint:
+    """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
+    reader = HfCheckpoint(folder)
+    size = reader.tokenizer_size
+    if size is None or size > reader.num_rows:
+        why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
+        note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
+        return reader
+    return reader if size == reader.num_rows else HfCheckpoint(folder, size)
+
+
+def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
+    """Return the device of --device, or the default one, for this rank."""
     name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")

@@ -35,6 +35,7 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
     Raises:
         ConfigError: no row is selected.
     """
+    number, slices = _slice_of(arguments)
     if arguments.layouts and not (arguments.quick or arguments.full):
         rows = _own_rows(arguments, max_ranks)
     else:
@@ -44,7 +45,6 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
                 f"--layouts {' '.join(arguments.layouts)}: no row of the table has these words",
                 fix="leave out --quick and --full: the layout of these words itself then runs",
             )
-    number, slices = _slice_of(arguments)
     rows = rows[number - 1 :: slices]
     pairs = all_pairs(max_ranks)
     covered = {pair for _, layout in rows for pair in pairs_of(layout.table_words)} & pairs

@@ -291,7 +291,7 @@ def _family_batch(family: str, tokens: torch.Tensor, labels: torch.Tensor, mask:
             "types": (places >= _SEQ // 3).expand_as(ids),
             "labels": labels,
             "is_random": tokens[:, -1] % 2,
-            "loss_mask": mask * is_token,
+            "loss_mask": mask * is_token * (places % 4 == 0),
             "padding_mask": is_token,
         }
     else:
@@ -310,7 +310,9 @@ def _with_images(
     layout: Layout, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, step: int, first: int
 ) -> Batch:
     """Return a micro-batch with images among its tokens, at places that its labels decide; `first`: number of its first sample."""
-    count, size = IMAGES[layout.words_of("model")[0]]
+    (model,) = layout.words_of("model")
+    count, size = IMAGES[model]
+    documents = _documents(tokens[:, :-1]) if model == "tiles" else None
     ids, mask = tokens[:, :-1].clone(), mask.clone()
     starts = tokens[:, -1] % 3
     for image in range(count):
@@ -320,7 +322,7 @@ def _with_images(
     shape = (count, CHANNELS, *IMAGE_SIZE)
     images = [np.random.default_rng([step, first + k]).standard_normal(shape) for k in range(len(ids))]
     return Batch(
-        tokens=ids, labels=labels, loss_mask=mask, position_ids=_positions(None, len(ids)),
+        tokens=ids, labels=labels, loss_mask=mask, position_ids=_positions(documents, len(ids)), documents=documents,
         images=torch.from_numpy(np.stack(images)),
     )  # fmt: skip
 

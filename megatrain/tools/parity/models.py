@@ -80,8 +80,8 @@ MODELS = {
         "--use-parallel-residual"
     ),
     # Attention to all tokens, padding, token types; the head's transform and bias, with and without a next-sentence head.
-    "bert": "--model-family bert --max-position-embeddings 30 --hidden-dropout 0.1",
-    "mlm": f"--model-family bert --bert-no-binary-head {_GQA} --normalization RMSNorm --swiglu {_ROPE} {_NO_DROPOUT}",
+    "bert": "--model-family bert --max-position-embeddings 30 --hidden-dropout 0.1 --mask-prob 0.3",
+    "mlm": f"--model-family bert --bert-no-binary-head --mask-prob 0.3 {_GQA} --normalization RMSNorm --swiglu {_ROPE} {_NO_DROPOUT}",
     # Two stacks of two layers each.
     "t5": "--model-family t5 --encoder-num-layers 2 --decoder-seq-length 16 --max-position-embeddings 30 --hidden-dropout 0.1",
     "t5relative": (
@@ -93,6 +93,12 @@ MODELS = {
     "vlm": (
         "--model-family vlm --vision-num-layers 2 --max-position-embeddings 30 --hidden-dropout 0 --img-h 8 --img-w 12 "
         "--patch-dim 4 --images-per-sample 2 --disable-vision-class-token --dataloader-seq-length 12"
+    ),
+    # Packed conversations with three tiles a sample, a tower that tensor ranks hold whole.
+    "tiles": (
+        f"--model-family vlm {_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} "
+        "--vision-num-layers 2 --vision-model-type siglip --vision-hidden-size 24 --vision-num-attention-heads 3 --img-h 8 "
+        "--img-w 12 --patch-dim 4 --images-per-sample 3 --dataloader-seq-length 6 --use-packed-sequence --spread-images"
     ),
     "llava": (
         f"--model-family vlm --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --vision-num-layers 2 "
@@ -109,7 +115,7 @@ MODELS = {
 
 OF_FAMILIES = {
     "bert": "bert", "mlm": "bert", "t5": "t5", "t5relative": "t5",
-    "vlm": "vlm", "llava": "vlm", "projector": "vlm",
+    "vlm": "vlm", "tiles": "vlm", "llava": "vlm", "projector": "vlm",
 }  # fmt: skip
 """Models of other families than GPT, with the family."""
 WITHOUT_MTP = ("gpt2", "mup", "mlav2", *OF_FAMILIES)
@@ -120,7 +126,7 @@ WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
 """Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
 FROZEN = ("llava", "projector")
 """Models with frozen parts: neither Muon nor states in host memory."""
-IMAGES = {"vlm": (2, 6), "llava": (1, 7), "projector": (1, 6)}
+IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}
 """Images of a sample, and the tokens of an image."""
 IMAGE_SIZE = (8, 12)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from megatrain.config import Plan, Request
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
 from megatrain.config.schema.tree import Setting, settings
@@ -70,7 +71,7 @@ class Workload:
 
     @property
     def seq_length(self) -> int:
-        return self.plan.config.data.seq_length
+        return sample_length(self.plan.config)
 
     @property
     def global_batch(self) -> int:
@@ -328,5 +329,6 @@ def _with_pipeline(layout: Layout, workload: Workload) -> Iterator[Layout]:
 @functools.lru_cache(maxsize=256)
 def _split(workload: Workload, stages: int) -> tuple[int, ...]:
     """Return the layers of each virtual stage, as --pipeline-model-parallel-layout auto splits them."""
-    costs, head = workload.plan.derived.model_spec.flops_per_token(workload.seq_length)
-    return balanced_split(costs, head, stages)
+    spec, length = workload.plan.derived.model_spec, workload.seq_length
+    costs, head = spec.flops_per_token(length)
+    return balanced_split(costs, head, stages, tower=spec.vision_flops_per_token(length))

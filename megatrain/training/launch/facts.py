@@ -25,6 +25,8 @@ from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
+from megatrain.data.files import log_to_stderr
+from megatrain.data.images.build import image_facts
 from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -178,6 +180,9 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
     datasets: list[DatasetFacts] = []
     problems: list[Problem] = []
     try:
+        if data.image_data_path:
+            most_images = request.known("vision.images_per_sample") or 1
+            return image_facts(data, most_images=most_images, log=log_to_stderr), []
         blends = blends_from_config(data)
         schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
     except ConfigError as error:

@@ -34,6 +34,8 @@ def start_of_folder(name: str) -> tuple[StoredRun, Mapping[str, Any]]:
     reader, name = HfCheckpoint(folder), f"{HF_PREFIX}{folder}"
     config = reader.manifest.config
     compared: dict[str, dict[str, Any]] = {"model": {"padded_vocab_size": reader.num_rows}, "experts": {}}
+    if config["model"]["model_family"] == "vlm":
+        compared["vision"] = {}
     for path in paths_of(SHAPE, FUNCTION):
         section, _, setting = path.partition(".")
         if section in compared:
@@ -68,7 +70,8 @@ def described_settings(request: Request) -> tuple[dict[str, Any], str]:
         return {}, ""
     path = Path(name)
     folder = HfFolder(path)
-    found = read_settings(family_of(folder.config), folder.config)
+    family = family_of(folder.config)
+    found = read_settings(family, folder.config)
     has_tokenizer = any(
         path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
     )
@@ -77,7 +80,7 @@ def described_settings(request: Request) -> tuple[dict[str, Any], str]:
         found["tokenizer.tokenizer_model"] = str(path.resolve())
     elif not has_tokenizer:
         found["tokenizer.tokenizer_type"] = "NullTokenizer"
-        found["tokenizer.vocab_size"] = folder.config.checked("vocab_size", check=COUNT)
+        found["tokenizer.vocab_size"] = family.text_config(folder.config).checked("vocab_size", check=COUNT)
     taken = {key: value for key, value in found.items() if not _is_given(request, key)}
     return taken, str(path / CONFIG_NAME)
 

@@ -76,12 +76,39 @@ def _uses(
     plans: tuple[int | None, ...],
 ) -> Iterator[DatasetUse]:
     """Yield the datasets that one split reads in one phase, each with its fraction."""
+    if plan.config.data.image_data_path:
+        yield from _uses_of_images(plan, split, read, fractions, requested, plans)
+        return
     tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
     samples = _samples(read, tokens, requested, plan.config.data.seq_length)
     for dataset, size, count in zip(read, tokens, samples, strict=True):
         epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
         yield DatasetUse(
             split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
+        )
+
+
+def _uses_of_images(
+    plan: Plan,
+    split: str,
+    read: Sequence[DatasetFacts],
+    fractions: Sequence[float],
+    requested: int | None,
+    plans: tuple[int | None, ...],
+) -> Iterator[DatasetUse]:
+    """Yield the sources of conversations about images: they repeat, and their tokens are not counted."""
+    rows = [one.num_sequences * fraction for one, fraction in zip(read, fractions, strict=True)]
+    weights = [size if one.weight is None else one.weight for one, size in zip(read, rows, strict=True)]
+    counts = [None] * len(read) if requested is None else blend_counts(normalized(weights), requested)
+    for one, size, count in zip(read, rows, counts, strict=True):
+        is_counted = count is not None and not plan.config.data.use_packed_sequence
+        yield DatasetUse(
+            split=split,
+            dataset=one.prefix,
+            samples=count,
+            plans=plans,
+            tokens=None,
+            epochs=(count or 0) / max(size, 1) if is_counted else None,
         )
 
 

@@ -66,3 +66,19 @@ def test_graphs_of_modules_are_a_note(plan_of):
 def test_the_first_iteration_compiles_kernels(plan_of):
     notes = plan_of(f"{DENSE} --cuda-graph-warmup-steps 0", facts=Facts(device="cuda")).notes
     assert "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture" in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "are_used"),
+    [
+        ("", Facts(device="cuda"), True),
+        ("", Facts(), False),
+        ("--deterministic-mode", Facts(device="cuda"), False),
+        ("--require-parity", Facts(device="cuda"), False),
+        ("--cuda-graph-impl none", Facts(device="cuda"), False),
+    ],
+)
+def test_graphs_are_a_choice_of_the_run_by_default(plan_of, flags, facts, are_used):
+    plan = plan_of(f"--hidden-dropout 0 --attention-dropout 0 --bf16 {flags}", facts=facts)
+    assert plan.derived.cuda_graphs == are_used
+    assert not any("--cuda-graph-impl" in note for note in plan.notes)

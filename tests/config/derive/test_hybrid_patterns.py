@@ -77,3 +77,9 @@ def test_stages_may_change_and_heads_may_be_dropped_on_resume() -> None:
     assert has_same_layers("M*/M/M", "M*")
     assert not has_same_layers("M*/M", "M*/-")
     assert not has_same_layers("M*", "M-")
+
+
+def test_a_pattern_with_latent_attention_turns_it_on() -> None:
+    plan = resolve(parse([*FLAGS.split(), "--hybrid-layer-pattern", "M+-"]), Facts(world_size=1))
+    assert plan.config.model.multi_latent_attention
+    assert plan.derived.model_spec.layers[1].attention.latent is not None

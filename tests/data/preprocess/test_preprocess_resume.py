@@ -142,6 +142,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
     arguments = mixed_inputs(tmp_path, 60_000)
     (tmp_path / "whole").mkdir()

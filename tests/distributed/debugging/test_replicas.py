@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import one_in
 from run_here import LAYOUTS, folder_flags, make_trainer, train_here
 
 from megatrain.tools.worker_pool import WorkerPool
@@ -95,7 +96,7 @@ def test_a_bit_that_the_update_would_replace_is_found_before_it(pool: WorkerPool
     assert not list(tmp_path.glob("iter_*"))
 
 
-@pytest.mark.parametrize(("layout", "flags"), [("tp2 dp2", "--bf16"), ("dp4", ZERO_3)])
+@pytest.mark.parametrize(("layout", "flags"), one_in(2, [("tp2 dp2", "--bf16"), ("dp4", ZERO_3)]))
 def test_an_intact_run_passes(pool: WorkerPool, tmp_path: Path, layout: str, flags: str) -> None:
     world_size, words = LAYOUTS[layout]
     words = [*words, *flags.split(), *folder_flags(tmp_path), "--train-iters", "3", "--lr-warmup-iters", "0"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from canonical_weights import hash_tensors
+from everyday import nightly
 from run_here import MODEL, train_here, trainer_of_command_line
 from tiny_models import tiny_model, write
 from torch.nn import functional as F
@@ -53,7 +54,9 @@ def flags_of(folder: Path, teacher: Path | str, *more: str) -> list[str]:
     return [*STUDENT, *given.split(), *LOSSES, *more]
 
 
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "layout", [nightly(""), nightly("--tensor-model-parallel-size 2"), "--pipeline-model-parallel-size 2"]
+)
 def test_three_and_three_iterations_are_six(
     teacher: Path, pool: WorkerPool, tmp_path: Path, layout: str
 ) -> None:

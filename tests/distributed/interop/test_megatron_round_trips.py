@@ -49,6 +49,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, object]]] = {
     "tp2 pp2 dp2": (8, f"{TP2} {PP2}", {SIZES["tp"]: 2, SIZES["pp"]: 2, "world_size": 8, "data_parallel_size": 2}),
 }  # fmt: skip
 ALWAYS = ("tp2 ep2 etp1",)
+SHORT = "--global-batch-size 4 --eval-iters 0".split()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_a_run_goes_to_megatron_and_comes_back(pool: WorkerPool, tmp_path: Path,
     ours, theirs, back = (tmp_path / name for name in ("ours", "theirs", "back"))
 
     def train(folder: Path, *own: str) -> set[int]:
-        return set(pool.run(world_size, train_here, [*flags.split(), *own, "--save", str(folder)]))
+        words = [*flags.split(), *SHORT, *own, "--save", str(folder)]
+        return set(pool.run(world_size, train_here, words))
 
     assert train(ours, "--exit-interval", "2") == {75}
     assert main(["convert", "megatrain-to-megatron", str(ours), str(theirs)]) == 0

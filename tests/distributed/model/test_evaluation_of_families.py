@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from everyday import nightly
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,10 +30,10 @@ Values = dict[str, float]
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("tp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
-        ("tp2 sp dp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
+        nightly("tp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
+        nightly("tp2 sp dp2 pp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
         ("tp2 sp cp2 bert", {"loss", "token_accuracy", "sop_loss", "sop_accuracy"}),
-        ("tp2 pp2 mlm", {"loss", "token_accuracy"}),
+        nightly("tp2 pp2 mlm", {"loss", "token_accuracy"}),
         ("tp2 sp dp2 pp2 t5", {"loss", "token_accuracy"}),
     ],
 )

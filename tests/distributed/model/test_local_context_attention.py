@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import pytest
 import torch
+from everyday import one_in
 from torch import Tensor
 
 from megatrain.config.model_spec.attention import AttentionSpec
@@ -44,9 +46,9 @@ COMM_TYPES = {"p2p": (1, 4), "all_gather": (1, 4), "a2a": (4, 1), "a2a+p2p": (2,
 """Number of ranks that exchange heads (a2a), and of ranks in the ring or all-gather of keys and values."""
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("comm_type", COMM_TYPES)
+@pytest.mark.parametrize(
+    ("name", "has_documents", "comm_type"), one_in(3, itertools.product(CASES, (False, True), COMM_TYPES))
+)
 def test_context_ranks_match_one_rank(
     pool: WorkerPool, name: str, comm_type: str, has_documents: bool
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from everyday import only
 from transformer_engine_stand_in import stand_in
 
 from megatrain.config import Plan
@@ -61,15 +62,11 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
 ALWAYS = {
     "llama documents zloss",
     "tp2 sp gpt2 tied dp2 zero1 overlap",
-    "tp2 sp pp2 dp2 zero3 overlap tied tokens",
-    "cp2 allgather llama dp2 zero1 overlap",
 }
 """Layouts of every test run; the others are in nightly ones."""
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=[] if words in ALWAYS else pytest.mark.nightly) for words in WORDS]
-)
+@pytest.mark.parametrize("words", only(ALWAYS, WORDS))
 def test_a_layout_computes_what_local_computes_alone(pool: WorkerPool, words: str) -> None:
     layout = Layout.of(words)
     (reference,) = pool.run(1, with_local, Job(layout.alone))

@@ -39,8 +39,8 @@ PASS_SECONDS, TRANSFER_SECONDS, NUM_MICROBATCHES = 0.02, 0.015, 4
 @pytest.mark.parametrize(
     "layout",
     [
-        "pp4",
         "pp2 dualpipev",
+        pytest.param("pp4", marks=pytest.mark.nightly),
         *(
             pytest.param(f"pp2 {word_of_schedule(name)}", marks=pytest.mark.nightly)
             for name in PIPELINE_SCHEDULES

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from everyday import one_in
+from everyday import nightly, only
 
 from megatrain.tools.main import parser
 from megatrain.tools.parity.choice import chosen_rows
@@ -34,8 +34,11 @@ from megatrain.tools.parity.rows import ALWAYS, QUICK_ROWS, Layout, pairwise_row
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 
+ROWS = (ALWAYS[1], ALWAYS[2], ALWAYS[7])
+"""Rows of every test run: each axis with others, experts, latent attention, multi-token prediction and BERT."""
 
-@pytest.mark.parametrize("text", one_in(2, ALWAYS))
+
+@pytest.mark.parametrize("text", only(ROWS, ALWAYS))
 def test_a_layout_computes_what_one_process_computes(comparer: Comparer, text: str) -> None:
     verdict = comparer.compare(Layout.of(text))
     assert verdict.is_good, verdict
@@ -66,18 +69,10 @@ LOW_PRECISION_LAYOUTS = (
     "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
 )
 
-EVERYDAY = ((0, 0), (4, 1))
-"""Numbers of the layout and the precision of rows of every test run; nightly runs have all."""
 
-
-@pytest.mark.parametrize(
-    ("precision", "text"),
-    [
-        pytest.param(precision, text, marks=[] if (number, column) in EVERYDAY else pytest.mark.nightly)
-        for number, text in enumerate(LOW_PRECISION_LAYOUTS)
-        for column, precision in enumerate(["fp32", "bf16"])
-    ],
-)
+@pytest.mark.nightly  # the row of bf16 below runs every day
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("text", LOW_PRECISION_LAYOUTS)
 def test_a_layout_differs_by_rounding_only(
     low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
@@ -89,11 +84,11 @@ def test_a_layout_differs_by_rounding_only(
     ("precision", "text"),
     [
         ("bf16", "dp2 zero2 overlap scale sumsbf16"),
-        pytest.param("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16", marks=pytest.mark.nightly),
-        pytest.param("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64", marks=pytest.mark.nightly),
-        pytest.param("fp32", "tp2 dp2 zero1 muon muonfp32", marks=pytest.mark.nightly),
-        pytest.param("fp16", "dp2 zero1 overlap", marks=pytest.mark.nightly),
-        pytest.param("fp16", "tp2 sp dp2 zero1 overlap", marks=pytest.mark.nightly),
+        nightly("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16"),
+        nightly("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64"),
+        nightly("fp32", "tp2 dp2 zero1 muon muonfp32"),
+        nightly("fp16", "dp2 zero1 overlap"),
+        nightly("fp16", "tp2 sp dp2 zero1 overlap"),
     ],
 )
 def test_number_formats_differ_by_rounding_only(
@@ -157,11 +152,11 @@ NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (1
     ("model", "is_tied"),
     [
         ("llama", False),
-        pytest.param("gpt2", True, marks=pytest.mark.nightly),
-        pytest.param("llama", True, marks=pytest.mark.nightly),
-        pytest.param("olmo2", False, marks=pytest.mark.nightly),
-        pytest.param("gpt-oss", False, marks=pytest.mark.nightly),
-        pytest.param("qwen", True, marks=pytest.mark.nightly),
+        nightly("gpt2", True),
+        nightly("llama", True),
+        nightly("olmo2", False),
+        nightly("gpt-oss", False),
+        nightly("qwen", True),
     ],
 )
 def test_initial_weights_are_the_same_bits_under_every_layout(
@@ -209,10 +204,9 @@ def _hashes(parts: list[Part]) -> dict[str, str]:
     return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout.of("pp2 tied qwen"), Layout.of("tp2 sp pp2 tied qwen")], ids=lambda x: x.name
-)
-def test_stages_exchange_an_fp32_residual_stream(pool: WorkerPool, layout: Layout) -> None:
+@pytest.mark.parametrize("text", ["pp2 tied qwen", nightly("tp2 sp pp2 tied qwen")])
+def test_stages_exchange_an_fp32_residual_stream(pool: WorkerPool, text: str) -> None:
+    layout = Layout.of(text)
     ((alone, alone_dtype),) = pool.run(1, low_precision_loss, layout.alone)
     for loss, dtype in pool.run(layout.world_size, low_precision_loss, layout):
         assert dtype == alone_dtype == "torch.float32"

@@ -4,7 +4,7 @@ pytest --nightly tests/distributed/parity/test_parity_faults.py      plants all 
 """
 
 import pytest
-from everyday import one_in
+from everyday import one_in, only
 from parity_faults import FAULTS, measured_with
 
 from megatrain.tools.parity.cli import Comparer
@@ -13,16 +13,10 @@ from megatrain.tools.parity.measure import Precision
 from megatrain.tools.parity.rows import Layout, is_row
 
 LAYOUTS_OF_FAULTS = {fault.layout for fault in FAULTS.values()}
-EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::3]}
+EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::9]}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(text, marks=[] if text in EVERYDAY_LAYOUTS else pytest.mark.nightly)
-        for text in sorted(LAYOUTS_OF_FAULTS)
-    ],
-)
+@pytest.mark.parametrize("text", only(EVERYDAY_LAYOUTS, sorted(LAYOUTS_OF_FAULTS)))
 def test_a_layout_for_faults_passes_without_them(comparer: Comparer, text: str) -> None:
     verdict = comparer.compare(Layout.of(text))
     assert verdict.is_good, verdict

@@ -14,8 +14,8 @@ import pytest
 
 from megatrain.config import ConfigError, parse
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples import build
-from megatrain.data.samples.image_dataset import MockImages
 from megatrain.data.samples.mock import MockSequences
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.main import main

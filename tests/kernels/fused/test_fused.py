@@ -8,21 +8,21 @@ from fused_helpers import DEVICE, DTYPES, drawn, near
 
 from megatrain.kernels import (
     activations,
-    column_sums,
     cross_entropy,
     norms,
     output_gate,
     random,
     rotary,
+    sums,
 )
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.fused import activations as fused_activations
-from megatrain.kernels.fused import column_sums as fused_column_sums
 from megatrain.kernels.fused import cross_entropy as fused_cross_entropy
 from megatrain.kernels.fused import norms as fused_norms
 from megatrain.kernels.fused import output_gate as fused_output_gate
 from megatrain.kernels.fused import random as fused_random
 from megatrain.kernels.fused import rotary as fused_rotary
+from megatrain.kernels.fused import sums as fused_sums
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 
@@ -191,17 +191,21 @@ def test_rotary(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_silu", [False, True])
 @pytest.mark.parametrize(("heads", "d"), [((4, 2, 2, 4), 8), ((3, 1, 1, 3), 33), ((40, 8, 8, 40), 64)])
-def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int) -> None:
+def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int, has_silu: bool) -> None:
     """The gate is a part of the QKV projection; the gradient may have other strides too."""
     s, b = 3, 2
     gate = drawn(s, b, sum(heads), d, dtype=dtype).split(list(heads), dim=2)[3].flatten(2)
     assert not gate.is_contiguous()
     x = drawn(s, b, heads[0] * d, dtype=dtype, seed=1)
     dy = drawn(b, s, heads[0] * d, dtype=dtype, seed=2).transpose(0, 1)
-    near(fused_output_gate.gate_output(x, gate), output_gate.gate_output_reference(x, gate), dtype)
-    found = fused_output_gate.gate_output_backward(dy, x, gate)
-    expected = output_gate.gate_output_backward_reference(dy, x, gate)
+    expected_y = output_gate.gate_output_reference(x, gate, has_silu=has_silu)
+    near(fused_output_gate.gate_output(x, gate, has_silu=has_silu), expected_y, dtype)
+    place = torch.zeros(s, b, 2 * heads[0] * d, dtype=dtype, device=DEVICE)[..., heads[0] * d :]
+    found = fused_output_gate.gate_output_backward(dy, x, gate, has_silu=has_silu, out=place)
+    assert found[1] is place
+    expected = output_gate.gate_output_backward_reference(dy, x, gate, has_silu=has_silu)
     for one, other in zip(found, expected, strict=True):
         near(one, other, dtype)
 
@@ -319,11 +323,11 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
         pytest.skip("slow in the interpreter")
     x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
     found, expected = before.clone(), before.double()
-    fused_column_sums.add_column_sums(found, x)
-    column_sums.add_column_sums_reference(expected, x.double())
+    fused_sums.add_column_sums(found, x)
+    sums.add_column_sums_reference(expected, x.double())
     near(found, expected, torch.float32, rows)
     second = before.clone()
-    fused_column_sums.add_column_sums(second, x)
+    fused_sums.add_column_sums(second, x)
     assert torch.equal(found, second)
 
 
@@ -379,3 +383,16 @@ def test_in_place_kernels_refuse_strided_tensors() -> None:
     ):
         with pytest.raises(AssertionError):
             start()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "number", "count"), [(2, 0, 7), (2, 1, 2048), (4, 2, 5000), (8, 7, 4097)])
+def test_parts_are_summed_in_their_order(dtype: torch.dtype, size: int, number: int, count: int) -> None:
+    parts, own = drawn(size, count, dtype=dtype), drawn(count, dtype=dtype, seed=1)
+    parts[number] = float("nan")  # is not read
+    found, expected = torch.empty_like(own), own.clone()
+    fused_sums.sum_parts(parts, own, number, found)
+    sums.sum_parts_reference(parts, expected, number, expected)
+    assert torch.equal(found, expected)
+    fused_sums.sum_parts(parts, own, number, own)
+    assert torch.equal(own, expected)

@@ -1,4 +1,4 @@
-"""Kernels of chunked scans and of their convolution against the recurrences in fp64: outputs, states and every gradient."""
+"""Kernels of chunked scans, their convolution and gated norm against recurrences and formulas in fp64: outputs and every gradient."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,9 @@ from fused_helpers import DEVICE, DTYPES, drawn
 from recurrences import convolution_sums, delta_recurrence, mamba2_recurrence
 from torch import Tensor
 
-from megatrain.kernels.fused.scans import convolution, gated_delta, mamba2
+from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
+from megatrain.kernels.fused.scans.unit_heads import unit_heads
+from megatrain.kernels.qkv import split_channels
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 ERRORS = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -174,3 +176,84 @@ def test_gated_delta_rule(
         lambda **inputs: gated_delta.gated_delta_rule(**inputs, document_ids=ids),
         oracle, delta_inputs(*shape, dtype, has_state=has_state), dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "num_groups", "width"), [((7, 3), 2, 20), ((2, 1), 1, 2100), ((33, 2), 3, 16)]
+)
+def test_gated_norm(
+    rows: tuple[int, int], num_groups: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_norm, "_PROGRAMS", 2 * num_groups)  # several tiles a program
+    monkeypatch.setattr(gated_norm, "_TILE", 64)
+    channels, eps = num_groups * width, 1e-5
+    inputs: dict[str, Tensor | None] = {
+        "y": drawn(*rows, channels, dtype=dtype),
+        "gate": drawn(*rows, 3 * channels, dtype=dtype, seed=1)[..., channels : 2 * channels],
+        "weight": drawn(channels, dtype=dtype, seed=2),
+    }
+
+    def oracle(y: Tensor, gate: Tensor, weight: Tensor) -> list[Tensor]:
+        gated = (y * gate * gate.sigmoid()).unflatten(-1, (num_groups, width))
+        return [torch.nn.functional.rms_norm(gated, (width,), eps=eps).flatten(-2) * weight]
+
+    compare(
+        lambda **given: [gated_norm.gated_norm(**given, num_groups=num_groups, eps=eps)],
+        oracle,
+        inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_projection_has_the_gradients_that_kernels_write_into_their_places(dtype: torch.dtype) -> None:
+    s, b, n, p, g, m = 70, 2, 4, 12, 2, 10
+    sizes, parts = [n * p, n * p + 2 * g * m], [(n, p), (g, m), (g, m)]
+    dt = torch.nn.functional.softplus(drawn(b, s, n, seed=1) * 2 - 2)
+    weights = (drawn(sizes[1], 4, seed=2), -torch.linspace(-4, 2, n, device=DEVICE).exp(), drawn(n, seed=3))
+    gain = drawn(sizes[0], seed=4)
+
+    def run(projection: Tensor) -> list[Tensor]:
+        (gate, mixed), places = split_channels(projection, sizes)
+        kernel, decays, skip = weights
+        y = convolution.causal_conv(mixed.transpose(0, 1), kernel, has_silu=True, place=places[1]).transpose(
+            0, 1
+        )
+        channels, of_parts = split_channels(y, [heads * width for heads, width in parts])
+        x, B, C = (one.transpose(0, 1).unflatten(-1, part) for one, part in zip(channels, parts, strict=True))  # noqa: N806
+        y, _ = mamba2.mamba2_scan(x, dt, decays, B, C, skip, places=of_parts)
+        return [gated_norm.gated_norm(y.transpose(0, 1).flatten(2), gate, gain, g, 1e-5, places[0])]
+
+    def oracle(projection: Tensor) -> list[Tensor]:
+        gate, mixed = projection.split(sizes, dim=-1)
+        kernel, decays, skip = (weight.double() for weight in weights)
+        z = convolution_sums(mixed.transpose(0, 1), kernel, None, [], None)
+        channels = (z * z.sigmoid()).split([heads * width for heads, width in parts], dim=-1)
+        x, B, C = (one.unflatten(-1, part) for one, part in zip(channels, parts, strict=True))  # noqa: N806
+        y, _ = mamba2_recurrence(x, dt.double(), decays, B, C, skip, [], None)
+        gated = y.transpose(0, 1).flatten(2) * gate * gate.sigmoid()
+        return [
+            torch.nn.functional.rms_norm(gated.unflatten(-1, (g, -1)), (n * p // g,), eps=1e-5).flatten(-2)
+            * gain
+        ]
+
+    compare(run, oracle, {"projection": drawn(s, b, sum(sizes), dtype=dtype)}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "n", "d"), [((7, 2), 3, 20), ((5, 1), 2, 128), ((1, 1), 1, 3000)])
+def test_unit_heads_write_their_gradient_into_a_part_of_a_projection(
+    tokens: tuple[int, int], n: int, d: int, dtype: torch.dtype
+) -> None:
+    def run(projection: Tensor) -> list[Tensor]:
+        parts, places = split_channels(projection, [n * d, n * d, 4])
+        heads = [part.unflatten(-1, (n, d)) for part in parts[:2]]
+        return [unit_heads(heads[0], 0.3, 1e-6, places[0]), unit_heads(heads[1], 1.0, 1e-6)]
+
+    def oracle(projection: Tensor) -> list[Tensor]:
+        heads = projection[..., : 2 * n * d].unflatten(-1, (2, n, d))
+        unit = heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return [0.3 * unit[:, :, 0], unit[:, :, 1]]
+
+    compare(run, oracle, {"projection": drawn(*tokens, 2 * n * d + 4, dtype=dtype)}, dtype)

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from forked_job import ForkedJob
 from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
@@ -33,14 +35,13 @@ def test_two_ranks_train_and_leave_status_and_configuration(tmp_path: Path) -> N
 def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     save = tmp_path / "run"
     flags: dict[str, str | None] = {"--save": str(save), "--load": str(save), "--train-iters": "100000"}
-    words = [sys.executable, "pretrain.py", *command_line(flags)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        wait_for(save / "metrics.jsonl", lines=3)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)  # a scheduler and a launcher both send it: that counts once
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "signal SIGTERM" in output
+    job = ForkedJob(command_line(flags), 1, tmp_path)
+    job.wait_for_iteration(save / "metrics.jsonl", 3)
+    job.kill(0, signal.SIGTERM)
+    job.kill(0, signal.SIGTERM)  # a scheduler and a launcher both send it: that counts once
+    job.wait()
+    assert job.exit_codes == {0: 75}
+    assert "signal SIGTERM" in job.output(0)
     status = json.loads((save / "status.json").read_text())
     assert (status["exit_code"], status["reason"]) == (75, "signal SIGTERM")
     saved = status["iteration"]
@@ -56,12 +57,15 @@ def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp
     flags: dict[str, str | None] = {
         "--save": str(save), "--load": str(save), "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "600",
     }  # fmt: skip
-    words = [sys.executable, "pretrain.py", *command_line(flags)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+
+    def stop() -> None:
         wait_for(save / "metrics.jsonl", lines=2)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 75
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    assert pretrain.main(command_line(flags)) == 75
+    stopping.join()
     assert json.loads((save / "status.json").read_text())["iteration"] == 2
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
     assert pretrain.main(command_line({**flags, "--eval-iters": "2", "--exit-interval": "3"})) == 75

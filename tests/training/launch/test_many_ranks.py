@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from everyday import nightly
 from run_helpers import ROOT
 
 START = r"""
@@ -62,7 +63,7 @@ OF_256_EXPERTS = """
 
 
 @pytest.mark.parametrize(("model", "num_tensors", "num_replicas"), [
-    (OF_405_BILLION, 63 * 9 + 2, 256),  # half of the layers, the last norm and the output weight
+    nightly(OF_405_BILLION, 63 * 9 + 2, 256),  # half of the layers, the last norm and the output weight
     (OF_256_EXPERTS, 31 * (7 + 4 * 3) + 2, 32),  # with 4 experts each, one layer less than others for the head
 ])  # fmt: skip
 def test_a_rank_of_4096_of_a_large_model_starts_in_seconds(

@@ -32,10 +32,10 @@ sys.exit(pretrain.main(sys.argv[1:]))
 def test_a_step_that_does_not_fit_ends_in_one_message() -> None:
     words = command_line(
         {
-            "--seq-length": "4096",
-            "--max-position-embeddings": "4096",
+            "--seq-length": "512",
             "--micro-batch-size": "64",
             "--global-batch-size": "64",
+            "--ffn-hidden-size": "8192",
         }
     )
     ended = subprocess.run(

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_helpers import ROOT, command_line, wait_for
+from forked_job import ForkedJob
+from run_helpers import ROOT, command_line
 
 import pretrain
 from megatrain.config.errors import ConfigError
@@ -204,21 +205,20 @@ def test_of_many_starts_one_has_the_lock(tmp_path: Path) -> None:
 def test_two_runs_with_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first trains on undisturbed; once it was killed, the second takes over."""
     flags = command_line({"--save": str(tmp_path), "--load": str(tmp_path), "--train-iters": "100000"})
-    with subprocess.Popen(
-        [sys.executable, "pretrain.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL
-    ) as first:
-        wait_for(tmp_path / "metrics.jsonl", lines=3)
-        status, config = (tmp_path / "status.json").read_bytes(), (tmp_path / "config.yaml").read_bytes()
-        assert pretrain.main(flags) == 2
-        error = capsys.readouterr().err
-        assert f"process {first.pid} on" in error
-        assert "fix:" in error
-        assert (tmp_path / "status.json").read_bytes() == status
-        assert (tmp_path / "config.yaml").read_bytes() == config
-        first.kill()
+    first = ForkedJob(flags, 1, tmp_path)
+    first.wait_for_iteration(tmp_path / "metrics.jsonl", 3)
+    status, config = (tmp_path / "status.json").read_bytes(), (tmp_path / "config.yaml").read_bytes()
+    assert pretrain.main(flags) == 2
+    error = capsys.readouterr().err
+    assert f"process {first.pids[0]} on" in error
+    assert "fix:" in error
+    assert (tmp_path / "status.json").read_bytes() == status
+    assert (tmp_path / "config.yaml").read_bytes() == config
+    first.kill(0)
+    first.wait()
     code = pretrain.main(command_line({"--save": str(tmp_path), "--load": str(tmp_path)}))
     assert code == 0
-    assert f"taken over: its run has ended: process {first.pid}" in capsys.readouterr().out
+    assert f"taken over: its run has ended: process {first.pids[0]}" in capsys.readouterr().out
     assert not (tmp_path / LOCK_NAME).exists()
     assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 0
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from everyday import one_in
+from forked_job import ForkedJob
 from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
@@ -113,6 +115,20 @@ def test_signals_of_another_handler_are_no_requests() -> None:
     assert (seen, stop.signals.number) == ([signal.SIGUSR2], 0)
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_is_a_request_unless_it_is_ignored(handler: signal.Handlers) -> None:
+    """As it is under nohup."""
+    former = signal.signal(signal.SIGHUP, handler)
+    stop = StopRequest(exit_interval=None, exit_duration_in_mins=None, exit_signal=signal.SIGTERM)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        deadline = time.monotonic() + (5 if handler == signal.SIG_DFL else 0.2)
+        while not stop.signals.number and time.monotonic() < deadline:
+            time.sleep(0.01)
+    signal.signal(signal.SIGHUP, former)
+    assert stop.signals.number == (signal.SIGHUP if handler == signal.SIG_DFL else 0)
+
+
 def start(
     folder: Path, flags: dict[str, str | None], *before: str, **streams: Any
 ) -> subprocess.Popen[bytes]:
@@ -134,7 +150,7 @@ def assert_saved(folder: Path, process: subprocess.Popen[bytes], reason: str) ->
     assert "Traceback" not in (folder / "errors").read_text()
 
 
-@pytest.mark.parametrize("is_stderr_closed", [False, True])
+@pytest.mark.parametrize("is_stderr_closed", one_in(2, [False, True]))
 def test_a_closed_console_saves_and_stops_the_run(tmp_path: Path, is_stderr_closed: bool) -> None:
     both = {"stderr": subprocess.STDOUT} if is_stderr_closed else {}
     process = start(tmp_path, {}, stdout=subprocess.PIPE, **both)
@@ -147,6 +163,7 @@ def test_a_closed_console_saves_and_stops_the_run(tmp_path: Path, is_stderr_clos
         assert "standard output cannot be written: Broken pipe" in (tmp_path / "errors").read_text()
 
 
+@pytest.mark.nightly  # test_log_failures has one within this process
 def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(tmp_path: Path) -> None:
     flags = {"--train-iters": "3", "--on-log-failure": "warn"}
     with Path("/dev/full").open("w") as full:
@@ -159,11 +176,25 @@ def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(tmp_path: P
 
 
 def test_a_run_without_standard_streams_trains(tmp_path: Path) -> None:
+    def close(_: int) -> None:
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]  # as Python starts without them
+        os.closerange(0, 3)
+
+    flags = command_line({"--train-iters": "2", "--save": str(tmp_path / "run")})
+    job = ForkedJob(flags, 1, tmp_path, close)
+    job.wait()
+    assert job.exit_codes == {0: 0}
+    assert (tmp_path / "run" / "iter_0000002").is_dir()
+
+
+@pytest.mark.nightly
+def test_a_program_without_standard_streams_trains(tmp_path: Path) -> None:
     process = start(tmp_path, {"--train-iters": "2"}, "bash", "-c", '"$@" <&- >&- 2>&-', "bash")
     assert process.wait(60) == 0
     assert (tmp_path / "run" / "iter_0000002").is_dir()
 
 
+@pytest.mark.nightly
 def test_a_closed_terminal_saves_and_stops_the_run_unless_it_is_started_by_nohup(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     process = start(tmp_path, {}, "env", "--default-signal=HUP", stdout=subprocess.DEVNULL)
@@ -187,9 +218,7 @@ def catches_signals(process: subprocess.Popen[bytes]) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 60))]
-)
+@pytest.mark.parametrize("seed", one_in(60, range(60)))
 def test_a_signal_at_any_moment_of_the_start_is_not_lost(tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     process = start(tmp_path, {"--save-interval": "100000"}, stdout=subprocess.DEVNULL)

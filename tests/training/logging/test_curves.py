@@ -99,6 +99,7 @@ def test_tensorboard_has_each_point_once_after_a_resume(tmp_path: Path) -> None:
     assert dict(found["batch-size"])[1] == 2.0
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own
 def test_a_killed_run_has_its_points_up_to_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
@@ -196,6 +197,7 @@ def write_wandb(folder: Path, source: str) -> None:
     (folder / "wandb-0.0.dist-info" / "METADATA").write_text("Name: wandb\nVersion: 0.0\n")
 
 
+@pytest.mark.nightly  # test_wandb_gets_the_curves resumes within this process
 def test_a_killed_run_continues_its_run_of_wandb(tmp_path: Path) -> None:
     """One id; points that are logged again, after those that the kill left, have the same values."""
     write_wandb(tmp_path, WANDB)

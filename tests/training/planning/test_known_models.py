@@ -33,6 +33,8 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "qwen3_8b": (64, 8_190_735_360),
     "qwen3_30b_a3b": (64, 30_532_122_624),
     "qwen3_235b_a22b": (512, 235_093_634_560),
+    "nemotron_h_8b": (256, 8_100_852_736),
+    "nemotron_3_nano_30b_a3b": (256, 31_577_937_344),
 }
 
 LARGE = ("qwen3_235b_a22b", "deepseek_v3")

@@ -19,7 +19,17 @@ from megatrain.interop.hf.families.llama import (
     NORMS,
     modules,
 )
-from megatrain.interop.hf.family import COUNT, POSITIVE, Choice, ConfigPart, Family, Fixed, Implied, Value
+from megatrain.interop.hf.family import (
+    COUNT,
+    POSITIVE,
+    Choice,
+    ConfigPart,
+    Family,
+    Fixed,
+    Implied,
+    LeftOut,
+    Value,
+)
 from megatrain.interop.hf.rope import LatentRope
 from megatrain.storage.untrusted_json import InvalidError, integer, shown
 
@@ -85,7 +95,21 @@ class _SharedExperts:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class ScalingFactor:
+    """Factor of the probabilities of experts; models of ours may have none."""
+
+    default: float
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        factor = source.checked("routed_scaling_factor", check=POSITIVE, default=self.default)
+        return {"experts.moe_router_topk_scaling_factor": float(factor)}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"routed_scaling_factor": config.experts.moe_router_topk_scaling_factor or 1.0}
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
     """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores."""
 
     best: int
@@ -142,9 +166,14 @@ def _config(
             default=experts,
             also=("num_experts", "num_local_experts"),
         ),
-        Value("routed_scaling_factor", "experts.moe_router_topk_scaling_factor", POSITIVE, default=scaling),
+        ScalingFactor(scaling),
         Fixed({"model.multi_latent_attention": True, "model.qk_layernorm": True}),
     )
+
+
+def _layers_of_prediction(source: ConfigFile, config: Config) -> range:
+    number = source.checked("num_nextn_predict_layers", check=integer(0, 64), default=0)
+    return range(config.model.num_layers, config.model.num_layers + number)
 
 
 _LAYER: Final = {
@@ -173,7 +202,7 @@ DEEPSEEK_V2: Final = Family(
         Choice("scoring_func", {"softmax": {}}),
         Choice("norm_topk_prob", {False: {}}, reason="transformers does not normalize its probabilities"),
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
-        _Groups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
+        ExpertGroups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
         Fixed({"experts.moe_router_pre_softmax": True}),
     ),
     modules=modules(_LAYER),
@@ -189,7 +218,7 @@ DEEPSEEK_V3: Final = Family(
         Choice("topk_method", {"noaux_tc": {}}),
         Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
         Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
-        _Groups(best=2, groups=8, used=4),
+        ExpertGroups(best=2, groups=8, used=4),
         Fixed(
             {
                 "experts.moe_router_score_function": "sigmoid",
@@ -199,5 +228,5 @@ DEEPSEEK_V3: Final = Family(
     ),
     modules=modules(_LAYER, {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
     buffers=BUFFERS,
-    more_layers="num_nextn_predict_layers",
+    more_layers=LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction),
 )

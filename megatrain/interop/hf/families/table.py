@@ -10,19 +10,22 @@ from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
 from megatrain.interop.hf.families.gpt_oss import GPT_OSS
+from megatrain.interop.hf.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
 from megatrain.interop.hf.families.llama import LLAMA
 from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
 from megatrain.interop.hf.families.phi3 import PHI3
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from megatrain.interop.hf.families.t5 import T5
+from megatrain.interop.hf.families.vision import CLIP_TOWER, LLAVA, SIGLIP_TOWER
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA,
+        LLAVA, CLIP_TOWER, SIGLIP_TOWER,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -38,9 +41,19 @@ REFUSED: Final = {
         "norms of the residual stream after each branch, and a norm of the embedding (MegatronBertForPreTraining has neither)",
     ),
     "ModernBertForMaskedLM": "a norm of the embedding, GEGLU with the exact GELU, and windows in both directions",
+    **dict.fromkeys(
+        ("MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"), "the mixer of Mamba-1"
+    ),
+    "FalconH1ForCausalLM": "attention and Mamba-2 side by side in a layer, and factors of their inputs and outputs",
+    "GraniteMoeHybridForCausalLM": "factors of the residual branches and of the logits",
+    **dict.fromkeys(("ZambaForCausalLM", "Zamba2ForCausalLM"), "attention that several layers share"),
     "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""
+
+
+_TOWERS_OF: Final = {"CLIPModel": "CLIPVisionModel", "SiglipModel": "SiglipVisionModel"}
+"""Classes of a tower with a text encoder."""
 
 
 def family_of(config: ConfigFile) -> Family:
@@ -49,13 +62,17 @@ def family_of(config: ConfigFile) -> Family:
     Raises:
         InputError: there is no table for its architecture.
     """
-    name = config.architecture
+    name = _TOWERS_OF.get(config.architecture, config.architecture)
     if name in FAMILIES:
-        return FAMILIES[name]
-    found = f"{config.path}: the architecture {name[:80]!r}"
+        found = next((one for one in FAMILIES[name].kinds if one.is_of(config)), None)
+        if found is None:
+            kinds = [config.nested(key).get("model_type") for key in ("vision_config", "text_config")]
+            raise config.refusal("model_type", kinds, f"a {name} of these parts")
+        return found
+    where = f"{config.path}: the architecture {name[:80]!r}"
     if name in REFUSED:
         raise InputError(
-            f"{found} needs what megatrain lacks: {REFUSED[name]}",
+            f"{where} needs what megatrain lacks: {REFUSED[name]}",
             fix="see docs/weights.md for the families that are converted",
         )
-    raise InputError(f"{found} is not converted", fix=f"convert one of {', '.join(sorted(FAMILIES))}")
+    raise InputError(f"{where} is not converted", fix=f"convert one of {', '.join(sorted(FAMILIES))}")

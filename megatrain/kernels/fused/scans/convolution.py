@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, like, with_contiguous_channels
+from megatrain.kernels.qkv import Place
 
 MAX_WIDTH = 4
 _ROWS, _CHANNELS, _WARPS = 64, 512, 4
@@ -24,15 +25,18 @@ _ROWS, _CHANNELS, _WARPS = 64, 512, 4
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, has_silu: bool,
-    document_ids: Tensor | None = None, initial_tokens: Tensor | None = None,
+    document_ids: Tensor | None = None, initial_tokens: Tensor | None = None, place: Place | None = None,
 ) -> Tensor:  # fmt: skip
     """Convolve x [b, s, c] with weight [c, width], width at most MAX_WIDTH.
 
     `initial_tokens` [b, width - 1, c] are the tokens before each sample; None: 0. `document_ids` [s, b] is the
-    document of each token; the first of a sample continues its initial tokens. None: one document.
+    document of each token; the first of a sample continues its initial tokens. None: one document. The gradient of x is
+    written into `place` [s, b, c].
     """
     assert 1 < weight.shape[1] <= MAX_WIDTH
-    y: Tensor = _Convolution.apply(x, weight, bias, first_rows_of_ids(document_ids), initial_tokens, has_silu)
+    y: Tensor = _Convolution.apply(
+        x, weight, bias, first_rows_of_ids(document_ids), initial_tokens, has_silu, place
+    )
     return y
 
 
@@ -40,9 +44,10 @@ class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, initial: Tensor | None, has_silu: bool,
+        place: Place | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, first, initial)
-        ctx.has_silu = has_silu
+        ctx.has_silu, ctx.place = has_silu, place
         x = with_contiguous_channels(x)
         y = like(x)
         launch(
@@ -55,7 +60,7 @@ class _Convolution(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, first, initial = ctx.saved_tensors
         x, dy = with_contiguous_channels(x), with_contiguous_channels(dy)
-        dx, grid = like(x), _grid(x)
+        dx, grid = like(x) if ctx.place is None else ctx.place().transpose(0, 1), _grid(x)
         dinitial = (
             None if initial is None else torch.empty(initial.shape, dtype=initial.dtype, device=x.device)
         )
@@ -68,7 +73,15 @@ class _Convolution(Function):
         )  # fmt: skip
         of_channels = sums.sum(1)
         dweight = of_channels[:width].t().to(weight.dtype)
-        return dx, dweight, None if bias is None else of_channels[width].to(bias.dtype), None, dinitial, None
+        return (
+            dx,
+            dweight,
+            None if bias is None else of_channels[width].to(bias.dtype),
+            None,
+            dinitial,
+            None,
+            None,
+        )
 
 
 def _grid(x: Tensor) -> tuple[int, int, int]:

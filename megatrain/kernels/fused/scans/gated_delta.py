@@ -1,15 +1,16 @@
 """The gated delta rule in chunks: `kernels.gated_delta.gated_delta_rule` on GPUs, forward and backward.
 
-    solve            a chunk of a head                      -> the inverse T of its triangular system, q k^T * decay
+    solve            a chunk of a head                      -> the inverse T of its triangular system
     states           a head, chunk by chunk                 -> the state before each chunk, and the values written
     outputs          a chunk of a head                      -> o                                                forward
+    decayed_scores   a chunk of a head                      -> q k^T * decay, and the states again
     state_gradients  a head, chunk by chunk, in reverse     -> dS after each chunk, and dR
     query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys
     key_gradients    a chunk of a head                      -> dk, dv, dg, dbeta                                backward
 
 With R = beta (V - exp(c) K S) the values written are V' = T R, so the chunk needs neither of the two solutions of
 `kernels.gated_delta`; and with dR = T^T dV' the gradient of the system is -dR V'^T, so T needs no gradient. The scans
-are as long as the sample: their programs divide the channels of values. The forward pass saves its inputs alone; states
+are as long as the sample: their programs divide the channels of values. The forward pass saves its inputs and T; states
 and V' are written in the dtype of v, which is the dtype of the GEMMs, T is solved in fp32. Deterministic.
 
 Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks: arXiv:2406.06484.
@@ -26,6 +27,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, has_kernel, like, with_contiguous_channels
+from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -56,12 +58,8 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Tensors that the chunks of a pass share."""
+    """Results of a scan of the chunks."""
 
-    inverses: Tensor
-    """T, [b, chunks, n, CHUNK, CHUNK]."""
-    scores: Tensor
-    """q k^T * decay, in the backward pass."""
     states: Tensor
     """State before each chunk, [b, chunks, n, dk, dv]."""
     new: Tensor
@@ -76,10 +74,12 @@ def has_rule_kernel(k: Tensor, v: Tensor) -> bool:
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    *, document_ids: Tensor | None = None, state: Tensor | None = None,
+    *, document_ids: Tensor | None = None, state: Tensor | None = None, place: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `kernels.gated_delta.continue_gated_delta_rule`; q and k may have fewer heads than v, each shared by consecutive ones."""
-    outputs: tuple[Tensor, Tensor] = _Rule.apply(q, k, v, g, beta, first_rows_of_ids(document_ids), state)
+    outputs: tuple[Tensor, Tensor] = _Rule.apply(
+        q, k, v, g, beta, first_rows_of_ids(document_ids), state, place
+    )
     return outputs
 
 
@@ -87,17 +87,20 @@ class _Rule(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, state: Tensor | None,
+        place: Place | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(q, k, v, g, beta, first, state)
+        out, last_state, inverses = rule_forward(_inputs(q, k, v, g, beta, first), state)
+        ctx.save_for_backward(q, k, v, g, beta, first, state, inverses)
+        ctx.place = place
         ctx.set_materialize_grads(False)
-        return rule_forward(_inputs(q, k, v, g, beta, first), state)
+        return out, last_state
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, state = ctx.saved_tensors
+        *inputs, state, inverses = ctx.saved_tensors
         dout = torch.zeros_like(inputs[2]) if dout is None else dout
-        *gradients, dstate = rule_backward(dout, dlast, _inputs(*inputs), state)
-        return (*gradients, None, dstate if ctx.needs_input_grad[6] else None)
+        *gradients, dstate = rule_backward(dout, dlast, _inputs(*inputs), state, inverses, ctx.place)
+        return (*gradients, None, dstate if ctx.needs_input_grad[6] else None, None)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> Inputs:
@@ -105,37 +108,47 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Ten
     return Inputs(q, k, v, g, beta, first)
 
 
-def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the outputs [s, b, n, dv] and the last state [b, n, dk, dv] in fp32."""
-    q, k, v, g, _, first = inputs
-    chunks = _chunks(inputs, state, writes_scores=False)
+def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs [s, b, n, dv], the last state [b, n, dk, dv] in fp32, and T of all chunks [b, chunks, n, CHUNK, CHUNK]."""
+    q, k, v, g, beta, first = inputs
     out, (s, b, n, _) = like(v), v.shape
+    inverses = torch.empty(b, cdiv(s, CHUNK), n, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
+    launch(
+        kernels.solve, (n, cdiv(s, CHUNK), b), k, g, beta, g if first is None else first, inverses, *_strides(k, g, beta),
+        s, n // k.shape[2], **_constants(inputs), **SOLVE._asdict(),
+    )  # fmt: skip
+    chunks = _scan(inputs, state, inverses)
     launch(
         kernels.outputs, (n, cdiv(s, CHUNK), b), q, k, g, g if first is None else first, chunks.states, chunks.new, out,
         *_strides(q, k, g, chunks.new, out), s, n // q.shape[2], **_constants(inputs), **_all_values(v), **OUTPUTS._asdict(),
     )  # fmt: skip
-    return out, chunks.last_state
+    return out, chunks.last_state, inverses
 
 
 def rule_backward(
-    dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, beta and the first state."""
+    dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None, inverses: Tensor, place: Place | None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, g, beta and the first state; `inverses`: T, of the forward pass."""
     q, k, v, g, beta, first = inputs
     dout = with_contiguous_channels(dout.to(v.dtype))
-    chunks = _chunks(inputs, state, writes_scores=True)
+    chunks, scores = _scan(inputs, state, inverses), torch.empty_like(inverses)
     (s, b, n, _), nk = v.shape, q.shape[2]
-    shares, pointer = n // nk, g if first is None else first
+    shares, pointer, grid = n // nk, g if first is None else first, (n, cdiv(s, CHUNK), b)
+    launch(
+        kernels.decayed_scores, grid, q, k, g, pointer, scores, *_strides(q, k, g), s, shares,
+        **_constants(inputs), **OUTPUTS._asdict(),
+    )  # fmt: skip
     after, dright, dstate = (torch.empty_like(x) for x in (chunks.states, chunks.new, chunks.last_state))
     launch(
-        kernels.state_gradients, _scan_grid(v), dout, q, k, g, beta, pointer, chunks.inverses, chunks.scores,
+        kernels.state_gradients, _scan_grid(v), dout, q, k, g, beta, pointer, inverses, scores,
         g if dlast is None else dlast.contiguous(), after, dstate, dright, *_strides(dout, q, k, g, beta, dright),
         s, cdiv(s, CHUNK), shares, **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v),
         HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
     )  # fmt: skip
     dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
-    dv, dsums, dg, dbeta = like(v), *(g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
-    grid, constants = (n, cdiv(s, CHUNK), b), {**_constants(inputs), **_all_values(v)}
+    dv = like(v) if place is None else place().unflatten(-1, v.shape[2:])
+    dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
+    constants = {**_constants(inputs), **_all_values(v)}
     launch(
         kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,
         *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
@@ -146,21 +159,20 @@ def rule_backward(
         **constants, **KEY_GRADIENTS._asdict(),
     )  # fmt: skip
     if shares > 1:
-        dq, dk = (x.unflatten(2, (nk, shares)).sum(3) for x in (dq, dk))
+        dq, dk = (_sum_of_shares(x.unflatten(2, (nk, shares))) for x in (dq, dk))
     return dq, dk, dv, dg.permute(2, 0, 1).to(g.dtype), dbeta.permute(2, 0, 1).to(beta.dtype), dstate
 
 
-def _chunks(inputs: Inputs, state: Tensor | None, *, writes_scores: bool) -> Chunks:
-    """Solve the systems of all chunks and scan the chunks."""
-    q, k, v, g, beta, first = inputs
+def _sum_of_shares(x: Tensor) -> Tensor:
+    """[s, b, nk, shares, d] -> [s, b, nk, d]; torch's kernel of sums takes three times as long for two terms."""
+    return x[:, :, :, 0] + x[:, :, :, 1] if x.shape[3] == 2 else x.sum(3)
+
+
+def _scan(inputs: Inputs, state: Tensor | None, inverses: Tensor) -> Chunks:
+    """Scan the chunks."""
+    _, k, v, g, beta, first = inputs
     (s, b, n, dv), dk, num_chunks = v.shape, k.shape[-1], cdiv(v.shape[0], CHUNK)
     pointer, shares = g if first is None else first, n // k.shape[2]
-    inverses = torch.empty(b, num_chunks, n, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
-    scores = torch.empty_like(inverses) if writes_scores else inverses
-    launch(
-        kernels.solve, (n, num_chunks, b), q, k, g, beta, pointer, inverses, scores, *_strides(q, k, g, beta), s, shares,
-        WRITES_SCORES=writes_scores, **_constants(inputs), **SOLVE._asdict(),
-    )  # fmt: skip
     new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states = torch.empty(b, num_chunks, n, dk, dv, dtype=v.dtype, device=v.device)
     last_state = torch.empty(b, n, dk, dv, dtype=torch.float32, device=v.device)
@@ -169,7 +181,7 @@ def _chunks(inputs: Inputs, state: Tensor | None, *, writes_scores: bool) -> Chu
         states, last_state, new, *_strides(k, v, g, beta, new), s, num_chunks, shares,
         **_constants(inputs), DV=dv, BLOCK=_block(v), HAS_START=state is not None, **STATES._asdict(),
     )  # fmt: skip
-    return Chunks(inverses, scores, states, new, last_state)
+    return Chunks(states, new, last_state)
 
 
 def _block(v: Tensor) -> int:

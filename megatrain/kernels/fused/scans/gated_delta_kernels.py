@@ -60,11 +60,10 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @_kernel
 def solve(
-    Q, K, G, BETA, FIRST, INVERSES, SCORES, q_at, k_at, g_at, beta_at, s, shares,
-    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr,
-    HAS_FIRST: tl.constexpr, WRITES_SCORES: tl.constexpr, PRECISION: tl.constexpr,
+    K, G, BETA, FIRST, INVERSES, k_at, g_at, beta_at, s, shares,
+    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute (I + beta (k k^T * decay) below the diagonal)^-1, and q k^T * decay: programs (head, chunk, sample)."""
+    """Compute (I + beta (k k^T * decay) below the diagonal)^-1: programs (head, chunk, sample)."""
     head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
@@ -74,13 +73,27 @@ def solve(
     sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-    if WRITES_SCORES:
-        q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-        store_state(SCORES + place * (CHUNK * CHUNK), scores, CHUNK, CHUNK)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     system = tl.where(tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :], system, 0.0)
     store_state(INVERSES + place * (CHUNK * CHUNK), _inverse(system, CHUNK, PRECISION), CHUNK, CHUNK)
+
+
+@_kernel
+def decayed_scores(
+    Q, K, G, FIRST, SCORES, q_at, k_at, g_at, s, shares,
+    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute q k^T * decay: programs (head, chunk, sample)."""
+    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = chunk * CHUNK
+    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
+    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    store_state(SCORES + place * (CHUNK * CHUNK), scores, CHUNK, CHUNK)
 
 
 @jit

@@ -40,12 +40,14 @@ def test_every_other_layer_keeps_attention(plan_of):
     ] * 2
 
 
-def test_flops_of_a_layer_follow_the_formula_of_megatron_lm(plan_of):
+@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn2"])
+def test_flops_of_a_layer_follow_the_formula_of_megatron_lm(variant, plan_of):
     shape = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --linear-attention-freq [1] --linear-conv-kernel-dim 3"
     heads = "--linear-num-key-heads 2 --linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 6"
-    plan = plan_of(f"--experimental-attention-variant gated_delta_net {shape} {heads} --ffn-hidden-size 96")
+    plan = plan_of(f"--experimental-attention-variant {variant} {shape} {heads} --ffn-hidden-size 96")
     qk, v = 2 * 8, 4 * 6
-    linear = 64 * (2 * qk + 2 * v + 2 * 4) + 3 * (2 * qk + v) + 4 * 6**2 * 4 + 64 * v
+    strengths = 2 * 4 if variant == "gated_delta_net" else 2 * qk + v
+    linear = 64 * (2 * qk + 2 * v + strengths) + 3 * (2 * qk + v) + 4 * 6**2 * 4 + 64 * v
     matrices = 3 if plan.derived.model_spec.layers[0].dense.is_gated else 2
     rest = matrices * 64 * 96 + 64 * plan.config.model.padded_vocab_size
     assert plan.derived.flops_per_iteration == 6 * plan.derived.tokens_per_iteration * (linear + rest)

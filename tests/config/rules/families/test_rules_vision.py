@@ -1,8 +1,11 @@
 """Rules about vision-language models: each fires, names its flags and a remedy."""
 
+from itertools import product
+
 import pytest
 
 from megatrain.config import Facts
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.facts import DatasetFacts
 
 VLM = "--model-family vlm --img-h 28 --img-w 28 --patch-dim 14"
@@ -73,3 +76,19 @@ def test_a_norm_precedes_the_projector_as_in_megatron(plan_of, flags, has_norm):
     sizes = "--vision-hidden-size 16 --vision-num-attention-heads 4"
     vision = plan_of(f"{VLM} {sizes} {flags}").derived.model_spec.vision
     assert vision.projector.has_norm == has_norm
+
+
+@pytest.mark.parametrize("images", [1, 4, 40])
+def test_the_automatic_split_weighs_the_tower(plan_of, images):
+    flags = f"{VLM} --num-layers 8 --images-per-sample {images} --pipeline-model-parallel-size 4"
+    plan = plan_of(f"{flags} --pipeline-model-parallel-layout auto", facts=Facts(world_size=4))
+    spec, length = plan.derived.model_spec, sample_length(plan.config)
+    (layer, *_), head = spec.flops_per_token(length)
+    tower = spec.vision_flops_per_token(length)
+
+    def slowest(counts):
+        return max(n * layer + tower * (i == 0) + head * (i == 3) for i, n in enumerate(counts))
+
+    splits = [one for one in product(range(9), repeat=4) if sum(one) == 8 and one[1] and one[2]]
+    assert slowest(plan.derived.pipeline_layers) == min(map(slowest, splits))
+    assert (plan.derived.pipeline_layers[0] == 0) == (images == 40)

@@ -1,18 +1,15 @@
-"""Rules of the families of models: what BERT, T5 and vision-language models have no counterpart for, and what is missing for them."""
+"""Rules of the families of models: what BERT, T5 and hybrids have no counterpart for, and what is missing for them."""
 
 import math
 from typing import Final
 
 from megatrain.config.derive.hybrid_pattern import LETTERS, HybridPattern, parse_hybrid_pattern
 from megatrain.config.derive.patterns import PatternError
-from megatrain.config.derive.vision import num_positions, text_length
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import fewer_ranks, use
-from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
+from megatrain.config.plan import Draft
+from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.subjects.ranks import TP
 
 _WITHOUT_MASKS: Final = (
     "model.multi_latent_attention",
@@ -92,17 +89,12 @@ def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str)
     model, experts, has = draft.config.model, draft.config.experts, pattern.counts
     if has["D"]:
         yield Problem(
-            "--hybrid-layer-pattern has sparse attention (D), which is not supported",
-            f"use --hybrid-layer-pattern {text.replace('D', '*')}",
+            "--hybrid-layer-pattern has DeepSeek sparse attention (D), which is not supported",
+            f"use --hybrid-layer-pattern {text.replace('D', '+')}, whose multi-latent attention (+) reads all tokens",
         )
     if has["E"] and experts.num_experts is None:
         yield Problem(
             "--hybrid-layer-pattern has experts (E), and --num-experts is not given", "add --num-experts 8"
-        )
-    if has["+"] and not model.multi_latent_attention:
-        yield Problem(
-            "--hybrid-layer-pattern has multi-latent attention (+) without --multi-latent-attention",
-            "add --multi-latent-attention, or use attention (*)",
         )
     if has["*"] and model.multi_latent_attention:
         yield Problem(
@@ -277,151 +269,3 @@ def word_pieces_are_of_other_families(draft: Draft) -> Notes:
             f"--tokenizer-type {kind} splits text as BERT and T5 do, and this run trains a GPT: --model-family bert or t5, and"
             " pretrain_bert.py and pretrain_t5.py in scripts/megatron, train the other families"
         )
-
-
-_WITHOUT_IMAGES: Final = (
-    "model.mtp_num_layers",
-    "model.spec",
-    "data.reset_attention_mask",
-    "data.reset_position_ids",
-    "data.dataloader_inter_document_masking",
-    "data.sft",
-    "data.dataset",
-)
-"""Settings for samples of text alone."""
-_OF_LANGUAGE: Final = ("model.multi_latent_attention", "model.experimental_attention_variant")
-"""Attention that a tower like the language model cannot have."""
-_TEXTS: Final = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-_WITHOUT_FREEZING: Final = ("optimizer.optimizer_cpu_offload", "precision.fp8_format", "precision.fp4_format")
-
-
-@derives("vision.vision_projection_norm")
-def vision_projection_norm(draft: Draft) -> DerivedValue:
-    if not _is_vlm(draft):
-        return DerivedValue(False, "no images")
-    if draft.config.vision.vision_model_type != "like_language":
-        return DerivedValue(False, "as in LLaVA")
-    if draft.is_given("model.transformer_impl") and draft.config.model.transformer_impl == "local":
-        return DerivedValue(False, "as in Megatron-LM with --transformer-impl local")
-    return DerivedValue(True, "as in Megatron-LM with Transformer Engine, its default")
-
-
-@overrides("model.max_position_embeddings")
-def max_position_embeddings(draft: Draft) -> DerivedValue | None:
-    """Raise the number of positions to that of the tokens of a sample with its images, as Megatron-LM does."""
-    given, length = draft.config.model.max_position_embeddings, num_positions(draft.config)
-    if given == length:
-        return None
-    return DerivedValue(
-        length, f"--max-position-embeddings is {length}, the tokens of a sample with its images, not {given}"
-    )
-
-
-def _is_vlm(draft: Draft) -> bool:
-    return draft.config.model.model_family == "vlm"
-
-
-@rule
-def images_have_patches(draft: Draft) -> Problems:
-    vision = draft.config.vision
-    if _is_vlm(draft) and min(vision.img_h, vision.img_w) < vision.patch_dim:
-        yield Problem(
-            f"--img-h {vision.img_h} and --img-w {vision.img_w} are smaller than a patch (--patch-dim {vision.patch_dim})",
-            f"use --img-h {max(vision.img_h, vision.patch_dim)} and --img-w {max(vision.img_w, vision.patch_dim)}",
-        )
-    for side, name in ((vision.img_h, "img_h"), (vision.img_w, "img_w")):
-        if _is_vlm(draft) and side % vision.patch_dim and side > vision.patch_dim:
-            yield Problem(
-                f"{flag_of(name)} {side} is not a multiple of --patch-dim {vision.patch_dim}",
-                f"use {flag_of(name)} {side // vision.patch_dim * vision.patch_dim}",
-            )
-
-
-@rule
-def tower_has_sizes(draft: Draft) -> Problems:
-    vision, tp = draft.config.vision, draft.config.parallel.tensor_model_parallel_size
-    if not _is_vlm(draft) or vision.vision_model_type == "like_language":
-        return
-    width, heads = vision.vision_hidden_size, vision.vision_num_attention_heads
-    for name, value in (("vision_hidden_size", width), ("vision_num_attention_heads", heads)):
-        if value is None:
-            yield Problem(
-                f"--vision-model-type {vision.vision_model_type} requires {flag_of(name)}",
-                "give it the width and the heads of the tower, such as --vision-hidden-size 1024"
-                " --vision-num-attention-heads 16",
-            )
-    if width is not None and heads is not None and width % heads:
-        yield Problem(
-            f"--vision-hidden-size {width} is not divisible by --vision-num-attention-heads {heads}",
-            f"use --vision-hidden-size {-(-width // heads) * heads}",
-        )
-    if heads is not None and heads % tp:
-        yield Problem(
-            f"--vision-num-attention-heads {heads} is not divisible by {flag_of(TP.split('.')[1])} {tp}",
-            use(draft, fewer_ranks(draft, TP)),
-        )
-
-
-@rule
-def tower_is_like_the_language_model(draft: Draft) -> Problems:
-    config = draft.config
-    if not _is_vlm(draft) or config.vision.vision_model_type != "like_language":
-        return
-    for path in (*_OF_LANGUAGE, "experts.num_experts"):
-        if config.get(path):
-            yield Problem(
-                f"--vision-model-type like_language is not supported with {flag_of(path.split('.')[1])}: the vision tower"
-                " has plain attention and MLPs",
-                "use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
-            )
-
-
-@rule
-def images_have_their_own_samples(draft: Draft) -> Problems:
-    if not _is_vlm(draft):
-        return
-    for path in _WITHOUT_IMAGES:
-        if draft.config.get(path):
-            flag = flag_of(path.split(".")[1])
-            yield Problem(f"--model-family vlm is not supported with {flag}", f"remove {flag}")
-
-
-@rule
-def images_are_mock_data(draft: Draft) -> Problems:
-    given = [flag_of(name) for name in _TEXTS if getattr(draft.config.data, name)]
-    if _is_vlm(draft) and draft.facts.datasets and given:
-        yield Problem(
-            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone;"
-            " --image-data-path names a file of conversations with images",
-            f"remove {' and '.join(given)}, and use --mock-data",
-        )
-
-
-@rule
-def frozen_parts_have_no_gradients(draft: Draft) -> Problems:
-    config, vision = draft.config, draft.config.vision
-    if not _is_vlm(draft) or not (vision.freeze_lm or vision.freeze_vit):
-        return
-    flag = "--freeze-LM" if vision.freeze_lm else "--freeze-ViT"
-    others = [flag_of(path.split(".")[1]) for path in _WITHOUT_FREEZING if config.get(path)]
-    others += ["--optimizer muon"] if config.optimizer.optimizer == "muon" else []
-    if vision.freeze_lm and config.experts.num_experts:
-        others.append("--num-experts")
-    if vision.freeze_lm and draft.derived.transformer_impl != "local":
-        others.append("--transformer-impl transformer_engine")
-    for other in others:
-        yield Problem(f"{flag} is not supported together with {other}", f"remove {flag} or {other}")
-
-
-@note
-def tower_has_no_dropout(draft: Draft) -> Notes:
-    model = draft.config.model
-    if _is_vlm(draft) and (model.hidden_dropout or model.attention_dropout):
-        yield "the vision tower and the projector have no dropout, unlike in Megatron-LM"
-
-
-@note
-def text_has_its_own_length(draft: Draft) -> Notes:
-    given = draft.config.data.dataloader_seq_length
-    if _is_vlm(draft) and given is not None and given != draft.config.data.seq_length:
-        yield f"samples have {text_length(draft.config)} tokens of text, by --dataloader-seq-length"

@@ -1,0 +1,1 @@
+"""Rules of the families of models, a file per kind of samples."""

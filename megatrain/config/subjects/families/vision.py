@@ -1,0 +1,179 @@
+"""Rules of vision-language models: what images need, and what is missing for them."""
+
+from typing import Final
+
+from megatrain.config.derive.vision import num_positions, text_length
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import fewer_ranks, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
+from megatrain.config.schema.tree import flag_of
+from megatrain.config.subjects.ranks import TP
+
+_WITHOUT_IMAGES: Final = (
+    "model.mtp_num_layers",
+    "model.spec",
+    "data.reset_attention_mask",
+    "data.reset_position_ids",
+    "data.dataloader_inter_document_masking",
+    "data.sft",
+    "data.dataset",
+)
+"""Settings for samples of text alone."""
+_OF_LANGUAGE: Final = ("model.multi_latent_attention", "model.experimental_attention_variant")
+"""Attention that a tower like the language model cannot have."""
+_TEXTS: Final = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_WITHOUT_FREEZING: Final = ("optimizer.optimizer_cpu_offload", "precision.fp8_format", "precision.fp4_format")
+
+
+@derives("vision.vision_projection_norm")
+def vision_projection_norm(draft: Draft) -> DerivedValue:
+    if not _is_vlm(draft):
+        return DerivedValue(False, "no images")
+    if draft.config.vision.vision_model_type != "like_language":
+        return DerivedValue(False, "as in LLaVA")
+    if draft.is_given("model.transformer_impl") and draft.config.model.transformer_impl == "local":
+        return DerivedValue(False, "as in Megatron-LM with --transformer-impl local")
+    return DerivedValue(True, "as in Megatron-LM with Transformer Engine, its default")
+
+
+@overrides("model.max_position_embeddings")
+def max_position_embeddings(draft: Draft) -> DerivedValue | None:
+    """Raise the number of positions to that of the tokens of a sample with its images, as Megatron-LM does."""
+    given, length = draft.config.model.max_position_embeddings, num_positions(draft.config)
+    if given == length:
+        return None
+    return DerivedValue(
+        length, f"--max-position-embeddings is {length}, the tokens of a sample with its images, not {given}"
+    )
+
+
+def _is_vlm(draft: Draft) -> bool:
+    return draft.config.model.model_family == "vlm"
+
+
+@derives("vision.image_processor")
+def image_processor(draft: Draft) -> DerivedValue:
+    kind = draft.config.vision.vision_model_type
+    if kind == "like_language":
+        return DerivedValue("clip", "--vision-model-type like_language has none of its own")
+    return DerivedValue(kind, f"that of --vision-model-type {kind}")
+
+
+@overrides("data.use_packed_sequence")
+def only_conversations_are_packed(draft: Draft) -> DerivedValue | None:
+    """Ignore Megatron-LM's flag where a sample is already one sequence."""
+    if not draft.config.data.use_packed_sequence or _is_vlm(draft):
+        return None
+    return DerivedValue(
+        False,
+        f"--use-packed-sequence has no effect with --model-family {draft.config.model.model_family}: a sample is one"
+        " sequence, with its own attention, as in a packed one",
+    )
+
+
+@rule
+def images_have_patches(draft: Draft) -> Problems:
+    vision = draft.config.vision
+    if _is_vlm(draft) and min(vision.img_h, vision.img_w) < vision.patch_dim:
+        yield Problem(
+            f"--img-h {vision.img_h} and --img-w {vision.img_w} are smaller than a patch (--patch-dim {vision.patch_dim})",
+            f"use --img-h {max(vision.img_h, vision.patch_dim)} and --img-w {max(vision.img_w, vision.patch_dim)}",
+        )
+    for side, name in ((vision.img_h, "img_h"), (vision.img_w, "img_w")):
+        is_cut = vision.vision_model_type == "siglip"  # as in its own towers: 384 pixels, patches of 14
+        if _is_vlm(draft) and side % vision.patch_dim and side > vision.patch_dim and not is_cut:
+            yield Problem(
+                f"{flag_of(name)} {side} is not a multiple of --patch-dim {vision.patch_dim}",
+                f"use {flag_of(name)} {side // vision.patch_dim * vision.patch_dim}",
+            )
+
+
+@rule
+def tower_has_sizes(draft: Draft) -> Problems:
+    vision, tp = draft.config.vision, draft.config.parallel.tensor_model_parallel_size
+    if not _is_vlm(draft) or vision.vision_model_type == "like_language":
+        return
+    width, heads = vision.vision_hidden_size, vision.vision_num_attention_heads
+    for name, value in (("vision_hidden_size", width), ("vision_num_attention_heads", heads)):
+        if value is None:
+            yield Problem(
+                f"--vision-model-type {vision.vision_model_type} requires {flag_of(name)}",
+                "give it the width and the heads of the tower, such as --vision-hidden-size 1024"
+                " --vision-num-attention-heads 16",
+            )
+    if width is not None and heads is not None and width % heads:
+        yield Problem(
+            f"--vision-hidden-size {width} is not divisible by --vision-num-attention-heads {heads}",
+            f"use --vision-hidden-size {-(-width // heads) * heads}",
+        )
+    if heads is not None and heads % tp and not vision.spread_images:
+        yield Problem(
+            f"--vision-num-attention-heads {heads} is not divisible by {flag_of(TP.split('.')[1])} {tp}",
+            f"{use(draft, fewer_ranks(draft, TP))}, or add --spread-images",
+        )
+
+
+@rule
+def tower_is_like_the_language_model(draft: Draft) -> Problems:
+    config = draft.config
+    if not _is_vlm(draft) or config.vision.vision_model_type != "like_language":
+        return
+    for path in (*_OF_LANGUAGE, "experts.num_experts"):
+        if config.get(path):
+            yield Problem(
+                f"--vision-model-type like_language is not supported with {flag_of(path.split('.')[1])}: the vision tower"
+                " has plain attention and MLPs",
+                "use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
+            )
+
+
+@rule
+def images_have_their_own_samples(draft: Draft) -> Problems:
+    if not _is_vlm(draft):
+        return
+    for path in _WITHOUT_IMAGES:
+        if draft.config.get(path):
+            flag = flag_of(path.split(".")[1])
+            yield Problem(f"--model-family vlm is not supported with {flag}", f"remove {flag}")
+
+
+@rule
+def images_are_mock_data(draft: Draft) -> Problems:
+    given = [flag_of(name) for name in _TEXTS if getattr(draft.config.data, name)]
+    if _is_vlm(draft) and draft.facts.datasets and given:
+        yield Problem(
+            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone;"
+            " --image-data-path names a file of conversations with images",
+            f"remove {' and '.join(given)}, and use --mock-data",
+        )
+
+
+@rule
+def frozen_parts_have_no_gradients(draft: Draft) -> Problems:
+    config, vision = draft.config, draft.config.vision
+    if not _is_vlm(draft) or not (vision.freeze_lm or vision.freeze_vit):
+        return
+    flag = "--freeze-LM" if vision.freeze_lm else "--freeze-ViT"
+    others = [flag_of(path.split(".")[1]) for path in _WITHOUT_FREEZING if config.get(path)]
+    others += ["--optimizer muon"] if config.optimizer.optimizer == "muon" else []
+    if vision.freeze_lm and config.experts.num_experts:
+        others.append("--num-experts")
+    if vision.freeze_lm and draft.derived.transformer_impl != "local":
+        others.append("--transformer-impl transformer_engine")
+    for other in others:
+        yield Problem(f"{flag} is not supported together with {other}", f"remove {flag} or {other}")
+
+
+@note
+def tower_has_no_dropout(draft: Draft) -> Notes:
+    model = draft.config.model
+    if _is_vlm(draft) and (model.hidden_dropout or model.attention_dropout):
+        yield "the vision tower and the projector have no dropout, unlike in Megatron-LM"
+
+
+@note
+def text_has_its_own_length(draft: Draft) -> Notes:
+    given = draft.config.data.dataloader_seq_length
+    if _is_vlm(draft) and given is not None and given != draft.config.data.seq_length:
+        yield f"samples have {text_length(draft.config)} tokens of text, by --dataloader-seq-length"

@@ -1,0 +1,1 @@
+"""Samples with images: rows of conversations, tar shards, pixels, packing."""

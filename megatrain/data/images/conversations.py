@@ -1,0 +1,212 @@
+r"""Samples of conversations about images.
+
+    USER: image \nWhat is it? ASSISTANT: A cat. eod          only the answers, and the end after each, have a loss
+    conversation | conversation | padding                    packed: attention and positions restart with each
+
+An image is one or several tiles, each with its vectors. Sample k is rows that k and the seed decide (`packing`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.config.errors import InputError
+from megatrain.data.images.packing import RowOrder
+from megatrain.data.images.pixels import Tiling, decode, open_image
+from megatrain.data.images.rows import MARK, Row, Rows
+from megatrain.data.images.vectors import IMAGE_TOKEN, NO_LABEL, place_images
+from megatrain.data.samples.dataset import MaskedSample
+
+if TYPE_CHECKING:
+    from megatrain.data.samples.dataset import TokenSpan
+    from megatrain.data.tokenizers.build import Tokenizer
+
+_BEFORE: Final = {"user": "USER: ", "assistant": " ", "system": "", "text": ""}
+_AFTER: Final = {"user": " ASSISTANT:", "assistant": "", "system": " ", "text": ""}
+_LEARNED: Final = ("assistant", "text")
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSamples:
+    """Sizes of samples, and how images are read."""
+
+    image_shape: tuple[int, int, int, int]
+    tokens_per_image: int
+    """Vectors of a tile."""
+    text_length: int
+    """Tokens of the text of a sample; later ones are cut off."""
+    length: int
+    """Tokens of a sample."""
+    tiling: Tiling
+    stops: bool
+    """An image that cannot be read ends the run; else its conversation has no loss."""
+
+    @property
+    def most_images(self) -> int:
+        """Tiles of a sample."""
+        return self.image_shape[0]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The images of a run that could not be read; each is logged once."""
+
+    log: Callable[[str], None]
+    names: set[tuple[str, str]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, sample: str, image: str, problem: str) -> None:
+        """Name an image and its sample, and count it."""
+        with self.lock:
+            if (sample, image) not in self.names:
+                self.names.add((sample, image))
+                self.log(f"{sample} has no loss: {problem} ({len(self.names)} images so far)")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes tokens and pixels of rows."""
+
+    options: ImageSamples
+    tokenizer: Tokenizer
+    eod: int
+    unread: Unread
+
+    def lengths(self, row: Row) -> tuple[int, int]:
+        """Return the tokens of the text of a row in a sample, and its tiles, from the headers of its images."""
+        tokens, _ = self._tokens(row, [self._num_tiles(row, one) for one in row.images])
+        num_images = int((tokens == IMAGE_TOKEN).sum())
+        return len(tokens) - num_images, num_images
+
+    def conversation(self, row: Row) -> tuple[dict[str, Ids], list[npt.NDArray[np.float32]]]:
+        """Return the arrays of a row, with one entry for each token and tile, and its tiles."""
+        read = [self._tiles(row, one) for one in row.images]
+        tokens, labels = self._tokens(row, [1 if one is None else len(one) for one in read])
+        # The label of a token is the one after it; the last one has none.
+        following = np.append(labels[1:], NO_LABEL)
+        is_learned = (following >= 0) & all(one is not None for one in read)
+        blank = np.zeros((1, *self.options.image_shape[1:]), np.float32)
+        tiles = [tile for one in read for tile in (blank if one is None else one)]
+        arrays = {
+            "tokens": tokens,
+            "labels": following,
+            "loss_mask": is_learned,
+            "position_ids": np.arange(len(tokens)),
+        }
+        return arrays, tiles[: int((tokens == IMAGE_TOKEN).sum())]
+
+    def _tokens(self, row: Row, num_tiles: Sequence[int]) -> tuple[Ids, Ids]:
+        """Return the tokens, with one for each tile, and the labels at their own places."""
+        tokens: list[int] = []
+        labels: list[int] = []
+        left = list(num_tiles)
+        for turn in row.turns:
+            is_learned = turn.role in _LEARNED
+            pieces = f"{_BEFORE[turn.role]}{turn.text}{_AFTER[turn.role]}".split(MARK)
+            for number, piece in enumerate(pieces):
+                images = [IMAGE_TOKEN] * (left.pop(0) if number else 0)
+                ids = self.tokenizer.encode(piece) if piece else []
+                tokens += images + ids
+                labels += [NO_LABEL] * len(images) + (ids if is_learned else [NO_LABEL] * len(ids))
+            if is_learned:
+                tokens.append(self.eod)
+                labels.append(self.eod)
+        found = np.array(tokens, np.int64)
+        num_text = np.cumsum(found != IMAGE_TOKEN)
+        kept = int(np.searchsorted(num_text, self.options.text_length, side="right"))
+        return found[:kept], np.array(labels, np.int64)[:kept]
+
+    def _most_tiles(self, row: Row) -> int:
+        """Return the tiles that each image of a row may have."""
+        return self.options.most_images // len(row.images)
+
+    def _num_tiles(self, row: Row, image: str) -> int:
+        tiling = self.options.tiling
+        if tiling.max_tiles == 1:
+            return 1
+        try:
+            return tiling.num_tiles(open_image(_bytes_of(row, image), image).size, self._most_tiles(row))
+        except InputError:  # `_tiles` reports it
+            return 1
+
+    def _tiles(self, row: Row, image: str) -> npt.NDArray[np.float32] | None:
+        """Return the tiles of an image; None, and a line in the log, if it cannot be read."""
+        try:
+            return self.options.tiling.tiles(decode(_bytes_of(row, image), image), self._most_tiles(row))
+        except InputError as error:
+            problem = error.problems[0]
+            if self.options.stops:
+                raise InputError(f"{row.name}: {problem.text}", fix=problem.fix) from error
+            self.unread.add(row.name, image, problem.text)
+            return None
+
+
+def _bytes_of(row: Row, image: str) -> bytes:
+    try:
+        return row.read(image)
+    except OSError as error:
+        raise InputError(
+            f"{image}: no image: {error.strerror}", fix="replace the file, or remove its sample"
+        ) from error
+
+
+@dataclass(frozen=True)
+class ImageConversations:
+    """The samples of a split.
+
+    Attributes:
+        parts: rows of the split: of each source the first one and their number.
+        count: number of samples.
+    """
+
+    parts: tuple[tuple[Rows, range], ...]
+    order: RowOrder
+    count: int
+    encoder: Encoder
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.count
+
+    def __getitem__(self, k: int) -> MaskedSample:
+        """Return sample k. Raises InputError, which names it."""
+        if not 0 <= k < self.count:
+            raise IndexError(f"sample {k} of {self.count}")
+        options = self.encoder.options
+        found, tiles, starts = [], [], [0]
+        for row in self.rows(k):
+            arrays, of_row = self.encoder.conversation(row)
+            found.append(arrays)
+            tiles += of_row
+            starts.append(starts[-1] + len(arrays["tokens"]) + len(of_row) * (options.tokens_per_image - 1))
+        joined: dict[str, Any] = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        placed = place_images(**joined, tokens_per_image=options.tokens_per_image, length=options.length)
+        images = np.zeros(options.image_shape, np.float32)
+        for place, tile in enumerate(tiles):
+            images[place] = tile
+        return MaskedSample({**placed, "images": images}, np.array(starts[:-1], np.int64))
+
+    def rows(self, k: int) -> list[Row]:
+        """Return the rows of sample k."""
+        return [row_of(self.parts, number) for number in self.order.rows(k)]
+
+    def spans(self, k: int) -> list[TokenSpan]:  # noqa: ARG002
+        """See `SampleDataset`: they are not stored."""
+        return []
+
+
+def row_of(parts: Sequence[tuple[Rows, range]], number: int) -> Row:
+    """Return a row of several sources, whose rows follow one another."""
+    for rows, places in parts:
+        if number < len(places):
+            return rows[places[number]]
+        number -= len(places)
+    raise IndexError(number)

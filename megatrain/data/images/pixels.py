@@ -1,0 +1,142 @@
+"""Images from bytes: decoded, resized, cut and normalized as by the image processors of `transformers`.
+
+    clip      the shorter side fills the image, the middle of the longer one is kept     means and deviations of CLIP
+    siglip    each side is scaled to that of the model, without a cut                    (x - 0.5) / 0.5
+    tiles     the image is scaled to the grid of tiles whose shape is most like its own, and cut row by row; the whole image,
+              scaled to one tile, may follow
+
+All resize by Pillow's bicubic filter, on 8-bit colours.
+
+Source: tiles are those of InternVL, as in Megatron-LM's examples/multimodal and `GotOcr2ImageProcessor` of `transformers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.config.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Processor = Literal["clip", "siglip"]
+_MEANS: Final = {"clip": (0.48145466, 0.4578275, 0.40821073), "siglip": (0.5, 0.5, 0.5)}
+_DEVIATIONS: Final = {"clip": (0.26862954, 0.26130258, 0.27577711), "siglip": (0.5, 0.5, 0.5)}
+
+
+def require_pillow() -> None:
+    """Raise ConfigError without Pillow."""
+    try:
+        import PIL.Image  # noqa: F401, PLC0415 (an optional package)
+    except ImportError as error:
+        raise ConfigError(
+            "--image-data-path needs the package Pillow, which is not installed",
+            fix="install megatrain[vision], or use --mock-data",
+        ) from error
+
+
+def open_image(data: bytes, name: str) -> Image:
+    """Return an image whose header alone was read. Raises InputError if there is none."""
+    from PIL import Image  # noqa: PLC0415
+
+    try:
+        return Image.open(BytesIO(data))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise _no_image(name, error) from error
+
+
+def decode(data: bytes, name: str) -> Image:
+    """Return an image in RGB. Raises InputError, which starts with the name, if it is damaged."""
+    image = open_image(data, name)
+    try:
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _no_image(name, error) from error
+
+
+def _no_image(name: str, error: Exception) -> InputError:
+    reason = (
+        "its format is unknown" if "cannot identify" in str(error) else str(error) or type(error).__name__
+    )
+    return InputError(f"{name}: no image: {reason}", fix="replace the file, or remove its sample")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How an image becomes one or several images of the size of the model."""
+
+    processor: Processor
+    height: int
+    width: int
+    max_tiles: int = 1
+    """1: an image is one tile, cut as its processor does."""
+    has_thumbnail: bool = False
+    """The whole image follows several tiles."""
+
+    def num_tiles(self, size: tuple[int, int], most: int) -> int:
+        """Return the tiles of an image of `size` (width, height), of at most `most`, with the thumbnail."""
+        columns, rows = self._grid(size, most)
+        return columns * rows + (self.has_thumbnail and columns * rows > 1)
+
+    def tiles(self, image: Image, most: int) -> npt.NDArray[np.float32]:
+        """Return the pixels of an image in RGB, [tiles, channels, height, width]."""
+        if self.max_tiles == 1:
+            return self._normalized([self._fitted(image)])
+        columns, rows = self._grid(image.size, most)
+        width, height = self.width, self.height
+        whole = _resized(image, columns * width, rows * height)
+        boxes = [(x * width, y * height) for y in range(rows) for x in range(columns)]
+        found = [whole.crop((x, y, x + width, y + height)) for x, y in boxes]
+        if self.has_thumbnail and len(found) > 1:
+            found.append(_resized(image, width, height))
+        return self._normalized(found)
+
+    def _grid(self, size: tuple[int, int], most: int) -> tuple[int, int]:
+        """Return columns and rows: of the shapes nearest to the image's, the largest grid below twice the area of the image."""
+        # Several tiles have their thumbnail within `most`.
+        limit = max(min(self.max_tiles, most - self.has_thumbnail), 1)
+        numbers = range(1, limit + 1)
+        grids = sorted(
+            ((columns, rows) for columns in numbers for rows in numbers if columns * rows <= limit),
+            key=lambda grid: grid[0] * grid[1],
+        )
+        shape, area = size[0] / size[1], size[0] * size[1]
+        nearest = min(abs(shape - columns / rows) for columns, rows in grids)
+        first, *others = (grid for grid in grids if abs(shape - grid[0] / grid[1]) == nearest)
+        for columns, rows in others:
+            if area > 0.5 * self.width * self.height * columns * rows:
+                first = columns, rows
+        return first
+
+    def _fitted(self, image: Image) -> Image:
+        width, height = self.width, self.height
+        if self.processor == "siglip":
+            return _resized(image, width, height)
+        old = image.width, image.height
+        is_wide = width / image.width < height / image.height
+        size = (int(old[0] * height / old[1]), height) if is_wide else (width, int(old[1] * width / old[0]))
+        image = _resized(image, max(size[0], width), max(size[1], height))
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.crop((left, top, left + width, top + height))
+
+    def _normalized(self, images: list[Image]) -> npt.NDArray[np.float32]:
+        values = np.stack([np.asarray(image, np.float64) for image in images]) / 255
+        normal = (values - _MEANS[self.processor]) / _DEVIATIONS[self.processor]
+        return normal.transpose(0, 3, 1, 2).astype(np.float32)
+
+    def colours(self, pixels: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+        """Return the 8-bit colours [height, width, channels] of one tile's pixels."""
+        values = pixels.transpose(1, 2, 0) * _DEVIATIONS[self.processor] + _MEANS[self.processor]
+        found: npt.NDArray[np.uint8] = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
+        return found
+
+
+def _resized(image: Image, width: int, height: int) -> Image:
+    from PIL.Image import Resampling  # noqa: PLC0415
+
+    return image.resize((width, height), Resampling.BICUBIC)

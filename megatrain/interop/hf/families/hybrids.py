@@ -1,0 +1,411 @@
+"""Hybrids: layers of one part each, in the order of a pattern (config/derive/hybrid_pattern.py).
+
+NemotronH   Mamba-2, attention without positions, MLPs and experts with squared ReLU: Nemotron-H, Nemotron Nano 2, Nemotron 3
+Mamba2      Mamba-2 alone
+Bamba       blocks of a mixer, Mamba-2 or attention with RoPE, and a gated MLP: two layers of ours
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from megatrain.config.derive.families import mamba_of
+from megatrain.config.derive.hybrid_pattern import known_pattern
+from megatrain.config.schema.tree import Config
+from megatrain.config.schema.values import Range
+from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.config_parts import QueryGroups
+from megatrain.interop.hf.families.deepseek import ExpertGroups, ScalingFactor
+from megatrain.interop.hf.families.llama import (
+    ATTENTION,
+    MLP,
+    NO_ATTENTION_BIAS,
+    OUTER,
+    SWIGLU,
+)
+from megatrain.interop.hf.family import (
+    COUNT,
+    POSITIVE,
+    PROBABILITY,
+    Choice,
+    ConfigPart,
+    Family,
+    Fixed,
+    Fused,
+    Implied,
+    Modules,
+    Not,
+    Value,
+    in_layers,
+)
+from megatrain.interop.hf.rope import Rope
+from megatrain.storage.untrusted_json import integer, list_of, number, text
+
+_MAX_LAYERS: Final = 1 << 16
+_EPSILON: Final = 1e-5
+"""Epsilon of the gated norm of Mamba-2 here, which is that of all norms in transformers."""
+_SMALLEST_STEP: Final = 1e-9
+_NOT_NEGATIVE: Final = number(Range(at_least=0))
+_MAMBA2_LENGTH: Final = 1 << 17
+"""Length of a Mamba-2 whose config.json has none: its state has no limit."""
+
+
+def _letters(config: Config) -> str:
+    """Return a letter for each layer of a hybrid."""
+    pattern = known_pattern(config.model.hybrid_layer_pattern)
+    return "" if pattern is None else pattern.layers
+
+
+def _settings(letters: str) -> dict[str, Any]:
+    return {"model.hybrid_layer_pattern": letters, "model.num_layers": len(letters)}
+
+
+class _Kinds:
+    """Kinds of the layers of Nemotron-H: a pattern of letters, as on the hub, or a list."""
+
+    kinds: ClassVar = {
+        "linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-", "mamba": "M", "attention": "*",
+    }  # fmt: skip
+    """The last two are older."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        return _settings(self.letters(source))
+
+    @classmethod
+    def letters(cls, source: ConfigFile) -> str:
+        """Return a letter for each layer."""
+        source.get("num_hidden_layers", "hybrid_override_pattern")
+        check = list_of(text(tuple(cls.kinds)), most=_MAX_LAYERS)
+        kinds = source.checked("layers_block_type", "layer_types", check=check, is_optional=True)
+        if kinds is not None:
+            return "".join(cls.kinds[kind] for kind in kinds)
+        check = text(max_characters=_MAX_LAYERS)
+        letters: str = source.checked("hybrid_override_pattern", check=check, default="ME*-")
+        if not letters or set(letters) - set("ME*-"):
+            raise source.refusal(
+                "hybrid_override_pattern", letters, "M is Mamba-2, E experts, * attention, - an MLP"
+            )
+        return letters
+
+    def write(self, config: Config) -> dict[str, Any]:
+        letters = _letters(config)
+        return {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Parts of Nemotron-H that matter only with layers of a letter."""
+
+    letter: str
+    parts: tuple[ConfigPart, ...]
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        found = {path: value for part in self.parts for path, value in part.read(source).items()}
+        return found if self.letter in _Kinds.letters(source) else {}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        if self.letter not in _letters(config):
+            return {}
+        return {key: value for part in self.parts for key, value in part.write(config).items()}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Limits of the step sizes of Mamba-2: models here have none, as in Megatron-LM."""
+
+    raises_small: bool = False
+    """Transformers raises steps to `time_step_min` in passes of several tokens, not of one: an export has a tiny one."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        source.get(
+            "time_step_max", "time_step_floor", "time_step_rank", "mamba_dt_max", "mamba_dt_init_floor"
+        )
+        limit = source.get("time_step_limit", "mamba_dt_limit", default=[0.0, float("inf")])
+        if limit not in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+            raise source.refusal("time_step_limit", limit, "their step sizes have no limit")
+        least = source.checked("time_step_min", "mamba_dt_min", check=_NOT_NEGATIVE, default=0.001)
+        if self.raises_small and least > _SMALLEST_STEP:
+            source.notes.append(
+                f"transformers raises step sizes of Mamba-2 to time_step_min ({least:g}) in passes of several tokens;"
+                " models here do not, as in training with Megatron-LM, so that logits differ"
+            )
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
+        return {"time_step_min": _SMALLEST_STEP} if self.raises_small else {}
+
+
+class _PredictionHeads(ConfigPart):
+    """Multi-token prediction, which transformers leaves out."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        source.get("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        if source.checked("num_nextn_predict_layers", check=integer(0, 64), default=0):
+            source.notes.append("the layers of multi-token prediction are left out, as in transformers")
+        return {}
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of Mamba-2 and their channels. All channels are a multiple of the hidden size, if `expand` names a key."""
+
+    heads: str
+    channels: str
+    expand: str | None = None
+    default: int | None = 64
+    """Channels of a config.json without the key; None: they follow from the multiple."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        heads = source.checked(self.heads, check=COUNT, default=128)
+        given = source.get(self.channels, default=self.default)
+        total = None
+        if self.expand is not None:
+            total = source.checked(self.expand, check=COUNT, default=2) * source.checked(
+                "hidden_size", check=COUNT
+            )
+        if self.default is None and given in (None, "auto"):
+            given = (total or 0) // heads
+        else:
+            source.checked(self.channels, check=COUNT, default=self.default)
+        if total not in (None, heads * given):
+            raise source.refusal(
+                self.channels, given, f"with {self.heads} {heads}, {self.expand} * hidden_size gives {total}"
+            )
+        return {"model.mamba_num_heads": heads, "model.mamba_head_dim": given}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        spec, hidden_size = mamba_of(config.model), config.model.hidden_size
+        multiple = {} if self.expand is None else {self.expand: max(1, spec.inner_dim // hidden_size)}
+        return {self.heads: spec.num_heads, self.channels: spec.head_dim, **multiple}
+
+
+class _MambaLayers:
+    """Layers of Mamba-2 alone."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        return _settings("M" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"num_hidden_layers": len(_letters(config))}
+
+
+class _Blocks:
+    """Blocks of Bamba: a mixer and an MLP."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_blocks = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        check = list_of(integer(0, num_blocks - 1), most=_MAX_LAYERS)
+        attention = source.checked("attn_layer_indices", check=check, is_optional=True) or []
+        return _settings("".join("*-" if number in attention else "M-" for number in range(num_blocks)))
+
+    def write(self, config: Config) -> dict[str, Any]:
+        mixers = _letters(config)[::2]
+        attention = [number for number, letter in enumerate(mixers) if letter == "*"]
+        return {"num_hidden_layers": len(mixers), "attn_layer_indices": attention}
+
+
+def _mamba(
+    heads: _Heads,
+    groups: Value,
+    state: Value,
+    steps: _Steps,
+    *,
+    epsilon: str,
+    kernel: str,
+    bias: str,
+    no_bias: str,
+) -> tuple[ConfigPart, ...]:
+    """Return the parts of Mamba-2, with the keys of one family."""
+    return (
+        heads,
+        groups,
+        state,
+        steps,
+        Choice(epsilon, {_EPSILON: {}}, reason=f"the gated norm of Mamba-2 has {_EPSILON:g}"),
+        Choice(kernel, {4: {}}, reason="the convolution of Mamba-2 reads 4 tokens", also=("mamba_d_conv",)),
+        Choice(bias, {True: {}}, reason="the convolution of Mamba-2 has biases", also=("mamba_conv_bias",)),
+        Choice(no_bias, {False: {}}, reason="biases of the projections"),
+    )
+
+
+_MAMBA_MODULES: Final[Modules] = {
+    "in_proj": Fused(tuple(f"mamba.{name}" for name in ("z", "x", "b", "c", "dt"))),
+    "conv1d.weight": Fused(tuple(f"mamba.{name}.convolution" for name in "xbc"), is_filter=True),
+    "conv1d.bias": Fused(tuple(f"mamba.{name}.convolution_bias" for name in "xbc")),
+    "dt_bias": "mamba.dt_bias",
+    "A_log": "mamba.a_log",
+    "D": "mamba.d",
+    "norm": "mamba.gate_norm",
+    "out_proj": "mamba.proj",
+}
+
+
+def _outer(embedding: str, norm: str) -> dict[str, str]:
+    names = (embedding, norm, "lm_head")
+    return dict(zip(names, OUTER.values(), strict=True))
+
+
+def _mixer(parts: Modules) -> dict[str, str | Fused]:
+    return {f"mixer.{theirs}": ours for theirs, ours in parts.items()}
+
+
+_MAMBA_LAYERS: Final = _mixer(_MAMBA_MODULES)
+_LAYERS: Final[Modules] = {
+    "norm": Fused(("mamba.norm", "attention.norm", "mlp.norm"), is_one_of=True),
+    **_MAMBA_LAYERS,
+    **_mixer({theirs.removeprefix("self_attn."): ours for theirs, ours in ATTENTION.items()}),
+    **_mixer(
+        {
+            "up_proj": "mlp.up",
+            "down_proj": "mlp.down",
+            "gate": "mlp.router",
+            "gate.e_score_correction_bias": "mlp.router.expert_bias",
+            "experts.{}.up_proj": "mlp.experts.{}.up",
+            "experts.{}.down_proj": "mlp.experts.{}.down",
+            "shared_experts.up_proj": "mlp.shared.up",
+            "shared_experts.down_proj": "mlp.shared.down",
+            "fc1_latent_proj": "mlp.latent_down",
+            "fc2_latent_proj": "mlp.latent_up",
+        }
+    ),
+}
+_HYBRID: Final = {
+    "model.model_family": "hybrid",
+    "model.normalization": "RMSNorm",
+    "model.disable_bias_linear": True,
+}
+_EXPERTS: Final[tuple[ConfigPart, ...]] = (
+    Value("n_routed_experts", "experts.num_experts", default=8, also=("num_local_experts",)),
+    Value("num_experts_per_tok", "experts.moe_router_topk", default=2),
+    Value("moe_intermediate_size", "experts.moe_ffn_hidden_size", default=7688),
+    Value("moe_shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=7688),
+    Value("moe_latent_size", "experts.moe_latent_size", is_optional=True),
+    ScalingFactor(1.0),
+    Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+    ExpertGroups(best=2, groups=1, used=1),
+    Implied(("n_shared_experts", "moe_shared_expert_overlap")),
+    Fixed(
+        {
+            "experts.moe_router_score_function": "sigmoid",
+            "experts.moe_router_enable_expert_bias": True,
+        }
+    ),
+)
+_WITHOUT_EFFECT: Final = (
+    "num_logits_to_keep use_mamba_kernels rms_norm_eps expand chunk_size mamba_proj_bias mamba_ssm_cache_dtype"
+    " residual_in_fp32 rescale_prenorm_residual"
+)
+
+NEMOTRON_H: Final = Family(
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    config=(
+        Fixed({**_HYBRID, "model.position_embedding_type": "none"}),
+        Value("hidden_size", "model.hidden_size"),
+        Value("max_position_embeddings", "model.max_position_embeddings"),
+        _Kinds(),
+        Value("num_attention_heads", "model.num_attention_heads"),
+        QueryGroups(default=8),
+        Value("head_dim", "model.kv_channels", default=128, also=("attention_head_dim",)),
+        Value("attention_dropout", "model.attention_dropout", PROBABILITY, default=0.0),
+        Value("hidden_dropout", "model.hidden_dropout", PROBABILITY, default=0.0),
+        Value("intermediate_size", "model.ffn_hidden_size"),
+        Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
+        Choice("mlp_hidden_act", {"relu2": {"model.squared_relu": True}, "gelu": {}}),
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_ATTENTION_BIAS,
+        Choice("tie_word_embeddings", {False: {}}, reason="transformers does not tie its output layer"),
+        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
+        _Where(
+            "M",
+            (
+                *_mamba(
+                    _Heads("mamba_num_heads", "mamba_head_dim"),
+                    Value("n_groups", "model.mamba_num_groups", default=8, also=("mamba_n_groups",)),
+                    Value("ssm_state_size", "model.mamba_state_dim", default=128),
+                    _Steps(raises_small=True),
+                    epsilon="layer_norm_epsilon",
+                    kernel="conv_kernel",
+                    bias="use_conv_bias",
+                    no_bias="use_bias",
+                ),
+                Choice("mamba_hidden_act", {"silu": {}}),
+            ),
+        ),
+        _Where("E", _EXPERTS),
+        _PredictionHeads(),
+        Implied(tuple(_WITHOUT_EFFECT.split())),
+    ),
+    modules={**_outer("backbone.embeddings", "backbone.norm_f"), **in_layers("backbone.layers", _LAYERS)},
+    buffers=(r"mtp\..*",),
+    renamed={"model.": "backbone."},
+)
+MAMBA2: Final = Family(
+    architecture="Mamba2ForCausalLM",
+    model_type="mamba2",
+    config=(
+        Fixed({**_HYBRID, "model.position_embedding_type": "none", "model.num_attention_heads": 1}),
+        Value("hidden_size", "model.hidden_size"),
+        Value("max_position_embeddings", "model.max_position_embeddings", default=_MAMBA2_LENGTH),
+        _MambaLayers(),
+        Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
+        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
+        *_mamba(
+            _Heads("num_heads", "head_dim", expand="expand"),
+            Value("n_groups", "model.mamba_num_groups", default=8),
+            Value("state_size", "model.mamba_state_dim", default=128),
+            _Steps(),
+            epsilon="layer_norm_epsilon",
+            kernel="conv_kernel",
+            bias="use_conv_bias",
+            no_bias="use_bias",
+        ),
+        Choice("hidden_act", {"silu": {}}),
+        Implied(("chunk_size", "residual_in_fp32", "rescale_prenorm_residual")),
+    ),
+    modules={
+        **_outer("backbone.embeddings", "backbone.norm_f"),
+        **in_layers("backbone.layers", {"norm": "mamba.norm", **_MAMBA_LAYERS}),
+    },
+    fits=lambda config: set(_letters(config)) == {"M"},
+)
+BAMBA: Final = Family(
+    architecture="BambaForCausalLM",
+    model_type="bamba",
+    config=(
+        *SWIGLU,
+        Fixed(_HYBRID),
+        QueryGroups(default=8),
+        Rope(partial="partial_rotary_factor", percent=0.5),
+        NO_ATTENTION_BIAS,
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        _Blocks(),
+        *_mamba(
+            _Heads("mamba_n_heads", "mamba_d_head", expand="mamba_expand", default=None),
+            Value("mamba_n_groups", "model.mamba_num_groups", default=1),
+            Value("mamba_d_state", "model.mamba_state_dim", default=256),
+            _Steps(),
+            epsilon="rms_norm_eps",
+            kernel="mamba_d_conv",
+            bias="mamba_conv_bias",
+            no_bias="mamba_proj_bias",
+        ),
+        Implied(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")),
+    ),
+    modules={
+        **_outer("model.embed_tokens", "model.final_layernorm"),
+        **in_layers(
+            "model.layers",
+            {
+                "input_layernorm": Fused(("mamba.norm", "attention.norm"), is_one_of=True),
+                **{f"mamba.{theirs}": ours for theirs, ours in _MAMBA_MODULES.items()},
+                **ATTENTION,
+                "pre_ff_layernorm": "mlp.norm",
+                **{theirs.replace("mlp.", "feed_forward."): ours for theirs, ours in MLP.items()},
+            },
+        ),
+    },
+    fits=lambda config: set(_letters(config)[1::2]) == {"-"} and len(_letters(config)) % 2 == 0,
+    layers_per_block=2,
+)

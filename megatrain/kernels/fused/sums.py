@@ -1,0 +1,65 @@
+"""Kernels of `kernels.sums`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+
+_ROWS, _COLUMNS = 32, 128
+"""Tile size: each row of a tile is 256 contiguous bytes in bf16."""
+_PROGRAMS = 132 * 8
+"""Number of programs that saturates an H200's memory bandwidth."""
+_BLOCK = 2048
+"""Values of a program that sums parts."""
+
+
+def add_column_sums(total: Tensor, x: Tensor) -> None:
+    """Implement `kernels.sums.add_column_sums`: sums of a few hundred groups of rows, and their sum."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    strips = cdiv(columns, _COLUMNS)
+    groups = min(cdiv(rows, _ROWS), cdiv(_PROGRAMS, strips))
+    sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+    tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
+    launch(_sum, (strips, 1), sums, total, groups, columns, 1, ADDS=True, **tile)
+
+
+@jit
+def _sum(X, SUMS, rows, columns, groups, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    group = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for tile in range(group, tl.cdiv(rows, ROWS), groups):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & is_column[None, :]
+        total += tl.load(X + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.float32)
+    sums = tl.sum(total, axis=0)
+    SUMS += group * columns + column
+    if ADDS:
+        sums += tl.load(SUMS, mask=is_column, other=0)
+    tl.store(SUMS, sums.to(SUMS.dtype.element_ty), mask=is_column)
+
+
+def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
+    """Implement `kernels.sums.sum_parts`."""
+    assert all(part.is_contiguous() for part in (parts, own, out))
+    count = own.numel()
+    launch(
+        _sum_parts, (cdiv(count, _BLOCK),), own, parts, out, count,
+        NUMBER=number, SIZE=parts.shape[0], BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@jit
+def _sum_parts(OWN, PARTS, OUT, count, NUMBER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(SIZE):
+        source = OWN if part == NUMBER else PARTS + part * count.to(tl.int64)
+        total += tl.load(source + index, mask=inside, other=0).to(tl.float32)
+    tl.store(OUT + index, total.to(OUT.dtype.element_ty), mask=inside)

@@ -1,0 +1,128 @@
+"""Whether CUDA graphs pay: some steps are timed without and with them, and the faster passes stay.
+
+    step     1        2, 3      4        5, 6, 7   8
+             warm-up  warm-up   record   replay    the answer, the same on all ranks
+             -------  no graphs -------  graphs
+
+A GPU that waits for the host's launches gains. Elsewhere graphs cost: they reduce gradients after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, Protocol
+
+import torch
+
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGroup
+
+MIN_WARMUP_STEPS: Final = 3
+"""Kernels are compiled in the first of them."""
+NUM_REPLAYS: Final = 3
+MIN_GAIN: Final = 0.01
+MAX_USED: Final = 0.8
+"""Part of the GPU's memory. Graphs keep that of their activations, which evaluation then lacks."""
+
+
+class StepKind(Enum):
+    """What the passes of a step do."""
+
+    WARMUP = "warm-up"
+    RECORD = "record"
+    REPLAY = "replay"
+
+
+class Clock(Protocol):
+    """Measures times on the device; tests without a GPU have a stand-in."""
+
+    def mark(self) -> None:
+        """Mark the present moment of the device's work."""
+
+    def seconds(self, number: int) -> float:
+        """Return the seconds between a mark, counted from 0, and the next one."""
+
+    def used_memory(self) -> float:
+        """Return the part of the device's memory that tensors had at the peak."""
+
+
+class GpuClock:
+    """Implements `Clock`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def seconds(self, number: int) -> float:
+        """See `Clock`."""
+        begin, end = self._events[number : number + 2]
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000
+
+    def used_memory(self) -> float:
+        """See `Clock`."""
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return torch.cuda.max_memory_allocated(self._device) / total
+
+
+class Trial:
+    """Times the steps of a run and decides whether graphs stay.
+
+    Args:
+        world: all ranks.
+        device: of the numbers that ranks compare.
+        tell: receives a sentence for the log, a predicate of the iteration.
+    """
+
+    def __init__(
+        self, clock: Clock, world: RankGroup, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        self._clock, self._world, self._device, self._tell = clock, world, device, tell
+        self._steps: list[tuple[StepKind, int]] = []
+        self._is_over = False
+
+    def allows(self, kind: StepKind, num_microbatches: int) -> bool:
+        """Note that a step of this kind begins; return False if there shall be no graphs from this step on."""
+        if self._is_over:
+            return True
+        if kind is StepKind.RECORD:
+            (used,) = self._maximum(self._clock.used_memory())
+            if used > MAX_USED:
+                self._tell(f"records no CUDA graphs: {used:.0%} of a GPU's memory is in use")
+                return False
+        self._clock.mark()
+        self._steps.append((kind, num_microbatches))
+        if sum(kind is StepKind.REPLAY for kind, _ in self._steps) <= NUM_REPLAYS:
+            return True
+        self._is_over = True
+        return self._do_graphs_pay(num_microbatches)
+
+    def _do_graphs_pay(self, num_microbatches: int) -> bool:
+        eager, graphs = self._maximum(self._best(StepKind.WARMUP), self._best(StepKind.REPLAY))
+        do_pay = graphs < (1 - MIN_GAIN) * eager
+        times = f"{1000 * num_microbatches * graphs:.1f} ms a step with them, {1000 * num_microbatches * eager:.1f} without"
+        self._tell(f"{'keeps' if do_pay else 'drops'} CUDA graphs: {times}")
+        return do_pay
+
+    def _best(self, kind: StepKind) -> float:
+        """Return the least seconds a micro-batch of a step of this kind, but the first step, between two beginnings."""
+        return min(
+            self._clock.seconds(number) / num_microbatches
+            for number, (one, num_microbatches) in enumerate(self._steps[:-1])
+            if one is kind and number > 0
+        )
+
+    def _maximum(self, *numbers: float) -> list[float]:
+        """Return the maximum of each number over all ranks."""
+        found: list[float] = all_reduce(
+            torch.tensor(numbers, dtype=torch.float64, device=self._device), self._world, "max"
+        ).tolist()
+        return found

@@ -1,0 +1,75 @@
+"""Runs on images of files: they resume with the same samples, refuse other files, and name wrong input."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.config import parse
+from megatrain.tools.main import main
+from megatrain.training.launch.ranks import joined_ranks
+from megatrain.training.logging.console import Console, Phases
+from megatrain.training.trainer import Trainer
+from pretrain import main as pretrain
+
+Image = pytest.importorskip("PIL.Image")
+GOLDEN = Path(__file__).parents[2] / "golden"
+FLAGS = (
+    "--model-family vlm --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 80"
+    " --img-h 8 --img-w 8 --patch-dim 4 --images-per-sample 3 --use-tiling --max-num-tiles 2 --use-packed-sequence"
+    f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {GOLDEN} --micro-batch-size 2 --global-batch-size 2"
+    " --train-iters 4 --lr-decay-iters 4 --lr 0.01 --eval-iters 0 --device cpu --split 1"
+)
+
+
+def conversations(folder: Path, num_rows: int = 9) -> Path:
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for number in range(num_rows):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "png")
+        (folder / f"{number}.png").write_bytes(file.getvalue())
+        turns = [{"from": "human", "value": f"{number} <image>?"}, {"from": "gpt", "value": f"a {number}"}]
+        rows.append({"id": f"row {number}", "image": f"{number}.png", "conversations": turns})
+    path = folder / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def losses_of(flags: str) -> list[float]:
+    with joined_ranks(parse(flags.split()), Phases(Console(is_quiet=True))) as ranks:
+        trainer = Trainer(ranks)
+        trainer.resume()
+        path = ranks.plan.config.logging.metrics_file
+        assert path is not None
+        assert trainer.train() in (0, 75)  # 75: --exit-interval
+    lines = map(json.loads, Path(path).read_text().splitlines())
+    return [line["lm_loss"] for line in lines if "lm_loss" in line]
+
+
+def test_a_run_on_images_resumes_bit_for_bit_and_refuses_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{FLAGS} --image-data-path {conversations(tmp_path / 'data')}"
+    whole = losses_of(f"{flags} --metrics-file {tmp_path / 'whole.jsonl'}")
+    halves = (
+        f"{flags} --save {tmp_path / 'save'} --save-interval 2 --metrics-file {tmp_path / 'halves.jsonl'}"
+    )
+    losses_of(f"{halves} --exit-interval 2")
+    moved = halves.replace(str(tmp_path / "data"), str(tmp_path / "moved"))
+    conversations(tmp_path / "moved")
+    assert losses_of(f"{moved} --load {tmp_path / 'save'}") == whole
+    conversations(tmp_path / "moved", num_rows=10)
+    assert main(f"data sample {moved} --load {tmp_path / 'save'} --of train --index 0".split()) == 2
+    assert "is not the dataset that the checkpoint read" in capsys.readouterr().err
+
+
+def test_a_wrong_row_ends_a_run_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = conversations(tmp_path, num_rows=2)
+    path.write_text(path.read_text().replace("1 <image>", "1"))
+    assert pretrain(f"{FLAGS} --image-data-path {path}".split()) == 2
+    shown = capsys.readouterr()
+    assert "sample row 1" in shown.out + shown.err
