@@ -222,7 +222,7 @@ WRONG = {
     "--format int8 --method awq --calibration-data DATA": "lower --calibration-samples",
     "--format int8 --method awq --calibration-data DATA --calibration-length 65": "use --calibration-length 64 or less",
     "--format int8 --method awq --calibration-data DATA --calibration-samples 0": "use --calibration-samples",
-    "--format int8 --method awq --calibration-data NONE": "preprocess_data.py",
+    "--format int8 --method awq --calibration-data NONE": "correct the path",
 }
 
 
