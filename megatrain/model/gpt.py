@@ -181,13 +181,13 @@ def build_model(
 
 
 def _builder(
-    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec, common: tuple[Any, ...]
+    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec, common: Sequence[Any]
 ) -> ModuleBuilder:
     """Return the builder of a layer's modules; `common`: the arguments of `LocalBuilder`."""
     if qat is not None:
         return FakeQuantizedBuilder(*common, format=qat)
     if implementation == "transformer_engine":
-        return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
+        return TransformerEngineBuilder(*common, spec.is_residual_fp32)
     return LocalBuilder(*common)
 
 

@@ -72,4 +72,5 @@ def clipped_scales(weight: Tensor, hessian: Tensor, numbers: NumberFormat, dtype
 def _group_errors(weight: Tensor, scales: Tensor, numbers: NumberFormat, inner: Tensor) -> Tensor:
     """Return the error of the outputs that each group makes alone, [o, groups]; `inner`: [groups, size, size]."""
     error = (round_trip(weight, scales, numbers) - weight).unflatten(1, (len(inner), -1)).transpose(0, 1)
-    return ((error @ inner) * error).sum(-1).t()
+    found: Tensor = ((error @ inner) * error).sum(-1)
+    return found.t()

@@ -50,4 +50,5 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     diagonal[diagonal == 0] = 1
     diagonal += _DAMPING * diagonal.mean()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()

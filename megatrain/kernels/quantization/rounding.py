@@ -26,12 +26,13 @@ def amax_of(x: Tensor, numbers: NumberFormat) -> Tensor:
     """Return the largest absolute values of those that share a scale, in the shape of the scales."""
     x = x.abs()
     if numbers.strategy == "tensor":
-        return x.amax().reshape(1)
-    if numbers.strategy == "block":
+        found: Tensor = x.amax().reshape(1)
+    elif numbers.strategy == "block":
         rows = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % BLOCK))
-        return rows.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax((1, 3))
-    size = numbers.group_size or x.shape[-1]
-    return x.unflatten(-1, (-1, size)).amax(-1)
+        found = rows.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax((1, 3))
+    else:
+        found = x.unflatten(-1, (-1, numbers.group_size or x.shape[-1])).amax(-1)
+    return found
 
 
 def scales_for(

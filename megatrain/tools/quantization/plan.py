@@ -90,7 +90,7 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
     """
     config = export.config
     spec = describe_model(config.model, config.experts, vocab_size=export.vocab_size)
-    ours = {}
+    ours: dict[str, int] = {}
     for number, layer in enumerate(spec.layers):
         for linear in layer.linears(spec.hidden_size):
             if linear.num_experts:
