@@ -86,7 +86,7 @@ def test_packed_words_are_those_of_compressed_tensors(num_bits: int, columns: in
 
 
 def inputs(channels: int) -> Tensor:
-    """Correlated inputs, some channels of which are large."""
+    """Correlated inputs; some channels are large."""
     generator = torch.Generator().manual_seed(2)
     mix = torch.randn(channels, channels, generator=generator) / channels**0.5 + torch.eye(channels)
     x = torch.randn(512, channels, generator=generator) @ mix

@@ -29,7 +29,7 @@ def output_error(error: Tensor, hessian: Tensor) -> float:
 def channel_scales(
     weights: Sequence[Tensor], hessian: Tensor, mean_abs: Tensor, numbers: NumberFormat
 ) -> Tensor:
-    """Return s [i], at least one channel of which is not 1 unless no scaling is better.
+    """Return s [i]; all are 1 if no scaling is better.
 
     Args:
         weights: [o, i] each, all with the same inputs.

@@ -1,8 +1,8 @@
-"""Samples of a dataset run through a model, layer by layer; each layer's linear layers tell what their inputs are like.
+"""Samples of a dataset run through a model, layer by layer; hooks collect statistics of the inputs of its linear layers.
 
     dataset ─> tokens [n, s] ─> embedding ─> hidden-0.bin ─> layer 0 ─> hidden-1.bin ─> layer 1 ...
 
-One layer has memory at a time. Hidden states lie in files, from which a command that was stopped goes on.
+One layer has memory at a time. Hidden states lie in files, so that a command that was stopped continues.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def calibration_tokens(prefix: str, num_samples: int, length: int, vocab_size: i
 
 @dataclass
 class InputStatistics:
-    """What is known about the inputs of a linear layer."""
+    """Statistics of the inputs of a linear layer."""
 
     hessian: Tensor
     """Mean of x x^T, fp32 [i, i]."""
@@ -86,7 +86,7 @@ class InputStatistics:
 
 @dataclass
 class LayerStatistics:
-    """What a layer's pass has told."""
+    """Statistics of a pass through a layer."""
 
     inputs: dict[str, InputStatistics] = field(default_factory=dict)
     """By the name of each tensor of ours in the weight."""
@@ -95,7 +95,7 @@ class LayerStatistics:
 
 
 class Calibration:
-    """The model of a reader, of which one segment has weights at a time.
+    """The model of a reader; one segment has weights at a time.
 
     Args:
         tokens: int64 [n, s].

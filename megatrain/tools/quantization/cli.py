@@ -214,7 +214,7 @@ def _quantize_layer(
 
 
 def _dtype(arguments: argparse.Namespace, reader: TensorReader, export: HfExport) -> torch.dtype:
-    """Return the dtype of what is not quantized. A checkpoint of ours has main weights, wider than those of a pass."""
+    """Return the dtype of what is not quantized. A checkpoint of ours has master weights, wider than those of a pass."""
     if arguments.dtype != "auto":
         return DTYPES[DTYPE_NAMES[arguments.dtype]]
     found = DTYPES[export.kind(*_embedding(export), "weight").dtype]

@@ -34,7 +34,7 @@ _CACHE: Final = NumberFormat("float", 8, "tensor")
 
 
 class ChangedTensors(TensorReader):
-    """A reader of which some tensors have been changed."""
+    """A reader with some tensors changed."""
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader, self.path = reader, reader.path

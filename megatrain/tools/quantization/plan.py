@@ -22,7 +22,7 @@ Method = Literal["rtn", "gptq", "awq"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for."""
+    """Options of the command."""
 
     name: str
     """Name of the format."""
@@ -192,7 +192,7 @@ def _attentions(export: HfExport, spec: ModelSpec, linears: Mapping[str, str]) -
 def _ignored(export: HfExport, linears: Mapping[str, str]) -> tuple[str, ...]:
     """Return the head, and matrices in layers that no GEMM of a layer is, such as a router's."""
     heads = {theirs for theirs, ours in export.family.modules.items() if ours == "output_layer"}
-    heads.add("lm_head")  # whatever the files call it, such as embed_out
+    heads.add("lm_head")  # its name in transformers; files may have another, such as embed_out
     inner = (
         name.removesuffix(".weight")
         for name, one in export.tensors.items()

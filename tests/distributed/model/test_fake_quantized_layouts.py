@@ -97,6 +97,6 @@ def test_the_export_computes_what_the_model_in_training_does(
     with torch.no_grad():
         theirs = model.eval()(TOKENS, use_cache=False).logits  # decompresses the weights
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, weight)
-    # A sum in another order may round an input to its neighbour; bf16 rounds every sum.
+    # A sum in another order may round an input to the next number; bf16 rounds every sum.
     limit = 1e-5 if name == "int4" and not dtype else 5e-2
     assert float((ours - theirs).abs().max()) < limit * float(theirs.abs().max())
