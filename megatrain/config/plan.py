@@ -12,6 +12,7 @@ from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.model_spec.distillation import DistillationSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
+from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import OPEN, CheckedSection
 
@@ -38,6 +39,8 @@ class Derived(CheckedSection):
     """The model as data: its layers, and what feeds and ends them."""
     distillation: DistillationSpec | None = OPEN
     """The teacher and its losses; None: there is no teacher."""
+    qat: QuantizationFormat | None = OPEN
+    """The format that linear layers are rounded to; None: they are not rounded."""
     kv_copies: int = OPEN
     """Number of tensor-parallel ranks with the same keys and values."""
     master_dtype: DType = OPEN

@@ -42,6 +42,8 @@ from megatrain.model.gpt import Model, build_model
 from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import MakeHandle, build_grid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import ParamRegistry
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,31 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         DamagedError: configuration and tensors contradict each other.
         ConfigError: `options` do not match the checkpoint.
     """
+    model, grid = build_without_weights(reader, options, vocab_size=vocab_size)
+    load_weights(model.registry, reader, grid, options)
+    return model
+
+
+def load_weights(
+    registry: ParamRegistry, reader: TensorReader, grid: RankGrid, options: ModelOptions
+) -> None:
+    """Allocate the parameters of a registry, and read them."""
+    buffers = allocate_buffers(
+        registry,
+        grid=grid,
+        weight_dtype=options.dtype,
+        grad_dtype=options.dtype,
+        device=options.device,
+        has_gradients=False,
+    )
+    fill_weights(buffers, CheckpointSource(reader, WEIGHT))
+    reader.finish()
+
+
+def build_without_weights(
+    reader: TensorReader, options: ModelOptions, *, vocab_size: int
+) -> tuple[Model, RankGrid]:
+    """Build the model that a reader's manifest describes; its parameters have no memory. Raises as `build_stored_model`."""
     path, manifest, ranks = reader.path, reader.manifest, options.ranks
     config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options)
     vision: VisionConfig = stored_section(path, manifest.config, "vision", VisionConfig)
@@ -175,18 +202,8 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         check_names(reader, registry, lambda _: (WEIGHT,))
     grid = build_grid(shape, ranks.rank, ranks.make_handle)
     model = build_model(described, grid, device=options.device, **kind)
-    buffers = allocate_buffers(
-        model.registry,
-        grid=grid,
-        weight_dtype=options.dtype,
-        grad_dtype=options.dtype,
-        device=options.device,
-        has_gradients=False,
-    )
-    fill_weights(buffers, CheckpointSource(reader, WEIGHT))
-    reader.finish()
     restore_expert_biases(model, manifest.state.get("expert_biases", {}), path)
-    return model
+    return model, grid
 
 
 def _seq_length(path: Path, manifest: Manifest) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
@@ -40,6 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
@@ -125,6 +127,7 @@ def build_model(
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
+    qat: QuantizationFormat | None = None,
     user_loss: UserLoss | None = None,
     others: OtherModules | None = None,
 ) -> Model:
@@ -145,6 +148,7 @@ def build_model(
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
+        qat: format that linear layers are rounded to (--qat).
         user_loss: loss of the user in place of the cross-entropy (--loss).
         others: makes the head, and modules around layers, of a teacher or of a model that has one.
     """
@@ -157,9 +161,7 @@ def build_model(
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
         common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
-        if implementation == "transformer_engine":
-            return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
-        return LocalBuilder(*common)
+        return _builder(implementation, qat, spec, common)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
@@ -176,6 +178,17 @@ def build_model(
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
     return Model(spec, *parts, biases, fp8, communication)
+
+
+def _builder(
+    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec, common: Sequence[Any]
+) -> ModuleBuilder:
+    """Return the builder of a layer's modules; `common`: the arguments of `LocalBuilder`."""
+    if qat is not None:
+        return FakeQuantizedBuilder(*common, format=qat)
+    if implementation == "transformer_engine":
+        return TransformerEngineBuilder(*common, spec.is_residual_fp32)
+    return LocalBuilder(*common)
 
 
 class OtherModules(Protocol):

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "port": ("port.cli", "print the command for a launch script or a YAML file of Megatron-LM"),
     "plan": ("plan.cli", "find the best layout of a run, or the best pipeline schedule for given times"),
     "doctor": ("doctor.cli", "check hosts, GPUs, disks and network before a run"),
+    "quantize": ("quantization.cli", "write a checkpoint as a folder of transformers with quantized weights"),
     "report": ("report", "write the curves of runs as one HTML page"),
     "watch": ("watch", "show the state of runs in a terminal"),
     "generate": ("generation.generate", "generate text from a checkpoint"),

@@ -85,6 +85,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
+        qat=plan.derived.qat,
         communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
         others=distillation,

@@ -34,6 +34,7 @@ EXCLUDED = {
     "precision.fp8_wgrad": "a row of FP8 has it off",
     "precision.fp8_param_gather": "rows of FP8 have it",
     "precision.fp4_recipe": "has one value",
+    "precision.qat": "covers dense GPTs alone; tests/distributed/model/test_fake_quantized_layouts.py compares layouts",
     "precision.first_last_layers_bf16": "a row of FP8 has it",
     "training.decrease_batch_size_if_needed": "determines the batch size before it is split",
     "training.check_for_nan_in_loss_and_grad": "checks a norm that parity compares",

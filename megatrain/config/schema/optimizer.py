@@ -199,6 +199,17 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """With --fp8-format: YAML file in Megatron-LM's format with the FP8 recipe of each linear layer, by patterns of module names; see docs/training.md."""
     te_precision_config_digest: str | None = AUTO
     """Expected digest of that file; other contents are an error. auto: that of the file, which checkpoints store. Not in Megatron-LM."""
+    qat: Literal["fp8-channel", "int8", "int8-weights", "int4"] | None = setting(
+        None,
+        conflicts=(
+            conflict("precision.fp8_format", why=": both decide the numbers of linear layers"),
+            conflict("precision.fp4_format", why=": both decide the numbers of linear layers"),
+            conflict("model.transformer_impl", "transformer_engine", fix="use --transformer-impl local"),
+        ),
+    )
+    """Round the weights of linear layers, and their inputs where the format has them, in each forward pass as megatrain quantize --format does, with the gradients of what is not rounded. Not in Megatron-LM."""
+    qat_group_size: int = setting(128, at_least=1, needs=one_of("precision.qat", "int4"))
+    """With --qat int4: inputs of a group of weights that share a scale. Not in Megatron-LM."""
     loss_scale: float | None = setting(None, above=0)
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""
     initial_loss_scale: float = setting(2.0**32, above=0, needs=_DYNAMIC_SCALE)

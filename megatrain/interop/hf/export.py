@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
-from megatrain.checkpoint.reader import CheckpointReader, TensorReader
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
@@ -54,7 +54,7 @@ class HfExport(TensorReader):
     """
 
     def __init__(
-        self, reader: CheckpointReader, architecture: str | None = None, *, image_token: int | None = None
+        self, reader: TensorReader, architecture: str | None = None, *, image_token: int | None = None
     ) -> None:
         self._reader, self.path = reader, reader.path
         manifest = reader.manifest
@@ -82,13 +82,13 @@ class HfExport(TensorReader):
             model.model_family == "vlm" and vision.image_token_id is None and not is_tower
         ):
             vision = replace(vision, image_token_id=self._image_token(image_token))
-        self._config = Config(model=model, experts=experts, vision=vision)
-        self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
+        self.config = Config(model=model, experts=experts, vision=vision)
+        self.family, self._keys = fitting_family(self.config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
         own = {name: one.shape for name, one in manifest.model_tensors.items() if not name.startswith(MTP)}
         self.has_mtp = len(own) < len(manifest.model_tensors)
         ours = {name: shape for name, shape in own.items() if has_tensor(self.family, name)}
-        biases = bias_shapes(self._config, self.vocab_size)
+        biases = bias_shapes(self.config, self.vocab_size)
         self.tensors = {
             **their_tensors(
                 self.family.modules,
@@ -234,7 +234,7 @@ class HfExport(TensorReader):
 
     def _start_of_decoder(self) -> dict[str, int | None]:
         """Return the key of the token with which the decoder of a model with an encoder begins."""
-        if self._config.model.model_family != "t5":
+        if self.config.model.model_family != "t5":
             return {}
         stored = self.manifest.state.get("decoder_start_id")
         return {"decoder_start_token_id": stored if self.tokenizer is None else self.tokenizer.start_id}
@@ -246,7 +246,7 @@ class HfExport(TensorReader):
         return content if isinstance(content, dict) and content else {"_from_model_config": True}
 
     def _check_tensors(self, manifest: Manifest) -> None:
-        expected = shapes_of(None, self._config, self.vocab_size)
+        expected = shapes_of(None, self.config, self.vocab_size)
         found = {name: tensor.shape for name, tensor in manifest.model_tensors.items()}
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)

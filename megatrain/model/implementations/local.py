@@ -88,7 +88,7 @@ class LocalColumnLinear(ShardedModule):
         recompute_fn = (
             functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         )
-        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
+        grad, bias = self.weight_grads.get("weight"), bias_of(self)
         return hidden, linear(normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn)
 
 
@@ -128,7 +128,7 @@ class LocalRowLinear(ShardedModule):
             self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
+        grad, bias = self.weight_grads.get("weight"), bias_of(self)
         linear: Callable[..., Tensor] = functools.partial(
             row_linear, returns_partial_sums=self.returns_partial_sums
         )
@@ -152,7 +152,7 @@ class LocalActivationRowLinear(LocalRowLinear):
         self.activation = activation
 
 
-def _bias_of(layer: ShardedModule) -> Bias | None:
+def bias_of(layer: ShardedModule) -> Bias | None:
     bias = getattr(layer, "bias", None)
     return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
-from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.qkv import fused_view
+from megatrain.model.implementations.fake_quantized import apply_activation
 from megatrain.model.implementations.local_builder import LocalBuilder, activation_of
 from megatrain.model.implementations.module_builder import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
@@ -70,7 +69,7 @@ class TransformerEngineBuilder(LocalBuilder):
             return TERowLinear(self, linear, activation)
         if self.recipe_of(linear) is not None:
             return TERowLinear(
-                self, linear, functools.partial(_apply_activation, activation=activation_of(spec))
+                self, linear, functools.partial(apply_activation, activation=activation_of(spec))
             )
         return super().activation_row_linear(spec, linear)
 
@@ -377,22 +376,3 @@ class TECoreAttention(nn.Module):
             max_seqlen_kv=longest,
         )
         return out.view(b, s, -1).transpose(0, 1)
-
-
-def _apply_activation(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation of an MLP: [..., i], or gated [..., 2 i], -> [..., i]."""
-    out: Tensor = _ApplyActivation.apply(x, activation)
-    return out
-
-
-class _ApplyActivation(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        return activate(x, activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return activate_backward(grads[0], x, ctx.activation), None

@@ -12,6 +12,7 @@ CASES = [
      ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
     ("--model-family bert --eod-mask-loss --reset-position-ids", "",
      ("--eod-mask-loss", "--reset-position-ids", "--model-family bert or t5")),
+    ("--qat-group-size 32", "", ("--qat-group-size 32", "--qat is int4")),
     ("--mamba-num-heads 8", "", ("--mamba-num-heads 8", "--model-family is hybrid")),
     ("--model-family hybrid --hybrid-layer-pattern *- --hybrid-mlp-ratio 0.5", "",
      ("--hybrid-mlp-ratio 0.5", "with --hybrid-layer-pattern")),

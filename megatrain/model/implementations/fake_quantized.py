@@ -1,0 +1,155 @@
+"""Linear layers whose weights and inputs are rounded as `megatrain quantize` will round them (--qat): the modules of `local` else.
+
+    forward    y = Q(x) Q(W)^T, with scales from the largest values now          backward    straight through both roundings
+
+A scale covers an output, a group of inputs or a token, over all tensor ranks, so that it does not depend on the layout. The weights
+that train are those before rounding; rounding them once more for the export gives the values that the last pass has computed with.
+Source: Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432 (the gradient).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.schema.quantization import NumberFormat, QuantizationFormat
+from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.quantization.rounding import amax_of, round_trip, scales_for
+from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
+from megatrain.model.implementations.local_builder import LocalBuilder, activation_of
+from megatrain.model.implementations.module_builder import ColumnLinear, RowLinear
+from megatrain.model.layouts import LinearLayout
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeQuantizedBuilder(LocalBuilder):
+    """Builder of the modules of one rank."""
+
+    format: QuantizationFormat
+
+    def column_linear(
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
+    ) -> ColumnLinear:
+        layer = FakeQuantizedColumnLinear(
+            self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
+        )
+        layer.format = self.format
+        return layer
+
+    def row_linear(self, linear: LinearLayout) -> RowLinear:
+        return FakeQuantizedRowLinear(linear, self.tp, self.dtype, self.format, None)
+
+    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
+        return FakeQuantizedRowLinear(linear, self.tp, self.dtype, self.format, activation_of(spec))
+
+
+class FakeQuantizedColumnLinear(LocalColumnLinear):
+    """Residual addition, norm if there is one, and column-parallel linear layer."""
+
+    format: QuantizationFormat
+
+    def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        hidden, normed = self.norm.add_and_norm(hidden, delta)
+        recompute_fn = functools.partial(self._recompute, hidden.detach()) if self.recompute_norm else None
+        x, weight = self._rounded_input(normed), rounded(self.weight, self.format.weights)
+        grad = self.weight_grads.get("weight")
+        return hidden, column_linear(x, weight, grad, self.tp, info, bias_of(self), recompute_fn=recompute_fn)
+
+    def _rounded_input(self, x: Tensor) -> Tensor:
+        return x if self.format.inputs is None else straight_through(x, self.format.inputs)
+
+    @torch.no_grad()
+    def _recompute(self, total: Tensor) -> Tensor:
+        return self._rounded_input(self.norm.recompute(total))
+
+
+class FakeQuantizedRowLinear(LocalRowLinear):
+    """Activation, if there is one, and row-parallel linear layer; its inputs are rounded after the activation."""
+
+    def __init__(
+        self,
+        linear: LinearLayout,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        numbers: QuantizationFormat,
+        activation: Activation | None,
+    ) -> None:
+        super().__init__(linear, tp, dtype)
+        self.format, self.activation = numbers, activation
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        activation, group = self.activation, self.tp.group
+        if self.format.inputs is not None:
+            x = x if activation is None else apply_activation(x, activation)
+            x, activation = straight_through(x, self.format.inputs, group), None
+        weight, grad = rounded(self.weight, self.format.weights, group), self.weight_grads.get("weight")
+        return row_linear(
+            x,
+            weight,
+            grad,
+            self.tp,
+            info,
+            bias_of(self),
+            activation=activation,
+            returns_partial_sums=self.returns_partial_sums,
+        )
+
+
+@torch.no_grad()
+def rounded(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:
+    """Return values [..., c] as their quantized form stands for them, in their dtype.
+
+    Args:
+        group: ranks that hold other columns of the same rows; None: this rank has them all.
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    amax = amax_of(wide, numbers)
+    if group is not None and numbers.group_size is None:
+        amax = all_reduce(amax.contiguous(), group, "max")
+    return round_trip(wide, scales_for(amax, numbers, wide.dtype, x.dtype), numbers).to(x.dtype)
+
+
+def straight_through(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:
+    """Return `rounded` inputs, whose gradient is that of the inputs."""
+    out: Tensor = _StraightThrough.apply(x, numbers, group)
+    return out
+
+
+class _StraightThrough(Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, numbers: NumberFormat, group: RankGroup | None) -> Tensor:
+        return rounded(x, numbers, group)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+def apply_activation(x: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation of an MLP: [..., i], or gated [..., 2 i], -> [..., i]."""
+    out: Tensor = _ApplyActivation.apply(x, activation)
+    return out
+
+
+class _ApplyActivation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return activate(x, activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activate_backward(grads[0], x, ctx.activation), None
