@@ -187,7 +187,7 @@ def _builder(
     if qat is not None:
         return FakeQuantizedBuilder(*common, format=qat)
     if implementation == "transformer_engine":
-        return TransformerEngineBuilder(*common, spec.is_residual_fp32)
+        return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
     return LocalBuilder(*common)
 
 

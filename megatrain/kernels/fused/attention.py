@@ -157,7 +157,8 @@ def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """Allocate dq, dk and dv; of as many queries as keys as views of one tensor, the gradient of a joint projection."""
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
     if sq == sk:
-        return q.new_empty(sq, b, n + 2 * g, d).split((n, g, g), dim=2)
+        dq, dk, dv = q.new_empty(sq, b, n + 2 * g, d).split((n, g, g), dim=2)
+        return dq, dk, dv
     return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
 
 
