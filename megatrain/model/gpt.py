@@ -157,11 +157,12 @@ def build_model(
     peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
 
+    new_builder = _new_builder(implementation, qat, spec)
+
     def builder_of(layer: int) -> ModuleBuilder:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
-        common = (tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
-        return _builder(implementation, qat, spec, common)
+        return new_builder(tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
@@ -180,15 +181,15 @@ def build_model(
     return Model(spec, *parts, biases, fp8, communication)
 
 
-def _builder(
-    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec, common: Sequence[Any]
-) -> ModuleBuilder:
-    """Return the builder of a layer's modules; `common`: the arguments of `LocalBuilder`."""
+def _new_builder(
+    implementation: str, qat: QuantizationFormat | None, spec: ModelSpec
+) -> Callable[..., LocalBuilder]:
+    """Return what makes the builder of a layer's modules, given the arguments of `LocalBuilder`."""
     if qat is not None:
-        return FakeQuantizedBuilder(*common, format=qat)
+        return functools.partial(FakeQuantizedBuilder, format=qat)
     if implementation == "transformer_engine":
-        return TransformerEngineBuilder(*common, is_residual_fp32=spec.is_residual_fp32)
-    return LocalBuilder(*common)
+        return functools.partial(TransformerEngineBuilder, is_residual_fp32=spec.is_residual_fp32)
+    return LocalBuilder
 
 
 class OtherModules(Protocol):
