@@ -29,7 +29,7 @@ import torch
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
 from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.checkpoint.stored_values import check_stored_values
+from megatrain.checkpoint.stored_values import check_stored_values, make_lists
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
@@ -185,6 +185,7 @@ def decode(text: bytes) -> Manifest:
     }
     stored = _Stored(version, files, blocks)
     tensors = {name: _tensor(name, tensor, stored) for name, tensor in _items(content, "tensors")}
+    make_lists(content)
     check_stored_values(content)
     return Manifest(
         iteration=content["iteration"],

@@ -107,6 +107,17 @@ _MAX_LAYERS_PER_TENSOR: Final = 10
 """Layers may have no tensors, but few do."""
 
 
+def make_lists(content: Mapping[str, Any]) -> None:
+    """Put lists in place of values of the configuration, in place: versions before had one value, or none, for some settings."""
+    sections = content.get("config")
+    for name, kind in section_types().items():
+        stored = sections.get(name) if isinstance(sections, dict) else None
+        for entry in dataclasses.fields(kind) if isinstance(stored, dict) else ():
+            value = stored.get(entry.name)
+            if entry.name in stored and entry.default == () and not isinstance(value, list):
+                stored[entry.name] = [] if value is None else [value]
+
+
 def check_stored_values(content: Mapping[str, Any]) -> None:
     """Check the values of a manifest that are not about tensors; `content["tensors"]` must be valid.
 
@@ -127,7 +138,7 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
     Raises:
         MismatchError: another version of the program, with other settings, wrote it.
     """
-    stored: Mapping[str, Any] = config.get(name, {})
+    stored: Mapping[str, Any] = _later(name, config.get(name, {})) | config.get(name, {})
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = sorted(set(stored) - set(defaults))
     missing = sorted(key for key in set(defaults) - set(stored) if not is_resolved(defaults[key]))
@@ -137,6 +148,13 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
             fix="use the version of the program that wrote it",
         )
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
+
+
+def _later(name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that came later, and whose default depends on others, with the values that earlier versions used."""
+    if name != "vision":
+        return {}
+    return {"image_processor": "siglip" if stored.get("vision_model_type") == "siglip" else "clip"}
 
 
 def _planned_samples(plans: Mapping[str, Any]) -> int:
