@@ -22,8 +22,8 @@ _Scanned = tuple[Tensor, Tensor]
 def _state_over_documents() -> AbstractContextManager[Any]:
     """Let states continue in the next document."""
 
-    def over_all(*arguments: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> _Scanned:
-        return mamba2_scan(*arguments, initial_state=initial_state)
+    def over_all(*arguments: Tensor, cu_seqlens: Tensor | None, **options: Any) -> _Scanned:
+        return mamba2_scan(*arguments, **options)
 
     return mock.patch.object(mamba, "mamba2_scan", over_all)
 

@@ -47,11 +47,13 @@ def test_values_are_those_of_a_plain_computation(pool: WorkerPool, text: str, na
 
 
 def batches_of(layout: Layout, dp_rank: int, ids: list[Tensor]) -> list[Batch]:
-    """Return this replica's micro-batches; labels at even positions are `ids`, by micro-batch of all replicas."""
+    """Return this replica's micro-batches; every other label that counts is of `ids`, by micro-batch of all replicas."""
     batches = list(local_batches(0, layout, dp_rank))
     labels = [ids[number * layout.dp + dp_rank] for number in range(len(batches))] if ids else []
     for batch, predicted in zip(batches, labels, strict=False):
-        batch.labels[:, ::2] = predicted[:, ::2]
+        counts = batch.loss_mask > 0
+        every_other = counts & (counts.cumsum(1) % 2 == 1)
+        batch.labels[every_other] = predicted[every_other]
     return batches
 
 

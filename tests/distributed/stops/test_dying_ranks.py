@@ -81,6 +81,9 @@ def test_one_rank_stops_all_ranks(tmp_path: Path, culprit, dies, exit_codes, wor
             else job.output(rank).splitlines()
         )
         if rank != culprit:
+            printed = [
+                line for line in printed if not line.startswith("> the first iteration took")
+            ]  # on a busy machine
             assert len(printed) == (1 if words is None and rank == reporter else 0), printed
     if words is None:
         assert f"rank {culprit} of 4 on" in job.output(reporter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatrain.config.errors import Problem
 from megatrain.config.model_spec.attention import AttentionSpec
@@ -50,11 +51,11 @@ def groups_divide_inputs(draft: Draft) -> Problems:
     if precision.qat is None or QUANTIZATION_FORMATS[precision.qat].weights.strategy != "group":
         return
     spec, size = draft.derived.model_spec, precision.qat_group_size
-    for layer in spec.layers:
-        for linear in layer.linears(spec.hidden_size):
-            if linear.local_inputs(tp) % size:
-                yield Problem(
-                    f"--qat-group-size {size} does not divide the {linear.local_inputs(tp):g} inputs of {linear.weight} on a tensor rank",
-                    "choose a --qat-group-size that divides the inputs of all linear layers, or fewer tensor ranks",
-                )
-                return
+    linears = [linear for layer in spec.layers for linear in layer.linears(spec.hidden_size)]
+    wrong = next((linear for linear in linears if linear.local_inputs(tp) % size), None)
+    if wrong is not None:
+        fitting = math.gcd(size, *(int(linear.local_inputs(tp)) for linear in linears))
+        yield Problem(
+            f"--qat-group-size {size} does not divide the {wrong.local_inputs(tp):g} inputs of {wrong.weight} on a tensor rank",
+            f"use --qat-group-size {fitting}",
+        )
