@@ -156,7 +156,6 @@ def build_model(
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
     peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
-
     new_builder = _new_builder(implementation, qat, spec)
 
     def builder_of(layer: int) -> ModuleBuilder:

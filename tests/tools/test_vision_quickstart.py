@@ -39,7 +39,7 @@ def test_held_out_images_are_new_and_right_answers_are_counted(tmp_path: Path) -
     assert (len(trained), len(held_out), trained & held_out) == (30, 20, set())
     assert len(rows) == 4 * 30
     assert "20 of 20" in run(SHAPES, tmp_path, "--score", given=answers(tmp_path, 0))
-    few = run(SHAPES, tmp_path, "--score", given=answers(tmp_path, 6), code=1)
+    few = run(SHAPES, tmp_path, "--score", "--at-least", 0.95, given=answers(tmp_path, 6), code=1)
     assert "of 20 answers are right" in few
     run(SHAPES, tmp_path, "--score", given="", code=2)
 
@@ -66,4 +66,4 @@ def test_a_small_model_answers_questions_about_new_images(tmp_path: Path) -> Non
         "-m", "megatrain.tools.main", "generate", "--load", run_folder, "--prompt-file", tmp_path / "questions.jsonl",
         "--json", "--temperature", 0, "--max-new-tokens", 16, "--device", "cpu",
     )  # fmt: skip
-    assert "answers are right" in run(SHAPES, tmp_path, "--score", given=given)
+    assert "answers are right" in run(SHAPES, tmp_path, "--score", "--at-least", 0.95, given=given)
