@@ -109,7 +109,7 @@ _MAX_LAYERS_PER_TENSOR: Final = 10
 
 def make_lists(content: Mapping[str, Any]) -> None:
     """Put lists in place of values of the configuration, in place: versions before had one value, or none, for some settings."""
-    sections = content.get("config")
+    sections: Any = content.get("config")
     for name, kind in section_types().items() if isinstance(sections, dict) else ():
         stored: Any = sections.get(name)
         for entry in dataclasses.fields(kind) if isinstance(stored, dict) else ():
