@@ -1,4 +1,4 @@
-"""Manifests that earlier versions wrote stay readable, whatever settings came or changed since: `old/` has one of each time."""
+"""Manifests that earlier versions wrote stay readable when settings come or change: `old/` has one of each time."""
 
 from pathlib import Path
 

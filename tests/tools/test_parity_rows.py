@@ -328,6 +328,7 @@ def has_engine(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_engine")
+@pytest.mark.nightly
 def test_transformer_engine_has_few_rows_by_default():
     few = asked(*ENGINE)
     assert {precision for precision, _ in few} == {"bf16"}
