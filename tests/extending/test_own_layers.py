@@ -53,6 +53,7 @@ def test_split_over_ranks_equals_one_process(pool, convolutions, which):
         assert found.is_good, (words, found.names, found.numbers)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_resharded_and_generates_no_text(tmp_path, convolutions):
     flags = f"--mock-data --spec {convolutions} --save {{0}} --load {{0}} --params-dtype float64"
     whole = losses(tmp_path / "whole", flags.format(tmp_path / "whole"))

@@ -205,6 +205,7 @@ def test_a_dry_run_that_does_not_describe_its_run_is_found(part: str, name: str,
     assert len(list(dry_run_differences(dry, OUTCOME))) == 1
 
 
+@pytest.mark.nightly
 def test_equal_runs_and_their_dry_runs_are_equal(folder: Path) -> None:
     """A whole run on two ranks that is stopped and resumed in one process, with validations of a whole set."""
     case = Case.of("tp2 sp llama layers2 validsets toone chunkedloss".split(), folder / "data")

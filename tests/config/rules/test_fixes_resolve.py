@@ -296,6 +296,7 @@ def test_every_fix_leads_to_a_run_that_resolves(arguments_of):
     assert len(open_ended) < len(ends) / 5
 
 
+@pytest.mark.nightly
 def test_every_alternative_of_a_fix_ends(arguments_of):
     found = [
         wrong
