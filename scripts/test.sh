@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [PYTEST ARGUMENTS]     for example: scripts/test.sh tests/data -k blend
 #
-# Stops at the first failing step with its exit code. Three processes with one thread each run the tests, which often wait.
+# Stops at the first failing step with its exit code. Two processes run the tests with one thread each.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,4 +13,4 @@ source scripts/setup.sh dev
 "$PYTHON" -m ruff format --check
 "$PYTHON" -m mypy --num-workers 2
 # Tests start hundreds of processes: with bytecode on disk, each starts a second earlier.
-PYTHONDONTWRITEBYTECODE="" OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 3 "$@"
+PYTHONDONTWRITEBYTECODE="" OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 "$@"
