@@ -94,7 +94,7 @@ class TrainingConfig(Section, on_resume=SAFE):
     cuda_graph_warmup_steps: int = setting(
         3, at_least=0, needs=one_of("training.cuda_graph_impl", "auto", "local", "full_iteration")
     )
-    """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1."""
+    """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1; with auto, fewer than 3 count as 3."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False

@@ -158,9 +158,11 @@ def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
     kind = draft.config.training.cuda_graph_impl
     if kind == "transformer_engine":
         yield "--cuda-graph-impl transformer_engine has no effect: graphs of single modules are missing; use local"
-    elif kind in WHOLE and not draft.derived.cuda_graphs:
+    elif kind not in WHOLE:
+        return
+    elif not draft.derived.cuda_graphs:
         yield f"--cuda-graph-impl {kind} has no effect: {draft.origins['derived.cuda_graphs'].detail}"
-    elif draft.derived.cuda_graphs and draft.config.training.cuda_graph_warmup_steps == 0:
+    elif draft.config.training.cuda_graph_warmup_steps == 0:
         yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
 
 
