@@ -79,8 +79,8 @@ def batches_of(plan: Plan, ranks: Ranks) -> list[Batch]:
     return [one] * plan.derived.num_microbatches
 
 
-def begin_plan(flags: Sequence[str]) -> Callable[[], int]:
-    """Begin a --dry-run of this launch; return a function that returns the bytes of the largest stage."""
+def begin_plan(flags: Sequence[str]) -> Callable[[], list[int]]:
+    """Begin a --dry-run of this launch; return a function that returns the bytes of each stage."""
     command = [sys.executable, "pretrain.py", *flags, "--world-size", os.environ.get("WORLD_SIZE", "1")]
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCH}
     process = subprocess.Popen(
@@ -91,9 +91,9 @@ def begin_plan(flags: Sequence[str]) -> Callable[[], int]:
         env=alone,
     )
 
-    def read() -> int:
+    def read() -> list[int]:
         plan, _ = process.communicate()
-        return max(stage["total"] for stage in json.loads(plan)["memory"])
+        return [stage["total"] for stage in json.loads(plan)["memory"]]
 
     return read
 
@@ -151,7 +151,7 @@ def print_passes(found: Sequence[tuple[str, int]]) -> None:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
-    planned = begin_plan(flags) if os.environ.get("RANK", "0") == "0" else int
+    planned = begin_plan(flags) if os.environ.get("RANK", "0") == "0" else list
     with joined_ranks(parse(flags)) as ranks:
         engine = Engine(ranks.plan, ranks.grid, ranks.device)
         engine.initialize()
@@ -167,7 +167,8 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001 (its documented name)
         if ranks.is_main:
             most, live = live_at_peak(snapshot["device_traces"][ranks.device.index or 0])
-            print(f"planned {planned() / 1e9:.2f} GB, steps: {', '.join(largest)}")
+            of_stages = ", ".join(f"{num_bytes / 1e9:.2f}" for num_bytes in planned())
+            print(f"planned {of_stages} GB, steps of the first rank: {', '.join(largest)}")
             print(
                 f"in use before the last step {resident / 1e9:.2f} GB, allocated by it at its peak {most / 1e9:.2f} GB:"
             )
