@@ -314,7 +314,8 @@ class _Linear(Function):
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
+        rows = _until_accumulated(dy, ctx.tp, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         return dx, *[None] * 7
 
