@@ -34,7 +34,7 @@ from megatrain.config.errors import MegatrainError
 from megatrain.parallel.process_groups import destroy_groups, make_group
 
 _MOST_NCCL_JOBS = 40
-"""Jobs before workers are replaced, each of which then holds 22 GB; those of other numbers of ranks share its GPU."""
+"""Jobs before workers are replaced. After 40 jobs of four ranks each worker holds 22 GB; workers of other world sizes share its GPU."""
 _Worker: TypeAlias = "tuple[Any, Connection[Any, Any]]"
 """A process and its connection."""
 
