@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
+import inspect
 import json
 import os
 import subprocess
@@ -150,6 +151,22 @@ def print_passes(found: Sequence[tuple[str, int]]) -> None:
         print(f"  after {kind:<9} {' '.join(texts)}"[:400])
 
 
+def print_cycles() -> None:
+    """Print the bytes that cycles of references hold, and the types of their objects."""
+    before = torch.cuda.memory_allocated()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    kinds = collections.Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
+    kinds.update(f"function {one.__qualname__}" for one in gc.garbage if inspect.isfunction(one))
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.collect()
+    freed = before - torch.cuda.memory_allocated()
+    print(
+        f"  cycles hold {freed / 1e9:.2f} GB: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(12))}"
+    )
+
+
 def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
     planned = begin_plan(flags) if os.environ.get("RANK", "0") == "0" else list
     with joined_ranks(parse(flags)) as ranks:
@@ -162,6 +179,9 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
         passes.found.clear()
         resident = torch.cuda.memory_allocated()
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2_000_000)  # noqa: SLF001 (its documented name)
+        if arguments.cycles:
+            gc.collect()
+            gc.disable()
         largest.append(step(engine, batches, rates))
         snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001 (its documented name)
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001 (its documented name)
@@ -174,6 +194,8 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> int:
             )
             print_sites(live, arguments.sites)
             print_passes(passes.found)
+            if arguments.cycles:
+                print_cycles()
     return 0
 
 
@@ -195,6 +217,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps to run; the last one is recorded [2]")
     parser.add_argument("--sites", type=int, default=14, help="sites to print [14]")
     parser.add_argument("--collect", action="store_true", help="collect reference cycles after each pass")
+    parser.add_argument(
+        "--cycles", action="store_true", help="keep cycles during the last step, and print their objects"
+    )
     arguments = parser.parse_args(words[:split])
     return report_errors(lambda: measure(arguments, words[split + 1 :]))
 
