@@ -114,7 +114,9 @@ def logits_of_transformers(model: Any, tokens: Tensor, images: Tensor | None = N
     """Return the logits of each head of a model of transformers: [b, s, v], and [b, 2] of a next-sentence head."""
     if images is not None:
         ids = torch.where(tokens < 0, model.config.image_token_id, tokens)
-        return [model.eval()(ids, pixel_values=images.flatten(0, 1), use_cache=False).logits]
+        has_samples = model.config.model_type in ("idefics3", "smolvlm")
+        pixels = images if has_samples else images.flatten(0, 1)
+        return [model.eval()(ids, pixel_values=pixels, use_cache=False).logits]
     if model.config.is_encoder_decoder:
         return [model.eval()(tokens.flip(1), decoder_input_ids=tokens, use_cache=False).logits]
     if not hasattr(model.config, "type_vocab_size"):

@@ -63,6 +63,27 @@ def llava(kind: str) -> Any:
     return randomised(transformers.LlavaForConditionalGeneration(config))
 
 
+SHUFFLED = {
+    "Idefics3": ("Idefics3Config", {"scale_factor": 2}, {}),
+    "SmolVLM": ("SmolVLMConfig", {"scale_factor": 4}, {}),
+    "InternVL": ("InternVLConfig", {"tie_word_embeddings": False}, {"attention_bias": True}),
+}
+
+
+def shuffled(kind: str) -> Any:
+    """Return a model whose projector reads squares of patches."""
+    name, keys, of_tower = SHUFFLED[kind]
+    torch.manual_seed(0)
+    language = "qwen2" if kind == "InternVL" else "llama"
+    config = getattr(transformers, name)(
+        vision_config={**TOWER, "image_size": 56, **of_tower},
+        text_config={"model_type": language, **LANGUAGE, "tie_word_embeddings": False},
+        image_token_id=IMAGE_TOKEN,
+        **keys,
+    )
+    return randomised(getattr(transformers, name.replace("Config", "ForConditionalGeneration"))(config))
+
+
 def write(model: Any, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,12 +118,12 @@ def canonical(checkpoint: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SHUFFLED])
 def test_a_model_has_the_same_logits_here_and_comes_back(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The names in the files are those of the hub; the layers after the feature layer stay out."""
-    theirs = llava(kind)
+    theirs = llava(kind) if kind in KINDS else shuffled(kind)
     source = write(theirs, tmp_path / "theirs")
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     model = model_of(tmp_path / "ours" / "iter_0000000")
@@ -122,6 +143,12 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     output = capsys.readouterr().out
     assert "largest error" in output
     assert "not read" not in output, output
+    if kind in SHUFFLED:  # the scales of InternVL come back as 1
+        again = type(theirs).from_pretrained(back)
+        torch.testing.assert_close(
+            logits_of_transformers(again, tokens, images)[0], expected, rtol=0, atol=1e-5
+        )
+        return
     stored = tensors(source)
     for name, one in tensors(back).items():
         if "post_layernorm" not in name:
@@ -194,6 +221,28 @@ def test_other_models_are_refused_by_name(
     (copy / "config.json").write_text(json.dumps(changed))
     assert main(["convert", "hf-to-megatrain", str(copy), str(tmp_path / "ours")]) == 2
     assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"use_qk_norm": True}, "InternViT-6B"), ({"norm_type": "rms_norm"}, "InternViT-6B"),
+        ({"attention_bias": False}, "InternViT-6B"), ({"use_mean_pooling": False}, "a norm after the layers"),
+    ],
+)  # fmt: skip
+def test_other_towers_of_internvl_are_refused_by_name(
+    keys: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    from megatrain.config.errors import InputError
+    from megatrain.interop.hf.config_file import ConfigFile
+    from megatrain.interop.hf.families.table import family_of
+    from megatrain.interop.hf.settings import read_settings
+
+    config = shuffled("InternVL").config.to_dict()
+    config["vision_config"] |= keys
+    source = ConfigFile(tmp_path, {**config, "architectures": ["InternVLForConditionalGeneration"]})
+    with pytest.raises(InputError, match=word):
+        read_settings(family_of(source), source)
 
 
 @pytest.fixture(scope="module")

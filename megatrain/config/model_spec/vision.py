@@ -30,10 +30,11 @@ class ProjectorSpec(Part):
     role: ClassVar[Role] = "mlp"
 
     inputs: int
-    """Width of the tower."""
+    """Width of the tower, of all patches of a square that is one vector."""
     mlp: MlpSpec | None
     """None: one linear layer, `affine`."""
-    has_norm: bool = False
+    norm: NormSpec | None = None
+    """Of its inputs; None: there is none."""
     has_bias: bool = True
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
@@ -68,6 +69,8 @@ class VisionSpec:
     has_patch_bias: bool = False
     has_pre_norm: bool = True
     has_final_norm: bool = False
+    shuffle_side: int = 1
+    """Patches in a row of a square that is one vector."""
     is_spread_over_tp: bool = False
     """Tensor ranks hold the tower and the projector whole, and share the images of a micro-batch."""
     is_tower_frozen: bool = False
@@ -86,7 +89,8 @@ class VisionSpec:
     @property
     def tokens_per_image(self) -> int:
         """Vectors of an image in the language model."""
-        return self.num_patches + (self.has_class_token and self.keeps_class_token)
+        squares = self.num_patches // self.shuffle_side**2
+        return squares + (self.has_class_token and self.keeps_class_token)
 
     @property
     def image_shape(self) -> tuple[int, int, int, int]:

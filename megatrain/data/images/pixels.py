@@ -2,6 +2,7 @@
 
     clip      the shorter side fills the image, the middle of the longer one is kept     means and deviations of CLIP
     siglip    each side is scaled to that of the model, without a cut                    (x - 0.5) / 0.5
+    internvl  the same                                                                   means and deviations of ImageNet
     tiles     the image is scaled to the grid of tiles whose shape is most like its own, and cut row by row; the whole image,
               scaled to one tile, may follow
 
@@ -24,9 +25,17 @@ from megatrain.config.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Processor = Literal["clip", "siglip"]
-_MEANS: Final = {"clip": (0.48145466, 0.4578275, 0.40821073), "siglip": (0.5, 0.5, 0.5)}
-_DEVIATIONS: Final = {"clip": (0.26862954, 0.26130258, 0.27577711), "siglip": (0.5, 0.5, 0.5)}
+Processor = Literal["clip", "siglip", "internvl"]
+_MEANS: Final = {
+    "clip": (0.48145466, 0.4578275, 0.40821073),
+    "siglip": (0.5, 0.5, 0.5),
+    "internvl": (0.485, 0.456, 0.406),
+}
+_DEVIATIONS: Final = {
+    "clip": (0.26862954, 0.26130258, 0.27577711),
+    "siglip": (0.5, 0.5, 0.5),
+    "internvl": (0.229, 0.224, 0.225),
+}
 
 
 def require_pillow() -> None:
@@ -115,7 +124,7 @@ class Tiling:
 
     def _fitted(self, image: Image) -> Image:
         width, height = self.width, self.height
-        if self.processor == "siglip":
+        if self.processor != "clip":
             return _resized(image, width, height)
         old = image.width, image.height
         is_wide = width / image.width < height / image.height

@@ -44,7 +44,15 @@ MTP: Final = "mtp."
 """Start of the names of tensors of multi-token prediction, which transformers leaves out."""
 _OF_IMAGES: Final = tuple(
     f"vision.{name}"
-    for name in ("img_h", "img_w", "patch_dim", "vision_model_type", "disable_vision_class_token")
+    for name in (
+        "img_h",
+        "img_w",
+        "patch_dim",
+        "vision_model_type",
+        "disable_vision_class_token",
+        "pixel_shuffle",
+        "pixel_shuffle_factor",
+    )
 )
 _NO_MODEL: Final = 1 << 30
 """Distance of a family that has no config.json for a model."""

@@ -2,7 +2,7 @@
 
     images [m, 3, height, width] ─ patches ─ + positions ─ norm ─> [patches, m, width]      VisionEmbedding
                                                  layers ─> the same
-    vectors ─ norm ─ projector ─┐
+    vectors ─ norm ─ projector ─┐                                           (of squares of patches: `joined_squares`)
     tokens [b, s] ─ embedding ──┴─ token -1 - r has row r of its sample's vectors ─> hidden [s/tp, b, h]      ImagesInText
 
 Context ranks share the images (`image_shares`), tensor ranks the heads and widths of the tower, not the sequence. A context
@@ -26,7 +26,7 @@ from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
 from megatrain.model.embedding import Embedding
 from megatrain.model.families.image_shares import ImageShares, replicate
 from megatrain.model.functions import weight_of
-from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
 from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
@@ -100,7 +100,7 @@ class Projector(nn.Module):
         super().__init__()
         assert spec.vision is not None
         part, tp = spec.vision.projector, context.tp
-        norm = norm_weights(f"{PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
+        norm = None if part.norm is None else norm_weights(f"{PROJECTOR}.norm", part.inputs, part.norm, tp)
         linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
         if part.mlp is None:
             down = linears["down"]
@@ -158,6 +158,7 @@ class ImagesInText(nn.Module):
                 hidden = self.norm(hidden, info)
         if self.spec.has_class_token and not self.spec.keeps_class_token:
             hidden = hidden[1:]
+        hidden = joined_squares(hidden, self.spec)
         vectors: Tensor = self.projector(hidden.contiguous(), info)
         return vectors
 
@@ -173,6 +174,16 @@ class ImagesInText(nn.Module):
         first = self.tp.first_row(len(x))
         tokens = batch.tokens.t()[first : first + len(x)]
         return put_vectors(x, vectors.to(x.dtype), tokens)
+
+
+def joined_squares(x: Tensor, spec: VisionSpec) -> Tensor:
+    """Return the patches of an image [n, m, w], square by square: [n / side^2, m, side^2 w], the rows of a square one after the other."""
+    side, (height, width) = spec.shuffle_side, spec.image_size
+    if side == 1:
+        return x
+    rows, columns = height // spec.patch_size // side, width // spec.patch_size // side
+    squares = x.view(rows, side, columns, side, *x.shape[1:]).permute(0, 2, 4, 1, 3, 5)
+    return squares.reshape(rows * columns, x.shape[1], -1)
 
 
 def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
@@ -194,7 +205,7 @@ def vision_segments(
     embedding: Embedding,
     layers: Sequence[nn.Module],
     context: LayerContext,
-    builder: ModuleBuilder,
+    builder: LocalBuilder,
     shares: ImageShares,
 ) -> list[nn.Module]:
     """Build the segments of the tower and the one that joins images and text.
@@ -217,8 +228,11 @@ def vision_segments(
 
     pre = norm("pre_norm") if vision.has_pre_norm else None
     tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype, shares), *layers]
+    norms = vision.projector.norm or vision.norm
     of_projector = replace(
-        context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size})
+        context,
+        model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size}),
+        builder=replace(builder, norms=norms),
     )
     projector = Projector(spec, of_projector)
     final = norm("final_norm") if vision.has_final_norm else None

@@ -20,7 +20,7 @@ def picture(width: int, height: int, mode: str = "RGB") -> bytes:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
 @pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (24, 24), (301, 77), (3, 200)])
-@pytest.mark.parametrize("processor", ["clip", "siglip"])
+@pytest.mark.parametrize("processor", ["clip", "siglip", "internvl"])
 def test_pixels_are_those_of_the_processors_of_transformers(
     processor: Processor, width: int, height: int, mode: str
 ) -> None:
@@ -28,6 +28,9 @@ def test_pixels_are_those_of_the_processors_of_transformers(
     data, sides = picture(width, height, mode), {"height": SIZE, "width": SIZE}
     if processor == "clip":
         theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=sides)
+    elif processor == "internvl":
+        means = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        theirs = transformers.GotOcr2ImageProcessorPil(size=sides, **means)
     else:
         theirs = transformers.SiglipImageProcessorPil(size=sides, resample=3, do_convert_rgb=True)
     expected = np.asarray(theirs(Image.open(io.BytesIO(data)))["pixel_values"][0])

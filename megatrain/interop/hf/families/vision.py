@@ -8,7 +8,7 @@ Files are read with the names of every version of transformers, and written with
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from megatrain.config.derive.families import num_layers
@@ -40,11 +40,11 @@ _SIZES: Final[dict[str, Any]] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 32,
 }  # fmt: skip
-_LANGUAGE_SIZES: Final[dict[str, Any]] = {
+LANGUAGE_SIZES: Final[dict[str, Any]] = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-_LAYER: Final[dict[str, str | Fused]] = {
+TOWER_LAYER: Final[dict[str, str | Fused]] = {
     "layer_norm1": "attention.norm",
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -56,18 +56,29 @@ _LAYER: Final[dict[str, str | Fused]] = {
 }
 
 
-class _ImageSize:
-    """The side of a square image."""
+@dataclass(frozen=True)
+class Square:
+    """The side of a square, a number or a list of two."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    is_list: bool = False
+    """It is written as a list."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        side = source.checked("image_size", check=COUNT)
-        return {"vision.img_h": side, "vision.img_w": side}
+        value = source.get(self.theirs)
+        if isinstance(value, list) and value == value[:1] * 2:
+            side = ConfigFile(source.path, {self.theirs: value[0]}).checked(self.theirs, check=COUNT)
+        else:
+            side = source.checked(self.theirs, check=COUNT)
+        return dict.fromkeys(self.ours, side)
 
     def write(self, config: Config) -> dict[str, Any]:
-        return {"image_size": config.vision.img_h}
+        side = config.get(self.ours[0])
+        return {self.theirs: [side, side] if self.is_list else side}
 
 
-class _Widths:
+class Widths:
     """Layers of the tower and the width of its MLPs, which settings may leave open."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
@@ -101,17 +112,24 @@ class _FeatureLayer:
         return {_FEATURES: -1}
 
 
-class _ImageTokens:
+@dataclass(frozen=True)
+class ImageTokens:
     """The token that stands for a vector of an image."""
+
+    default: int = 32_000
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         names, check = ("image_token_index", "image_token_id"), integer(0, 1 << 31)
         source.get("image_seq_length")
-        return {"vision.image_token_id": source.checked(*names, check=check, default=32000)}
+        return {"vision.image_token_id": source.checked(*names, check=check, default=self.default)}
 
     def write(self, config: Config) -> dict[str, Any]:
         vision = config.vision
-        return {"image_token_index": vision.image_token_id, "image_seq_length": tokens_per_image(vision)}
+        names = ("image_token_index", "image_token_id")
+        return {
+            **dict.fromkeys(names, vision.image_token_id),
+            "image_seq_length": tokens_per_image(vision),
+        }
 
 
 class _WithoutPooling:
@@ -125,13 +143,16 @@ class _WithoutPooling:
         return {"vision_use_head": False} if config.vision.vision_model_type == "siglip" else {}
 
 
-class _Untied:
+@dataclass(frozen=True)
+class Untied:
     """The output layer of a vision-language model, which is never the embedding's."""
+
+    default: bool = False
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         key = "tie_word_embeddings"
-        for one in (source, source.nested("text_config")):
-            if one.get(key, default=False) is not False:
+        for one, default in ((source, self.default), (source.nested("text_config"), False)):
+            if one.get(key, default=default) is not False:
                 raise one.refusal(key, one.get(key), "an output layer tied to the embedding")
         return {}
 
@@ -139,7 +160,7 @@ class _Untied:
         return {"tie_word_embeddings": False}
 
 
-class _LanguageModel(Nested):
+class LanguageModel(Nested):
     """The config.json of the language model, which has a depth of its own."""
 
     def write(self, config: Config) -> dict[str, Any]:
@@ -160,13 +181,13 @@ def _layers_after_features(source: ConfigFile, config: Config) -> range:
     return range(kept, _depth(source))
 
 
-def _tower_parts(kind: str, activation: str, epsilon: float) -> tuple[ConfigPart, ...]:
+def tower_parts(kind: str, activation: str, epsilon: float) -> tuple[ConfigPart, ...]:
     return (
         Value("hidden_size", "vision.vision_hidden_size"),
         Value("num_attention_heads", "vision.vision_num_attention_heads"),
-        Value("patch_size", "vision.patch_dim"),
-        _Widths(),
-        _ImageSize(),
+        Square("patch_size", ("vision.patch_dim",)),
+        Widths(),
+        Square("image_size", ("vision.img_h", "vision.img_w")),
         Choice("num_channels", {3: {}}),
         Choice("hidden_act", {activation: {}}),
         Choice("layer_norm_eps", {epsilon: {}}),
@@ -186,7 +207,7 @@ def _tower_modules(kind: str, prefix: str) -> dict[str, str | Fused]:
         f"{prefix}embeddings.patch_embedding": "vision.patch_embedding",
         f"{prefix}embeddings.position_embedding": "vision.position_embeddings",
         **(only_of_clip if kind == "clip" else {}),
-        **in_layers(f"{prefix}encoder.layers", _LAYER, "vision"),
+        **in_layers(f"{prefix}encoder.layers", TOWER_LAYER, "vision"),
     }
 
 
@@ -200,11 +221,11 @@ def _unused(prefix: str) -> dict[str, float]:
 
 
 _TOWERS: Final[dict[str, tuple[str, str, tuple[ConfigPart, ...]]]] = {
-    "clip": ("CLIPVisionModel", "clip_vision_model", _tower_parts("clip", "quick_gelu", 1e-5)),
+    "clip": ("CLIPVisionModel", "clip_vision_model", tower_parts("clip", "quick_gelu", 1e-5)),
     "siglip": (
         "SiglipVisionModel",
         "siglip_vision_model",
-        _tower_parts("siglip", "gelu_pytorch_tanh", 1e-6),
+        tower_parts("siglip", "gelu_pytorch_tanh", 1e-6),
     ),
 }
 _CLASS_TOKEN: Final = {
@@ -259,13 +280,13 @@ def _tower(kind: str) -> Family:
 def _llava(kind: str, language: Family) -> Family:
     _, tower_type, parts = _TOWERS[kind]
     is_llama = language is LLAMA
-    text = _LanguageModel(
-        "text_config", language.model_type, language.config, _LANGUAGE_SIZES if is_llama else {}
+    text = LanguageModel(
+        "text_config", language.model_type, language.config, LANGUAGE_SIZES if is_llama else {}
     )
 
     def is_of(source: ConfigFile) -> bool:
         of_tower = source.nested("vision_config", _SIZES).get("model_type", default="clip_vision_model")
-        defaults = _LANGUAGE_SIZES if language is LLAMA else {}
+        defaults = LANGUAGE_SIZES if language is LLAMA else {}
         nested = source.nested("text_config", defaults)
         return (of_tower, nested.get("model_type", default="llama")) == (tower_type, language.model_type)
 
@@ -278,8 +299,8 @@ def _llava(kind: str, language: Family) -> Family:
             Nested("vision_config", tower_type, parts, _SIZES),
             _FeatureLayer(),
             _CLASS_TOKEN[kind],
-            _ImageTokens(),
-            _Untied(),
+            ImageTokens(),
+            Untied(),
             Choice("projector_hidden_act", {"gelu": {}}),
             Choice("multimodal_projector_bias", {True: {}}),
             Fixed({"model.model_family": "vlm"}),

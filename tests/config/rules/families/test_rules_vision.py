@@ -17,6 +17,11 @@ CASES = {
         (f"{VLM} --img-h 8", "", None, ("--img-h 8", "--patch-dim 14"), ("14",)),
         (f"{VLM} --img-w 30", "", None, ("--img-w 30", "--patch-dim 14"), ("--img-w 28",)),
     ],
+    "patches_form_squares": [
+        (f"{VLM} --pixel-shuffle", "", None, ("--pixel-shuffle", "class token"), ("--disable-vision-class-token",)),
+        (f"{VLM} --img-w 42 --pixel-shuffle --disable-vision-class-token", "", None,
+         ("--img-w 42", "3 patches of 14", "--pixel-shuffle-factor 2"), ("--img-w 56",)),
+    ],
     "tower_has_sizes": [
         (f"{VLM} --vision-model-type clip --vision-num-attention-heads 4", "", None, ("--vision-hidden-size",), ("--vision-hidden-size 1024",)),
         (f"{CLIP} --vision-hidden-size 18", "", None,
@@ -70,12 +75,17 @@ def test_the_language_model_has_its_own_depth_and_length(plan_of):
 
 @pytest.mark.parametrize(
     ("flags", "has_norm"),
-    [("", True), ("--transformer-impl local", False), ("--vision-model-type clip", False)],
+    [
+        ("", True),
+        ("--transformer-impl local", False),
+        ("--vision-model-type clip", False),
+        ("--vision-model-type internvit300M", True),
+    ],
 )
 def test_a_norm_precedes_the_projector_as_in_megatron(plan_of, flags, has_norm):
     sizes = "--vision-hidden-size 16 --vision-num-attention-heads 4"
     vision = plan_of(f"{VLM} {sizes} {flags}").derived.model_spec.vision
-    assert vision.projector.has_norm == has_norm
+    assert (vision.projector.norm is not None) == has_norm
 
 
 @pytest.mark.parametrize("images", [1, 4, 40])
