@@ -98,8 +98,8 @@ MODELS = {
     "tiles": (
         f"--model-family vlm {_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} "
         "--vision-num-layers 2 --vision-model-type internvit300M --vision-hidden-size 24 --vision-num-attention-heads 3 --img-h 8 "
-        "--img-w 16 --patch-dim 4 --disable-vision-class-token --pixel-shuffle --images-per-sample 3 "
-        "--dataloader-seq-length 18 --use-packed-sequence --spread-images"
+        "--img-w 12 --patch-dim 2 --disable-vision-class-token --pixel-shuffle --images-per-sample 3 "
+        "--dataloader-seq-length 6 --use-packed-sequence --spread-images"
     ),
     "llava": (
         f"--model-family vlm --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --vision-num-layers 2 "
