@@ -36,10 +36,12 @@ LANGUAGE = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
     "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28]]
 KINDS = {
     "CLIP, Llama": ("CLIPVisionConfig", "LlamaConfig", {}),
     "CLIP, whole": ("CLIPVisionConfig", "Qwen2Config", {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}),
     "SigLIP, Llama": ("SiglipVisionConfig", "LlamaConfig", {"vision_feature_select_strategy": "full", "vision_feature_layer": 1}),
+    "NeXT, Mistral": ("CLIPVisionConfig", "MistralConfig", {"image_grid_pinpoints": PINPOINTS}),
 }  # fmt: skip
 
 
@@ -54,13 +56,19 @@ def randomised(model: Any) -> Any:
 def llava(kind: str) -> Any:
     tower, language, keys = KINDS[kind]
     torch.manual_seed(0)
-    config = transformers.LlavaConfig(
+    config_class = transformers.LlavaNextConfig if "NeXT" in kind else transformers.LlavaConfig
+    config = config_class(
         vision_config=getattr(transformers, tower)(**TOWER),
         text_config=getattr(transformers, language)(**LANGUAGE, tie_word_embeddings=False),
         image_token_index=IMAGE_TOKEN,
         **keys,
     )
-    return randomised(transformers.LlavaForConditionalGeneration(config))
+    model = (
+        transformers.LlavaNextForConditionalGeneration
+        if "NeXT" in kind
+        else transformers.LlavaForConditionalGeneration
+    )
+    return randomised(model(config))
 
 
 SHUFFLED = {
@@ -129,7 +137,8 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     model = model_of(tmp_path / "ours" / "iter_0000000")
     text = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     assert model.spec.vision is not None
-    tokens, images = with_image(text, model.spec.vision, IMAGE_TOKEN)
+    sizes = PINPOINTS if "NeXT" in kind else None
+    tokens, images = with_image(text, model.spec.vision, IMAGE_TOKEN, sizes)
     [expected], [found] = (
         logits_of_transformers(theirs, tokens, images),
         logits_of_heads(model, tokens, images),

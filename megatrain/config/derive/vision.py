@@ -8,6 +8,8 @@ Source: Megatron-LM, pretrain_vlm.py, core/models/multimodal, core/models/vision
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -61,7 +63,27 @@ def sample_length(config: Config) -> int:
     """Return the tokens of a sample in the first stack of the model: those of its text, and of its images."""
     if config.model.model_family != "vlm":
         return config.data.seq_length
-    return text_length(config) + config.vision.images_per_sample * tokens_per_image(config.vision)
+    return text_length(config) + tokens_of_images(config.vision)
+
+
+def tokens_of_images(vision: VisionConfig) -> int:
+    """Return the most tokens of the images of a sample, with those that end rows of patches."""
+    return vision.images_per_sample * tokens_per_image(vision) + _most_newlines(vision)
+
+
+def pinpoints(vision: VisionConfig) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of --image-grid-pinpoints, height and width; a rule refuses others."""
+    found = (re.fullmatch(r"(\d+)x(\d+)", one) for one in vision.image_grid_pinpoints)
+    return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
+
+
+def _most_newlines(vision: VisionConfig) -> int:
+    """Return the most rows of patches of the tiles of a sample; an image of one tile has one newline."""
+    rows, most = vision.img_h // (vision.patch_dim * shuffle_side(vision)), 1.0
+    for height, width in pinpoints(vision):
+        down, across = height // vision.img_h, width // vision.img_w
+        most = max(most, down * rows / (1 + down * across))
+    return math.ceil(vision.images_per_sample * most) if vision.image_grid_pinpoints else 0
 
 
 def num_positions(config: Config) -> int | None:
@@ -128,6 +150,7 @@ def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm
         keeps_class_token=kind == "siglip" or not vision.disable_vision_class_token,
         has_patch_bias=kind in ("siglip", "internvit300M"),
         has_pre_norm=kind in ("like_language", "clip"),
+        has_newline=bool(vision.image_grid_pinpoints),
         shuffle_side=shuffle_side(vision),
         has_final_norm=vision.vision_final_norm,
         projector=_projector(model, vision, hidden_size * shuffle_side(vision) ** 2, own, norm),

@@ -20,6 +20,8 @@ from megatrain.config.model_spec.part import Part, Role
 
 CHANNELS = 3
 """Colours of an image."""
+NEWLINE = -(1 << 30)
+"""Token of the trained vector after a row of patches; tokens from -1 down to it are vectors of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class VisionSpec:
     has_patch_bias: bool = False
     has_pre_norm: bool = True
     has_final_norm: bool = False
+    has_newline: bool = False
+    """A trained vector follows each row of patches of a tiled image."""
     shuffle_side: int = 1
     """Patches in a row of a square that is one vector."""
     is_spread_over_tp: bool = False

@@ -33,6 +33,8 @@ class VisionConfig(Section, on_resume=SHAPE):
     """Most tiles of an image. The images of a sample share --images-per-sample tiles evenly."""
     use_thumbnail: bool = setting(False, on_resume=ORDER, needs=on("vision.use_tiling"))
     """The whole image, scaled to one tile, follows the tiles of an image that has several."""
+    image_grid_pinpoints: tuple[str, ...] = setting((), needs=VLM, unit="pixels")
+    """Tiles of LLaVA-NeXT: sizes such as 336x672 672x336 (height x width), in multiples of --img-h and --img-w. An image is scaled into the one that holds most of it; the whole image goes before its tiles, a trained vector after each row of patches. none: images are not cut so."""
     vision_model_type: Literal["like_language", "clip", "siglip", "internvit300M"] = setting(
         "like_language", needs=VLM
     )

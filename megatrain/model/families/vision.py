@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from megatrain.config.derive.vision import PROJECTOR, TOWER, is_frozen
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.stack import Stack
-from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
+from megatrain.config.model_spec.vision import CHANNELS, NEWLINE, VisionSpec
 from megatrain.model.embedding import Embedding
 from megatrain.model.families.image_shares import ImageShares, replicate
 from megatrain.model.functions import weight_of
@@ -100,6 +100,7 @@ class Projector(nn.Module):
         super().__init__()
         assert spec.vision is not None
         part, tp = spec.vision.projector, context.tp
+        self.width, self.dtype = spec.hidden_size, context.ranks.dtype
         norm = None if part.norm is None else norm_weights(f"{PROJECTOR}.norm", part.inputs, part.norm, tp)
         linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
         if part.mlp is None:
@@ -147,6 +148,8 @@ class ImagesInText(nn.Module):
         self.spec, self.tp, self.shares = spec, shares.tp, shares
         self.tower = nn.ModuleList(tower)
         self.norm, self.projector, self.embedding = norm, projector, embedding
+        width, dtype = projector.width, projector.dtype
+        self.newline = Newline(width, shares.tp, dtype) if spec.has_newline else None
 
     def vectors(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
         """Return the vectors of the images of this rank, [n, m / shares, h], from the output of the tower's segments."""
@@ -173,7 +176,20 @@ class ImagesInText(nn.Module):
         vectors = self.shares.gather(vectors, batch.images.shape[:2].numel())
         first = self.tp.first_row(len(x))
         tokens = batch.tokens.t()[first : first + len(x)]
-        return put_vectors(x, vectors.to(x.dtype), tokens)
+        return put_vectors(x, vectors.to(x.dtype), tokens, self.newline)
+
+
+class Newline(ShardedModule):
+    """The trained vector after each row of patches."""
+
+    def __init__(self, width: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        layout = stream_layout(f"{PROJECTOR}.newline", width, Init(std=width**-0.5), tp)
+        self.add_weight("weight", layout, dtype)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return x [s, b, h] with the vector at its tokens [s, b]."""
+        return torch.where((tokens == NEWLINE).unsqueeze(-1), weight_of(self, "weight").to(x.dtype), x)
 
 
 def joined_squares(x: Tensor, spec: VisionSpec) -> Tensor:
@@ -186,18 +202,20 @@ def joined_squares(x: Tensor, spec: VisionSpec) -> Tensor:
     return squares.reshape(rows * columns, x.shape[1], -1)
 
 
-def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
+def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | None) -> Tensor:
     """Return x [s, b, h] with the vectors of its images where tokens [s, b] are below 0: of sample i, number -1 - token.
 
     Args:
         vectors: [n, b * images, h], the images of a sample one after the other.
+        newline: at tokens `NEWLINE`; None: there are none.
     """
     n, _, h = vectors.shape
     b = x.shape[1]
     of_sample = vectors.reshape(n, b, -1, h).permute(2, 0, 1, 3).flatten(0, 1)  # [images * n, b, h]
-    rows = (-1 - tokens).clamp(min=0)
+    rows = (-1 - tokens).clamp(0, len(of_sample) - 1)
     found = of_sample[rows, torch.arange(b, device=x.device)]
-    return torch.where((tokens < 0).unsqueeze(-1), found, x)
+    placed = torch.where((tokens < 0).unsqueeze(-1), found, x)
+    return placed if newline is None else newline(placed, tokens)
 
 
 def vision_segments(

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from megatrain.config.derive.vision import num_positions, text_length
+from megatrain.config.derive.vision import num_positions, pinpoints, text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import fewer_ranks, use
 from megatrain.config.plan import DerivedValue, Draft
@@ -91,6 +91,28 @@ def images_have_patches(draft: Draft) -> Problems:
                 f"{flag_of(name)} {side} is not a multiple of --patch-dim {vision.patch_dim}",
                 f"use {flag_of(name)} {side // vision.patch_dim * vision.patch_dim}",
             )
+
+
+@rule
+def pinpoints_are_whole_tiles(draft: Draft) -> Problems:
+    vision, given = draft.config.vision, draft.config.vision.image_grid_pinpoints
+    if not _is_vlm(draft) or not given:
+        return
+    sizes = pinpoints(vision)
+    if len(sizes) < len(given) or any(
+        h % vision.img_h or w % vision.img_w or not h or not w for h, w in sizes
+    ):
+        yield Problem(
+            f"--image-grid-pinpoints {' '.join(given)} are not heights and widths of tiles of {vision.img_h} x {vision.img_w}",
+            f"write HEIGHTxWIDTH in multiples of --img-h and --img-w, such as {vision.img_h}x{2 * vision.img_w}",
+        )
+    if vision.use_tiling:
+        yield Problem("--use-tiling and --image-grid-pinpoints cut images in two ways", "remove one of them")
+    if vision.vision_model_type != "siglip" and not vision.disable_vision_class_token:
+        yield Problem(
+            "--image-grid-pinpoints places patches in rows, and the output of the class token is none",
+            "add --disable-vision-class-token",
+        )
 
 
 @rule

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from megatrain.config.derive.families import num_layers
-from megatrain.config.derive.vision import tokens_per_image
+from megatrain.config.derive.vision import pinpoints, tokens_per_image
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.llama import LLAMA
@@ -44,6 +44,7 @@ LANGUAGE_SIZES: Final[dict[str, Any]] = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_PINPOINTS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 TOWER_LAYER: Final[dict[str, str | Fused]] = {
     "layer_norm1": "attention.norm",
     "self_attn.q_proj": "attention.q",
@@ -277,7 +278,35 @@ def _tower(kind: str) -> Family:
     return replace(alone, variants=(with_text,), is_of=lambda source: source.get("vision_config") is None)
 
 
-def _llava(kind: str, language: Family) -> Family:
+class _Pinpoints:
+    """The sizes to which images are scaled before they are cut into tiles."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        key = "image_grid_pinpoints"
+        sizes = source.get(key)
+        sizes = _PINPOINTS if sizes is None else sizes
+        side = source.nested("vision_config", _SIZES).checked("image_size", check=COUNT)
+        if not isinstance(sizes, list) or not sizes or not all(_is_size(one, side) for one in sizes):
+            raise source.refusal(key, sizes, f"heights and widths in multiples of {side}")
+        return {
+            "vision.image_grid_pinpoints": tuple(f"{height}x{width}" for height, width in sizes),
+            "vision.images_per_sample": max(1 + height * width // side**2 for height, width in sizes),
+        }
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"image_grid_pinpoints": [list(one) for one in pinpoints(config.vision)] or None}
+
+
+def _is_size(value: Any, side: int) -> bool:
+    """Return whether a value is a height and a width in multiples of a side."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) is int and one > 0 and one % side == 0 for one in value)
+    )
+
+
+def _llava(kind: str, language: Family, *, is_next: bool) -> Family:
     _, tower_type, parts = _TOWERS[kind]
     is_llama = language is LLAMA
     text = LanguageModel(
@@ -291,8 +320,8 @@ def _llava(kind: str, language: Family) -> Family:
         return (of_tower, nested.get("model_type", default="llama")) == (tower_type, language.model_type)
 
     return Family(
-        architecture="LlavaForConditionalGeneration",
-        model_type="llava",
+        architecture="LlavaNextForConditionalGeneration" if is_next else "LlavaForConditionalGeneration",
+        model_type="llava_next" if is_next else "llava",
         auto_class="AutoModelForImageTextToText",
         config=(
             text,
@@ -303,9 +332,11 @@ def _llava(kind: str, language: Family) -> Family:
             Untied(),
             Choice("projector_hidden_act", {"gelu": {}}),
             Choice("multimodal_projector_bias", {True: {}}),
+            *((_Pinpoints(),) if is_next else ()),
             Fixed({"model.model_family": "vlm"}),
         ),
         modules={
+            **({"image_newline": "vision.projector.newline"} if is_next else {}),
             **{f"language_model.{theirs}": ours for theirs, ours in language.modules.items()},
             "multi_modal_projector.linear_1": "vision.projector.up",
             "multi_modal_projector.linear_2": "vision.projector.down",
@@ -314,6 +345,7 @@ def _llava(kind: str, language: Family) -> Family:
         buffers=(*_left_out(_TOWER_IN_LLAVA), *(rf"language_model\.{one}" for one in language.buffers)),
         unused=_unused(_TOWER_IN_LLAVA),
         renamed={
+            "model.image_newline": "image_newline",
             "model.language_model.": "language_model.model.",
             "model.multi_modal_projector.": "multi_modal_projector.",
             "lm_head.": "language_model.lm_head.",
@@ -332,9 +364,13 @@ def _llava(kind: str, language: Family) -> Family:
     )
 
 
-_KINDS: Final = tuple(
-    _llava(kind, language) for language in (LLAMA, MISTRAL, QWEN2, QWEN3) for kind in ("clip", "siglip")
-)
-LLAVA: Final = replace(_KINDS[0], variants=_KINDS[1:])
+def _llavas(*, is_next: bool) -> Family:
+    languages, towers = (LLAMA, MISTRAL, QWEN2, QWEN3), ("clip", "siglip")
+    first, *others = (_llava(kind, language, is_next=is_next) for language in languages for kind in towers)
+    return replace(first, variants=tuple(others))
+
+
+LLAVA: Final = _llavas(is_next=False)
+LLAVA_NEXT: Final = _llavas(is_next=True)
 CLIP_TOWER: Final = _tower("clip")
 SIGLIP_TOWER: Final = _tower("siglip")
