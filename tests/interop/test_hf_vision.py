@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import parse
+from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
@@ -381,6 +382,31 @@ def test_text_after_an_image_is_that_of_transformers(
     single = f"generate --load hf:{folder} --image {tmp_path}/0.png --json --temperature 0 --max-new-tokens 8 --termination-id 99"
     assert main([*single.split(), "--device", "cpu", "--prompt", texts[0]]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == expected[0]
+
+
+def test_text_after_tiles_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two images of other shapes in a prompt of LLaVA-NeXT, whose files give their tiles."""
+    image = pytest.importorskip("PIL.Image")
+    model, colours = llava("NeXT, Mistral"), torch.Generator().manual_seed(3)
+    folder, sizes = write(model, tmp_path / "theirs"), [(60, 25), (30, 31)]
+    for number, (height, width) in enumerate(sizes):
+        pixels = torch.randint(0, 256, (height, width, 3), generator=colours, dtype=torch.uint8)
+        image.fromarray(pixels.numpy()).save(tmp_path / f"{number}.png")
+    theirs = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=PINPOINTS
+    )
+    read = theirs([image.open(tmp_path / f"{number}.png") for number in range(2)], return_tensors="pt")
+    anyres = AnyRes(tuple((height, width) for height, width in PINPOINTS), (28, 28))
+    counts = [len(anyres.rows(one, 99, (2, 2))) for one in sizes]
+    ids = [5, *[IMAGE_TOKEN] * counts[0], 6, *[IMAGE_TOKEN] * counts[1], 7]
+    found = model.generate(
+        torch.tensor([ids]), **read, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    prompt = {"prompt": "5 <image> 6 <image> 7", "images": ["0.png", "1.png"]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt))
+    words = f"generate --load hf:{folder} --prompt-file {tmp_path}/prompts.jsonl --json --temperature 0 --max-new-tokens 6"
+    assert main([*words.split(), "--termination-id", "99", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == found[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize(

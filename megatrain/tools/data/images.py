@@ -52,7 +52,7 @@ def described_images(
     num_tiles = -int(tokens[tokens > NEWLINE].min(initial=0) // size)
     learned = int(arrays["loss_mask"].sum())
     lines = [
-        f"tokens         {end:,} of {len(tokens):,}; loss on {learned:,}; {num_tiles} images or tiles of {size} vectors"
+        f"tokens         {end:,} of {len(tokens):,}; loss on {learned:,}; {num_tiles} images of {size} tokens"
     ]
     starts = [start for start in sample.document_starts.tolist() if start < end]
     texts = []

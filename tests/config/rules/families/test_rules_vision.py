@@ -17,6 +17,13 @@ CASES = {
         (f"{VLM} --img-h 8", "", None, ("--img-h 8", "--patch-dim 14"), ("14",)),
         (f"{VLM} --img-w 30", "", None, ("--img-w 30", "--patch-dim 14"), ("--img-w 28",)),
     ],
+    "pinpoints_are_whole_tiles": [
+        (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 30x28", "", None,
+         ("--image-grid-pinpoints 28x56 30x28", "28 x 28"), ("--img-h", "28x56")),
+        (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 --use-tiling", "", None,
+         ("--use-tiling", "--image-grid-pinpoints"), ("remove one",)),
+        (f"{VLM} --image-grid-pinpoints 28x56", "", None, ("class token",), ("--disable-vision-class-token",)),
+    ],
     "patches_form_squares": [
         (f"{VLM} --pixel-shuffle", "", None, ("--pixel-shuffle", "class token"), ("--disable-vision-class-token",)),
         (f"{VLM} --img-w 42 --pixel-shuffle --disable-vision-class-token", "", None,
