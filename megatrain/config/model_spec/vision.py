@@ -101,12 +101,15 @@ class VisionSpec:
         """Shape of the images of a sample: [images, channels, height, width]."""
         return self.images_per_sample, CHANNELS, *self.image_size
 
-    def flops_per_sample(self, hidden_size: int) -> int:
-        """Return the FLOPs of a sample's images, forward and backward; a frozen tower has no backward pass."""
-        tokens, h = self.num_positions, self.hidden_size
-        weights = sum(layer.active_weights(h) for layer in self.layers)
-        tower = 2 * tokens * weights + tokens**2 * sum(layer.pair_channels for layer in self.layers)
-        tower += 2 * self.num_patches * CHANNELS * self.patch_size**2 * h
+    def flops_of_layers(self, hidden_size: int) -> list[int]:
+        """Return the FLOPs of a sample's images in each layer, forward and backward; a frozen tower has no backward pass.
+
+        The first layer counts with the patches, the last one with the projector.
+        """
+        tokens, h, passes = self.num_positions, self.hidden_size, 1 if self.is_tower_frozen else 3
+        layers = [2 * tokens * one.active_weights(h) + tokens**2 * one.pair_channels for one in self.layers]
+        layers[0] += 2 * self.num_patches * CHANNELS * self.patch_size**2 * h
+        found = [passes * flops for flops in layers]
         projector = sum(one.active_weights for one in self.projector.linears(hidden_size))
-        per_image = tower * (1 if self.is_tower_frozen else 3) + 6 * self.tokens_per_image * projector
-        return self.images_per_sample * per_image
+        found[-1] += 6 * self.tokens_per_image * projector
+        return [self.images_per_sample * flops for flops in found]

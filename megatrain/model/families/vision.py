@@ -12,6 +12,7 @@ A frozen tower runs without autograd, in the segment that uses its vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -192,6 +193,40 @@ class Newline(ShardedModule):
         return torch.where((tokens == NEWLINE).unsqueeze(-1), weight_of(self, "weight").to(x.dtype), x)
 
 
+class ToMessage(nn.Module):
+    """Hidden states of the tower -> rows of the language model's width, for the next virtual stage: [rows, b, h]."""
+
+    def __init__(self, spec: ModelSpec, shares: ImageShares, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self.shares, self.dtype = spec, shares, dtype
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+        b = len(batch.tokens)
+        rows = message_rows(self.spec, b, self.shares.size)
+        flat = F.pad(hidden.flatten(), (0, rows * b * self.spec.hidden_size - hidden.numel()))
+        return flat.view(rows, b, -1).to(self.dtype)
+
+
+class FromMessage(ToMessage):
+    """The same, back to [n, m, width]."""
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002
+        vision = self.spec.vision
+        assert vision is not None
+        shape = _shape_in_tower(vision, len(batch.tokens), self.shares.size)
+        return hidden.flatten()[: math.prod(shape)].view(shape).to(self.dtype)
+
+
+def message_rows(spec: ModelSpec, samples: int, shares: int) -> int:
+    """Return the rows of a message between virtual stages of the tower; `shares`: ranks that share images."""
+    assert spec.vision is not None
+    return -(-math.prod(_shape_in_tower(spec.vision, samples, shares)) // (samples * spec.hidden_size))
+
+
+def _shape_in_tower(vision: VisionSpec, samples: int, shares: int) -> tuple[int, int, int]:
+    return vision.num_positions, -(-samples * vision.images_per_sample // shares), vision.hidden_size
+
+
 def joined_squares(x: Tensor, spec: VisionSpec) -> Tensor:
     """Return the patches of an image [n, m, w], square by square: [n / side^2, m, side^2 w], the rows of a square one after the other."""
     side, (height, width) = spec.shuffle_side, spec.image_size
@@ -220,20 +255,26 @@ def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | N
 
 def vision_segments(
     spec: ModelSpec,
-    embedding: Embedding,
+    embedding: Embedding | None,
     layers: Sequence[nn.Module],
     context: LayerContext,
     builder: LocalBuilder,
     shares: ImageShares,
+    *,
+    is_first: bool,
+    hidden_dtype: torch.dtype,
 ) -> list[nn.Module]:
-    """Build the segments of the tower and the one that joins images and text.
+    """Build the segments of a virtual stage of the tower; those of the last one end with the one that joins images and text.
 
     Args:
         spec: of the whole model.
+        embedding: of the text, in the last one; None: the next stage continues the tower.
         layers: segments of the tower's layers.
         context: of the tower, whose tensor ranks do not split the sequence.
         builder: of its norms.
         shares: the ranks that share images.
+        is_first: it begins with the patches.
+        hidden_dtype: of messages between stages.
     """
     vision = spec.vision
     assert vision is not None
@@ -244,8 +285,18 @@ def vision_segments(
         assert isinstance(module, nn.Module)
         return module
 
-    pre = norm("pre_norm") if vision.has_pre_norm else None
-    tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype, shares), *layers]
+    dtype = context.ranks.dtype
+    pre = norm("pre_norm") if vision.has_pre_norm and is_first else None
+    start = (
+        VisionEmbedding(vision, pre, context.tp, dtype, shares)
+        if is_first
+        else FromMessage(spec, shares, dtype)
+    )
+    tower = [start, *layers]
+    if embedding is None:
+        if shares.spreads_over_tp:
+            replicate(tower, shares.tp)
+        return [*tower, ToMessage(spec, shares, hidden_dtype)]
     norms = vision.projector.norm or vision.norm
     of_projector = replace(
         context,

@@ -1,6 +1,6 @@
 """Rules about vision-language models: each fires, names its flags and a remedy."""
 
-from itertools import product
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 
@@ -96,16 +96,21 @@ def test_a_norm_precedes_the_projector_as_in_megatron(plan_of, flags, has_norm):
 
 
 @pytest.mark.parametrize("images", [1, 4, 40])
-def test_the_automatic_split_weighs_the_tower(plan_of, images):
-    flags = f"{VLM} --num-layers 8 --images-per-sample {images} --pipeline-model-parallel-size 4"
+@pytest.mark.parametrize("frozen", ["", "--freeze-ViT"])
+def test_the_automatic_split_weighs_the_tower_and_splits_one_that_is_trained(plan_of, images, frozen):
+    flags = f"{VLM} --num-layers 6 --images-per-sample {images} --pipeline-model-parallel-size 4 {frozen}"
     plan = plan_of(f"{flags} --pipeline-model-parallel-layout auto", facts=Facts(world_size=4))
-    spec, length = plan.derived.model_spec, sample_length(plan.config)
-    (layer, *_), head = spec.flops_per_token(length)
-    tower = spec.vision_flops_per_token(length)
+    derived, length = plan.derived, sample_length(plan.config)
+    layers, head = derived.model_spec.flops_per_token(length)
+    tower = derived.model_spec.vision_flops_per_token(length)
+    assert len(tower) == (1 if frozen else 6)
+    costs = [*tower, *layers, head]
 
-    def slowest(counts):
-        return max(n * layer + tower * (i == 0) + head * (i == 3) for i, n in enumerate(counts))
+    def slowest(ends):
+        return max(sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)]))
 
-    splits = [one for one in product(range(9), repeat=4) if sum(one) == 8 and one[1] and one[2]]
-    assert slowest(plan.derived.pipeline_layers) == min(map(slowest, splits))
-    assert (plan.derived.pipeline_layers[0] == 0) == (images == 40)
+    of_tower = derived.tower_layers or (len(tower), 0, 0, 0)
+    ends = accumulate(map(sum, zip(of_tower, derived.pipeline_layers, strict=True)))
+    assert slowest(list(ends)[:3]) == min(map(slowest, combinations(range(1, len(costs)), 3)))
+    assert (sum(of_tower), sum(derived.pipeline_layers)) == (len(tower), 6)
+    assert bool(derived.tower_layers) == (not frozen and images == 40)
