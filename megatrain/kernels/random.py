@@ -96,38 +96,41 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
     return kept.view(*rows.shape, num_columns)
 
 
-def drop(x: Tensor, rows: Tensor, *, key: int, p: float) -> Tensor:
+def drop(x: Tensor, rows: Tensor, residual: Tensor | None = None, *, key: int, p: float) -> Tensor:
     """Return x times 1 / (1 - p) where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
 
     Args:
         x: [..., columns].
         rows: number in the run of each row, int64 [...].
+        residual: added to the result, which has its dtype; None: nothing is.
         key: from `stream_key`.
     """
-    out: Tensor = _Drop.apply(x, rows, key, p)
+    out: Tensor = _Drop.apply(x, rows, residual, key, p)
     return out
 
 
-def drop_reference(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+def drop_reference(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
     """Compute it with torch operators."""
-    return (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    dropped = (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    return dropped if residual is None else residual + dropped
 
 
 class _Drop(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, key: int, p: float) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.key, ctx.p = key, p
-        return _dropped(x, rows, key, p)
+        ctx.key, ctx.p, ctx.dtype, ctx.adds = key, p, x.dtype, residual is not None
+        return _dropped(x, rows, key, p, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return _dropped(grads[0], rows, ctx.key, ctx.p), None, None, None
+        dx = _dropped(grads[0].to(ctx.dtype), rows, ctx.key, ctx.p)
+        return dx, None, grads[0] if ctx.adds else None, None, None
 
 
-def _dropped(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
-    return (fused.drop if is_fused(x) else drop_reference)(x, rows, key, p)
+def _dropped(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
+    return (fused.drop if is_fused(x) else drop_reference)(x, rows, key, p, residual)
 
 
 def attention_dropout_threshold(p: float) -> int:

@@ -26,15 +26,17 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     )  # fmt: skip
 
 
-def drop(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+def drop(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
     """Implement `kernels.random.drop`, for p in [0, 1 - 2^-32]."""
     x, rows = x.contiguous(), rows.contiguous()
-    out = torch.empty_like(x)
+    added = x if residual is None else residual.contiguous()
+    out = torch.empty_like(added)
     columns = x.shape[-1]
     counters = cdiv(columns, 4)
     launch(
         _drop, (rows.numel(), cdiv(counters, _COUNTERS)),
-        x, out, rows, columns, counters, *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p), COUNTERS=_COUNTERS,
+        x, added, out, rows, columns, counters, *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p),
+        ADDS=residual is not None, COUNTERS=_COUNTERS,
     )  # fmt: skip
     return out
 
@@ -150,8 +152,9 @@ def _normal(
 
 @functools.partial(jit, any_value=("key_low", "key_high", "threshold"))
 def _drop(
-    X, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, factor, COUNTERS: tl.constexpr
-):
+    X, ADDED, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, factor,
+    ADDS: tl.constexpr, COUNTERS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
     column = tl.program_id(1) * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
@@ -159,4 +162,7 @@ def _drop(
     word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
     x = tl.load(X + program * columns + column, mask=column < columns, other=0).to(tl.float32)
     out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
+    if ADDS:
+        added = tl.load(ADDED + program * columns + column, mask=column < columns, other=0).to(tl.float32)
+        out = added + out.to(X.dtype.element_ty).to(tl.float32)
     tl.store(OUT + program * columns + column, out.to(OUT.dtype.element_ty), mask=column < columns)

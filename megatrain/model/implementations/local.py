@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
-from megatrain.kernels.random import drop
 from megatrain.model import functions
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import ShardedModule
@@ -155,20 +153,3 @@ class LocalActivationRowLinear(LocalRowLinear):
 def bias_of(layer: ShardedModule) -> Bias | None:
     bias = getattr(layer, "bias", None)
     return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
-
-
-class LocalDropout(nn.Module):
-    """Dropout of this rank's rows of the sequence, [s/(cp tp), b, h]; the mask does not depend on the layout."""
-
-    def __init__(self, p: float, key: int, tp: TensorParallel, cp: ContextParallel) -> None:
-        super().__init__()
-        self.p = p
-        self.key = key
-        self.split = TokenSplit(tp, cp)
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        if not info.is_training:
-            return x
-        rows, samples, _ = x.shape
-        tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
-        return drop(x, tokens, key=self.key, p=self.p)

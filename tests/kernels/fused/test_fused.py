@@ -265,6 +265,11 @@ def test_dropout_is_the_same_to_the_last_bit(columns: int, dtype: torch.dtype) -
     found = fused_random.drop(x, rows, 77, 0.3)
     assert torch.equal(found.cpu(), random.drop_reference(x.cpu(), rows.cpu(), 77, 0.3))
     assert 0.5 < (found != 0).float().mean().item() < 0.9
+    for kind in (dtype, torch.float32):  # the residual stream may have a higher precision
+        residual = drawn(2, 2, columns, dtype=kind, seed=1)
+        total = fused_random.drop(x, rows, 77, 0.3, residual)
+        assert total.dtype is kind
+        assert torch.equal(total, residual + found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
