@@ -22,7 +22,7 @@ def add_column_sums(total: Tensor, x: Tensor) -> None:
         x: [rows, columns], in any float dtype.
     """
     if is_fused(x):
-        fused.add_column_sums(total, x)
+        fused.column_sums(x, total)
     else:
         add_column_sums_reference(total, x)
 

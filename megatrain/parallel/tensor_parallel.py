@@ -255,8 +255,7 @@ class _ColumnLinear(Function):
         dx, reduction = gemms.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
-        _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
-        accumulate_bias_gradient(ctx.bias, dy)
+        _accumulate_gradients(ctx.weight_grad, ctx.bias, dy, x, ctx.info, may_be_late=tp.size == 1)
         reduction.wait()
         return dx, *[None] * 7
 
@@ -313,8 +312,8 @@ class _Linear(Function):
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
-        accumulate_bias_gradient(ctx.bias, dy)
+        dy = _until_accumulated(dy, ctx.tp, ctx.info)
+        _accumulate_gradients(ctx.weight_grad, ctx.bias, dy, y, ctx.info)
         return dx, *[None] * 7
 
 
@@ -335,11 +334,11 @@ def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
         add_column_sums(bias.grad, dy.flatten(0, -2))
 
 
-def _accumulate_weight_gradient(
-    weight_grad: Tensor | None, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
+def _accumulate_gradients(
+    weight_grad: Tensor | None, bias: Bias | None, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
 ) -> None:
-    rows = dy.flatten(0, -2), x.flatten(0, -2)
-    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows), **when)
+    rows, bias_grad = (dy.flatten(0, -2), x.flatten(0, -2)), bias and bias.grad
+    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows, bias_grad), **when)
 
 
 def _until_accumulated(rows: Tensor, tp: TensorParallel, info: PassInfo) -> Tensor:

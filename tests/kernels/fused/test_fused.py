@@ -328,12 +328,13 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
         pytest.skip("slow in the interpreter")
     x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
     found, expected = before.clone(), before.double()
-    fused_sums.add_column_sums(found, x)
+    fused_sums.column_sums(x, found)
     sums.add_column_sums_reference(expected, x.double())
     near(found, expected, torch.float32, rows)
     second = before.clone()
-    fused_sums.add_column_sums(second, x)
+    fused_sums.column_sums(x, second)
     assert torch.equal(found, second)
+    near(fused_sums.column_sums(x), x.double().sum(0), torch.float32, rows)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
