@@ -38,6 +38,8 @@ class Tile(NamedTuple):
     """A multiple of 64."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers of a thread; None: the compiler's choice."""
 
 
 class Tiles(NamedTuple):
@@ -336,5 +338,6 @@ def _constants(
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
         "enable_fp_fusion": True,
     }
