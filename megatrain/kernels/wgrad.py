@@ -25,8 +25,8 @@ def accumulate_weight_gradient(
         bias_grad: [out], in the dtype of gradients.
     """
     if bias_grad is not None:
-        is_joint = grad is not None and grad.dtype is torch.float32 and dy.element_size() == 2 and len(dy) > 0
-        if is_joint and is_fused(dy):
+        is_mixed = dy.element_size() == 2 and len(dy) > 0 and is_fused(dy)
+        if grad is not None and grad.dtype is torch.float32 and is_mixed:
             bias_grad.add_(accumulate_with_sums(grad, dy.contiguous(), x.contiguous()))
             return
         add_column_sums(bias_grad, dy)
