@@ -1,9 +1,8 @@
-"""GEMMs that add to their fp32 result, by cuBLASLt, the library that torch itself calls: torch does not offer them.
+"""FP8 GEMMs that add to their fp32 result, by cuBLASLt, the library that torch itself calls: torch does not offer them.
 
-    total = a b^T * scale_a * scale_b + beta * total        FP8
-    total = a^T b + total, and sums = a.sum(0)              16 bits: the gradients of a weight and of a bias, in one pass
+    total = a b^T * scale_a * scale_b + beta * total
 
-The library is column-major: it reads a row-major matrix as its transpose, so that the first is computed as total^T = b a^T.
+The library is column-major: it reads a row-major matrix as its transpose, so that the GEMM is computed as total^T = b a^T.
 
 Source: cuBLAS documentation, "Using the cuBLASLt API"; values of its enumerations from cublasLt.h.
 """
@@ -20,27 +19,23 @@ from torch import Tensor
 
 from megatrain.kernels.fused.launching import is_fake
 
-_DTYPES: Final = {
-    torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
-}  # fmt: skip
+_DTYPES: Final = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 """`cudaDataType_t`."""
 _COMPUTE_FP32: Final = 68
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B = 3, 4, 7, 8, 17, 18
+_TRANSPOSE_A, _SCALE_A, _SCALE_B = 3, 17, 18
 """`cublasLtMatmulDescAttributes_t`."""
-_SUMS_OF_B: Final = 512
-"""`CUBLASLT_EPILOGUE_BGRADB`."""
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """`cublasLtMatmulPreferenceAttributes_t`."""
 _WORKSPACE_BYTES: Final = 32 * 2**20
 """The size that NVIDIA recommends for Hopper."""
 _MAX_ALIGNMENT: Final = 256
 _ANY_ADDRESS: Final = c_void_p(_MAX_ALIGNMENT)
-"""Address of numbers that are not read."""
+"""Address of a scale that is not read."""
 _MAX_ALGORITHMS: Final = 16
 
 
 class Problem(NamedTuple):
-    """A GEMM that an algorithm is chosen for: [m, k] by [n, k] in FP8, [k, m] by [k, n] with sums in 16 bits."""
+    """A GEMM that an algorithm is chosen for: [m, k] by [n, k], which are contiguous along k."""
 
     m: int
     n: int
@@ -50,10 +45,6 @@ class Problem(NamedTuple):
     alignments: tuple[int, int, int]
     """Bytes that the addresses of a, b and total are multiples of, up to 256."""
     device: int
-
-    @property
-    def has_sums(self) -> bool:
-        return self.a_dtype.itemsize == 2
 
 
 class _Choice(ctypes.Structure):
@@ -77,26 +68,13 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor
         scales: fp32 [].
     """
     if not is_fake(total):
-        _gemm(problem_of(total, a, b)).run(total, a, b, scales[::-1], beta)
-
-
-def accumulate_with_sums(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute total += a^T b; return a.sum(0), in fp32.
-
-    Args:
-        total: fp32 [m, n].
-        a, b: 16-bit [k, m] and [k, n], k > 0.
-    """
-    sums = torch.empty(a.shape[1], dtype=torch.float32, device=a.device)
-    if not is_fake(total):
-        _gemm(problem_of(total, a, b)).run(total, a, b, (sums,), 1.0)
-    return sums
+        _gemm(problem_of(total, a, b)).run(total, a, b, scales, beta)
 
 
 def problem_of(total: Tensor, a: Tensor, b: Tensor) -> Problem:
     """Return the problem of these matrices."""
     assert all(x.is_contiguous() for x in (total, a, b)), "matrices have rows without gaps"
-    (m, n), k = total.shape, a.numel() // total.shape[0]
+    (m, n), k = total.shape, a.shape[1]
     alignments = (_alignment(a), _alignment(b), _alignment(total))
     return Problem(m, n, k, a.dtype, b.dtype, alignments, total.device.index)
 
@@ -110,22 +88,18 @@ class _Gemm:
         m, n, k = problem.m, problem.n, problem.k
         self.description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(self.description), _COMPUTE_FP32, _DTYPES[torch.float32])
-        self.attributes = (_BIAS,) if problem.has_sums else (_SCALE_A, _SCALE_B)
-        if problem.has_sums:
-            self._set(_EPILOGUE, c_int32(_SUMS_OF_B))
-        self._set(_TRANSPOSE_B if problem.has_sums else _TRANSPOSE_A, c_int32(1))
-        shapes = ((n, k), (m, k)) if problem.has_sums else ((k, n), (k, m))
+        self._set(_TRANSPOSE_A, c_int32(1))
         self.layouts = (
-            self._layout(problem.b_dtype, *shapes[0]),
-            self._layout(problem.a_dtype, *shapes[1]),
+            self._layout(problem.b_dtype, k, n),
+            self._layout(problem.a_dtype, k, m),
             self._layout(torch.float32, n, m),
         )
 
-    def run(self, total: Tensor, a: Tensor, b: Tensor, others: tuple[Tensor, ...], beta: float) -> None:
-        """Queue the GEMM on the current stream; `others` are the sums, or the scales of b and a."""
-        choice = self.choice  # before the addresses are set: a first search sets others
-        for attribute, other in zip(self.attributes, others, strict=True):
-            self._set(attribute, c_void_p(other.data_ptr()))
+    def run(self, total: Tensor, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], beta: float) -> None:
+        """Queue the GEMM on the current stream."""
+        choice = self.choice  # before the scales are set: a first search sets others
+        self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
+        self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
         workspace = torch.empty(max(choice.workspace_bytes, 1), dtype=torch.uint8, device=total.device)
         layout_b, layout_a, layout_total = self.layouts
         self._call(
@@ -151,8 +125,8 @@ class _Gemm:
                 "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
                 c_size_t(ctypes.sizeof(value)),
             )  # fmt: skip
-        for attribute in self.attributes:
-            self._set(attribute, _ANY_ADDRESS)
+        self._set(_SCALE_A, _ANY_ADDRESS)
+        self._set(_SCALE_B, _ANY_ADDRESS)
         found = (_Choice * _MAX_ALGORITHMS)()
         count = c_int(0)
         layout_b, layout_a, layout_total = self.layouts

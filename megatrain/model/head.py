@@ -22,6 +22,7 @@ from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
 from megatrain.kernels.logit_scaling import LogitScaling
+from megatrain.kernels.sums import add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
@@ -239,4 +240,6 @@ class _HeadLoss(Function):
 
 
 def _add_weight_gradients(weight_grad: Tensor | None, bias: Bias | None, dlogits: Tensor, x: Tensor) -> None:
-    accumulate_weight_gradient(weight_grad, dlogits, x, bias and bias.grad)
+    accumulate_weight_gradient(weight_grad, dlogits, x)
+    if bias is not None and bias.grad is not None:
+        add_column_sums(bias.grad, dlogits)

@@ -32,7 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.linear import linear
-from megatrain.kernels.sums import add_column_sums
+from megatrain.kernels.sums import ColumnSums, add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -121,6 +121,7 @@ class Bias(NamedTuple):
 
     value: Tensor
     grad: Tensor | None
+    dy_sums: ColumnSums | None = None
 
 
 def column_linear(
@@ -255,7 +256,8 @@ class _ColumnLinear(Function):
         dx, reduction = gemms.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
-        _accumulate_gradients(ctx.weight_grad, ctx.bias, dy, x, ctx.info, may_be_late=tp.size == 1)
+        _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
+        accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, *[None] * 7
 
@@ -312,8 +314,8 @@ class _Linear(Function):
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        dy = _until_accumulated(dy, ctx.tp, ctx.info)
-        _accumulate_gradients(ctx.weight_grad, ctx.bias, dy, y, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
+        accumulate_bias_gradient(ctx.bias, dy)
         return dx, *[None] * 7
 
 
@@ -330,15 +332,16 @@ class AddBias(Function):
 
 
 def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+    sums = None if bias is None or bias.dy_sums is None else bias.dy_sums.take()
     if bias is not None and bias.grad is not None:
-        add_column_sums(bias.grad, dy.flatten(0, -2))
+        add_column_sums(bias.grad, dy.flatten(0, -2)) if sums is None else bias.grad.add_(sums)
 
 
-def _accumulate_gradients(
-    weight_grad: Tensor | None, bias: Bias | None, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
+def _accumulate_weight_gradient(
+    weight_grad: Tensor | None, dy: Tensor, x: Tensor, info: PassInfo, **when: bool
 ) -> None:
-    rows, bias_grad = (dy.flatten(0, -2), x.flatten(0, -2)), bias and bias.grad
-    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows, bias_grad), **when)
+    rows = dy.flatten(0, -2), x.flatten(0, -2)
+    info.compute_weight_gradient(lambda: accumulate_weight_gradient(weight_grad, *rows), **when)
 
 
 def _until_accumulated(rows: Tensor, tp: TensorParallel, info: PassInfo) -> Tensor:

@@ -42,6 +42,6 @@ def test_every_gemm_has_its_own_scales_also_the_first(monkeypatch: pytest.Monkey
     gemm = cublaslt._Gemm(cublaslt.problem_of(out, a, b))
     expected = []
     for scales in torch.ones(2, 2):
-        gemm.run(out, a, b, (scales[1], scales[0]), 0.0)
+        gemm.run(out, a, b, (scales[0], scales[1]), 0.0)
         expected.append((scales[0].data_ptr(), scales[1].data_ptr()))
     assert gemms == expected

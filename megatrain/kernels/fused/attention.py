@@ -57,8 +57,8 @@ TILES = {
 }
 """Tiles by the least power of two that is at least the head width."""
 
-_BIASED_FORWARD = Tile(64, 128, 4, 2)
-"""Tile of the forward pass with a bias, for the narrowest heads."""
+_BIASED = Tile(64, 128, 4, 2), Tile(64, 64, 4, 2, 168)
+"""Tiles of `forward` and `dq` with a bias, for the narrowest heads."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
 _MAX_KEPT_BYTES = 2**29
@@ -236,7 +236,7 @@ def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
     """Return the tiles for the width of the heads."""
     width = max(power_of_two(q.shape[-1]), min(TILES))
     is_biased = bias is not None and width == min(TILES)
-    return TILES[width]._replace(forward=_BIASED_FORWARD) if is_biased else TILES[width]
+    return Tiles(*_BIASED, TILES[width].dkdv) if is_biased else TILES[width]
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _ROWS, _COLUMNS = 32, 128
 """Tile size: each row of a tile is 256 contiguous bytes in bf16."""
-_PROGRAMS = 132 * 8
+PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _BLOCK = 2048
 """Values of a program that sums parts."""
@@ -20,7 +20,7 @@ def column_sums(x: Tensor, total: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     rows, columns = x.shape
     strips = cdiv(columns, _COLUMNS)
-    groups = min(cdiv(rows, _ROWS), cdiv(_PROGRAMS, strips))
+    groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
     sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
     out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
+from megatrain.kernels.sums import ColumnSums
 from megatrain.model import functions
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
@@ -54,6 +55,7 @@ class LocalColumnLinear(ShardedModule):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     weight: Tensor
+    dy_sums: ColumnSums | None = None
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class LocalRowLinear(ShardedModule):
     """Row-parallel linear layer: [s, b, i/tp] -> [s/tp, b, h]. The bias is added after the sum over tp."""
 
     weight: Tensor
-
+    dy_sums: ColumnSums | None = None
     activation: Activation | None = None
     returns_partial_sums = False  # True: see `row_linear`
 
@@ -152,4 +154,5 @@ class LocalActivationRowLinear(LocalRowLinear):
 
 def bias_of(layer: ShardedModule) -> Bias | None:
     bias = getattr(layer, "bias", None)
-    return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
+    sums = getattr(layer, "dy_sums", None)
+    return None if bias is None else Bias(bias, layer.weight_grads.get("bias"), sums)

@@ -106,7 +106,7 @@ def test_activations_propagate_nan(
     for column in (3, 40):
         x[1, column] = float("nan")
     y = fused_activations.activate(x, *activation.kernel_args)
-    dx = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
     assert torch.equal(y.isnan(), activations.activate_reference(x, activation).isnan())
     assert y.isnan().any()
     assert dx[1].isnan().any()
@@ -121,7 +121,7 @@ ACTIVATION_FUNCTIONS = [
 def test_derivatives_are_finite_where_squares_overflow(activation_fn: activations.ActivationFunction) -> None:
     activation = Activation(fn=activation_fn)
     x = torch.tensor([-1e20, -1e4, 1e4, 1e20], device=DEVICE)
-    dx = fused_activations.activate_backward(torch.ones_like(x), x, None, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(torch.ones_like(x), x, None, *activation.kernel_args)
     assert dx.isfinite().all()
     torch.testing.assert_close(dx, activations.activate_backward_reference(torch.ones_like(x), x, activation))
 
@@ -142,11 +142,13 @@ def test_activation(
     recomputed = torch.empty_like(dy)
     y = fused_activations.activate(x, *activation.kernel_args)
     near(y, activations.activate_reference(x, activation), dtype)
-    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
     near(recomputed, y, dtype)  # another kernel, with other fused multiply-adds
-    near(fused_activations.activate_backward(dy, x, None, *activation.kernel_args), dx, dtype)
-    in_place = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
+    with_sums, sums = fused_activations.activate_backward(dy, x, None, *activation.kernel_args, has_sums=True)
+    near(with_sums, dx, dtype)
+    near(sums, with_sums.double().flatten(0, -2).sum(0), torch.float32, rows)
+    in_place, _ = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
     assert in_place.data_ptr() == x.data_ptr()
     assert torch.equal(in_place, dx)
     assert torch.equal(dy, recomputed)
@@ -259,7 +261,9 @@ def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: 
 
 @pytest.mark.parametrize("columns", [1030, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_the_same_to_the_last_bit(columns: int, dtype: torch.dtype) -> None:
+def test_dropout_is_the_same_to_the_last_bit(
+    columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.tensor([[5, 2**40], [0, 7]], device=DEVICE)
     x = drawn(2, 2, columns, dtype=dtype)
     found = fused_random.drop(x, rows, 77, 0.3)
@@ -270,6 +274,10 @@ def test_dropout_is_the_same_to_the_last_bit(columns: int, dtype: torch.dtype) -
         total = fused_random.drop(x, rows, 77, 0.3, residual)
         assert total.dtype is kind
         assert torch.equal(total, residual + found)
+    monkeypatch.setattr(fused_random, "PROGRAMS", 3)  # so that a program has several rows
+    again, sums_of_columns = fused_random.drop_with_sums(x, rows, 77, 0.3)
+    assert torch.equal(again, found)
+    near(sums_of_columns, found.double().flatten(0, 1).sum(0), torch.float32, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -368,7 +376,7 @@ def test_strided_tensors_are_read_correctly() -> None:
     near(found[1], expected.dweight, torch.float32, 40)
     activation = Activation(fn=activations.SILU)
     recomputed = torch.empty(6, 1, 40, device=DEVICE)
-    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), torch.float32)
     near(recomputed, activations.activate_reference(x, activation), torch.float32)
 
