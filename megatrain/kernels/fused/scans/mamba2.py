@@ -4,7 +4,8 @@
     outputs    a chunk of some heads of a group     -> y                                                          forward
     states     again
     states     the same in reverse, from dy and C   -> dS after each chunk
-    gradients  a chunk of all heads of a group      -> dx, ddt, dB, dC, parts of dA and dD                        backward
+    outputs    the same in reverse, from dy and dS  -> dx
+    gradients  a chunk of all heads of a group      -> ddt, dB, dC, parts of dA and dD                            backward
 
 The scans are as long as the sample: their programs divide the columns of states, which they carry in fp32 and write in the
 dtype of x, the dtype of the GEMMs. The forward pass saves its inputs. Each result is written by one program: no atomic sums,
@@ -99,15 +100,10 @@ def _by_rows(
 
 def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return y [b, s, n, p], and in fp32 the last state [b, n, p, m]."""
-    x, dt, a, b, c, d, first = inputs
+    x, b = inputs.x, inputs.b
     before, last_state = _states(inputs, x, b, state, is_reverse=False)
-    y, (s, samples, n, _), shares = like(x.transpose(0, 1)), x.shape, x.shape[2] // b.shape[2]
-    heads = math.gcd(shares, _HEADS)
-    launch(
-        kernels.outputs, (n // heads, cdiv(s, CHUNK), samples), x, b, c, dt, a, d, a if first is None else first, before, y,
-        *_strides(x, b, c, dt, y.transpose(0, 1)), s, heads, shares,
-        **_constants(inputs), ALL_M=_padded(b.shape[-1]), **OUTPUTS._asdict(),
-    )  # fmt: skip
+    y = like(x.transpose(0, 1))
+    _outputs(inputs, x, before, y, is_reverse=False)
     return y, last_state
 
 
@@ -127,9 +123,10 @@ def scan_backward(
     chunks, dx, db, dc = cdiv(s, CHUNK), *_gradients((x, b, c), places)
     ddt = torch.empty(samples, n, s, dtype=torch.float32, device=x.device)
     da, dd = (torch.empty(samples, chunks, n, dtype=torch.float32, device=x.device) for _ in range(2))
+    _outputs(inputs, dy, after, dx, is_reverse=True)
     launch(
-        kernels.gradients, (g, chunks, samples), dy, x, b, c, dt, a, d, first, before, after, dx, db, dc, ddt, da, dd,
-        *_strides(dy, x, b, c, dt, *(gradient.transpose(0, 1) for gradient in (dx, db, dc))), s, n, n // g,
+        kernels.gradients, (g, chunks, samples), dy, x, b, c, dt, a, first, before, after, db, dc, ddt, da, dd,
+        *_strides(dy, x, b, c, dt, db.transpose(0, 1), dc.transpose(0, 1)), s, n, n // g,
         **_constants(inputs), ALL_M=_padded(m), **GRADIENTS._asdict(),
     )  # fmt: skip
     ddt = ddt.permute(0, 2, 1).to(dt.dtype)
@@ -160,6 +157,18 @@ def _states(
         **_constants(inputs), BLOCK=block, HAS_START=start is not None, IS_REVERSE=is_reverse, **STATES._asdict(),
     )  # fmt: skip
     return states, end
+
+
+def _outputs(inputs: Inputs, x: Tensor, states: Tensor, y: Tensor, *, is_reverse: bool) -> None:
+    """Write y from x and the states before chunks, or dx from dy and the gradients of the states after them, into y [b, s, n, p]."""
+    _, dt, a, b, c, d, first = inputs
+    (s, samples, n, _), (g, m) = x.shape, b.shape[2:]
+    heads = math.gcd(n // g, _HEADS)
+    launch(
+        kernels.outputs, (n // heads, cdiv(s, CHUNK), samples), x, b, c, dt, a, d, a if first is None else first, states, y,
+        *_strides(x, b, c, dt, y.transpose(0, 1)), s, heads, n // g,
+        **_constants(inputs), ALL_M=_padded(m), IS_REVERSE=is_reverse, **OUTPUTS._asdict(),
+    )  # fmt: skip
 
 
 def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:

@@ -73,39 +73,48 @@ def states(
 
 @_kernel
 def outputs(
-    X, B, C, DT, A, D, FIRST, BEFORE, Y, x_at, b_at, c_at, dt_at, y_at, s, heads, heads_per_group,
+    X, B, C, DT, A, D, FIRST, STATES, Y, x_at, b_at, c_at, dt_at, y_at, s, heads, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FIRST: tl.constexpr, IS_REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute y of a chunk for `heads` heads of a group: programs (heads, chunk, sample). BEFORE: states before chunks."""
+    """Compute y of a chunk for `heads` heads of a group: programs (heads, chunk, sample). STATES: those before chunks.
+
+    IS_REVERSE: X and Y are dy and dx, and STATES the gradients of the states after chunks.
+    """
     begin, chunk, sample = tl.program_id(0) * heads, tl.program_id(1), tl.program_id(2)
     n, group, start = tl.num_programs(0) * heads, begin // heads_per_group, chunk * CHUNK
     b = load_rows(head_at(B, b_at, sample, group), start, b_at[0], s, CHUNK, M, ALL_M)
     c = load_rows(head_at(C, c_at, sample, group), start, c_at[0], s, CHUNK, M, ALL_M)
-    first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
     scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     for head in tl.range(begin, begin + heads):
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
         x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
-        before = load_state(BEFORE + place * (P * M), P, M, ALL_P, ALL_M)
+        state = load_state(STATES + place * (P * M), P, M, ALL_P, ALL_M)
         dt = load_values(head_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
-        sums = tl.cumsum(dt * (tl.load(A + head).to(tl.float32) * 1.4426950408889634), 0)
-        pairs = scores * (decays_between(sums, first, start, CHUNK, HAS_FIRST) * dt[None, :])
-        y = tl.dot(c, tl.trans(before), input_precision=PRECISION)
-        y *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
-        y = tl.dot(pairs.to(x.dtype), x, y, input_precision=PRECISION)
+        log_decay = dt * (tl.load(A + head).to(tl.float32) * 1.4426950408889634)
+        sums = tl.cumsum(log_decay, 0)
+        pairs = scores * decays_between(sums, first, start, CHUNK, HAS_FIRST)
+        if IS_REVERSE:
+            y = tl.dot(b, tl.trans(state), input_precision=PRECISION)
+            y *= decays_to_end(sums, tl.sum(log_decay, 0), last, start, CHUNK, HAS_FIRST)[:, None]
+            y = tl.dot(tl.trans(pairs.to(x.dtype)), x, y, input_precision=PRECISION) * dt[:, None]
+        else:
+            y = tl.dot(c, tl.trans(state), input_precision=PRECISION)
+            y *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+            y = tl.dot((pairs * dt[None, :]).to(x.dtype), x, y, input_precision=PRECISION)
         y += tl.load(D + head).to(tl.float32) * x.to(tl.float32)
         store_rows(head_at(Y, y_at, sample, head), y, start, y_at[0], s, CHUNK, P, ALL_P)
 
 
 @_kernel
 def gradients(
-    DY, X, B, C, DT, A, D, FIRST, BEFORE, AFTER, DX, DB, DC, DDT, DA, DD,
-    dy_at, x_at, b_at, c_at, dt_at, dx_at, db_at, dc_at, s, n, heads_per_group,
+    DY, X, B, C, DT, A, FIRST, BEFORE, AFTER, DB, DC, DDT, DA, DD, dy_at, x_at, b_at, c_at, dt_at, db_at, dc_at,
+    s, n, heads_per_group,
     CHUNK: tl.constexpr, P: tl.constexpr, ALL_P: tl.constexpr, M: tl.constexpr, ALL_M: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk of all heads of a group: programs (group, chunk, sample).
+    """Compute the gradients of a chunk of all heads of a group, without dx: programs (group, chunk, sample).
 
     BEFORE: states before chunks; AFTER: gradients of the states after them. DDT is [b, n, s], DA and DD [b, chunks, n].
     """
@@ -120,47 +129,38 @@ def gradients(
     is_itself = tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :]
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
-        a, skip = tl.load(A + head).to(tl.float32), tl.load(D + head).to(tl.float32)
+        a = tl.load(A + head).to(tl.float32)
         dy = load_rows(head_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
         x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
         before = load_state(BEFORE + place * (P * M), P, M, ALL_P, ALL_M)
         after = load_state(AFTER + place * (P * M), P, M, ALL_P, ALL_M)
         dt = load_values(head_at(DT, dt_at, sample, head), start, dt_at[0], s, CHUNK)
-        sums, total = (
-            tl.cumsum(dt * (a * 1.4426950408889634), 0),
-            tl.sum(dt * (a * 1.4426950408889634), 0),
-        )
-        from_start = decays_from_start(sums, first, start, HAS_FIRST)
-        to_end = decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)
-        between = decays_between(sums, first, start, CHUNK, HAS_FIRST)
+        log_decay = dt * (a * 1.4426950408889634)
+        sums, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
         of_state = decay_of_chunk(total, last, start, HAS_FIRST)
         of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
 
-        read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
-        dsums = tl.sum(read * dy.to(tl.float32), 1) * from_start
-        du = tl.dot(b, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
-        ddt = tl.sum(du * x.to(tl.float32), 1)
-        at_end = ddt * dt
-        du = tl.dot(tl.trans((scores * between).to(x.dtype)), dy, du, input_precision=PRECISION)
-        dx = du * dt[:, None] + skip * dy.to(tl.float32)
-        store_rows(head_at(DX, dx_at, sample, head), dx, start, dx_at[0], s, CHUNK, P, ALL_P)
-
         dpairs = tl.dot(dy, tl.trans(x), input_precision=PRECISION)
         tl.store(DD + place, tl.sum(tl.sum(tl.where(is_itself, dpairs, 0.0), 1), 0))
-        dpairs *= between
+        dpairs *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
         dscores += dpairs * dt[None, :]
         dpairs *= scores
-        of_tokens = tl.sum(dpairs, 0)
-        ddt += of_tokens
-        dsums += tl.sum(dpairs * dt[None, :], 1) - of_tokens * dt
-        da = decay_gradient(dsums, at_end, of_state)
-        store_values(DDT + (tl.cast(sample, tl.int64) * n + head) * s, ddt + a * da, start, 1, s, CHUNK)
-        tl.store(DA + place, tl.sum(dt * da, 0))
+        ddt = tl.sum(dpairs, 0)
+        dsums = tl.sum(dpairs * dt[None, :], 1) - ddt * dt
 
-        reading = (dy.to(tl.float32) * from_start[:, None]).to(x.dtype)
-        dc = tl.dot(reading, before, dc, input_precision=PRECISION)
-        writing = (x.to(tl.float32) * (dt * to_end)[:, None]).to(x.dtype)
-        db = tl.dot(writing, after, db, input_precision=PRECISION)
+        read = tl.dot(dy, before, input_precision=PRECISION)
+        read *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+        dsums += tl.sum(read * c.to(tl.float32), 1)
+        dc += read
+        written = tl.dot(x, after, input_precision=PRECISION)
+        written *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
+        at_end = tl.sum(written * b.to(tl.float32), 1)
+        db += written * dt[:, None]
+
+        da = decay_gradient(dsums, at_end * dt, of_state)
+        ddt += at_end + a * da
+        store_values(DDT + (tl.cast(sample, tl.int64) * n + head) * s, ddt, start, 1, s, CHUNK)
+        tl.store(DA + place, tl.sum(dt * da, 0))
     dscores = dscores.to(b.dtype)
     dc = tl.dot(dscores, b, dc, input_precision=PRECISION)
     db = tl.dot(tl.trans(dscores), c, db, input_precision=PRECISION)
