@@ -113,7 +113,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Ten
 
 def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs [s, b, n, dv], the last state [b, n, dk, dv] in fp32, and T of all chunks [b, chunks, n, CHUNK, CHUNK]."""
-    q, k, v, g, beta, first = inputs
+    q, k, v, g, _, first = inputs
     out, (s, b, n, _) = like(v), v.shape
     inverses = torch.empty(b, cdiv(s, CHUNK), n, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
     chunks = _scan(inputs, state, inverses, is_solved=False)

@@ -142,7 +142,7 @@ def states(
         reads = load_rows(READS, start, reads_at[0], s, CHUNK, DK, ALL_K)
         writes = load_block(WRITES, start, new_at[0], s, width, CHUNK, BLOCK)
         sums, total = _sums(G, start, g_at[0], s, CHUNK)
-        first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
+        _, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
         rounded = state.to(k.dtype)
         store_block(STATES + place * (DK * DV) + column, rounded, 0, DV, DK, width, ALL_K, BLOCK)
         new = writes.to(tl.float32) - tl.dot(reads, rounded, input_precision=PRECISION)

@@ -150,7 +150,7 @@ def _states(
     (s, samples, n, p), m, first = x.shape, b.shape[-1], inputs.first
     states = torch.empty(samples, cdiv(s, CHUNK), n, p, m, dtype=x.dtype, device=x.device)
     end = torch.empty(samples, n, p, m, dtype=torch.float32, device=x.device)
-    block = max(min(_padded(m), power_of_two(_padded(m) * samples * n // _PROGRAMS)), min(_padded(m), _MIN_BLOCK))
+    block = min(_padded(m), max(power_of_two(_padded(m) * samples * n // _PROGRAMS), _MIN_BLOCK))
     launch(
         kernels.states, (cdiv(m, block), n, samples), x, b, inputs.dt, inputs.a, inputs.a if first is None else first,
         states if start is None else start.contiguous(), states, end, *_strides(x, b, inputs.dt), s, cdiv(s, CHUNK), n // b.shape[2],
