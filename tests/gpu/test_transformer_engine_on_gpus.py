@@ -61,16 +61,8 @@ def _differences(_rank: int, _world_size: int) -> list[str]:
             "tp2 sp",
             "tp2 sp mup tied",
         ),
-        *(
-            "gpt2",
-            "olmo2",
-            "gemma2",
-            "gpt-oss",
-            "qwen",
-            "mixtral",
-            "deepseek",
-            "hybrid",
-        ),  # with leaves of local
+        # with modules of local:
+        *("gpt2", "olmo2", "gemma2", "gpt-oss", "qwen", "mixtral", "deepseek", "hybrid"),
         *("tp2 gpt2", "tp2 sp mixtral", "tp2 sp hybrid", "cp2 llama", "cp2 documents"),
     ],
 )
