@@ -4,9 +4,8 @@
     states           a head, chunk by chunk                 -> the state before each chunk, and the values written
     outputs          a chunk of a head                      -> o                                                forward
     solve, states    again, with T known
-    value_gradients  a chunk of a head                      -> the outputs' part of dV'
+    query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys, a part of dV'
     state_gradients  a head, chunk by chunk, in reverse     -> dS after each chunk, and dV'
-    query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys
     key_gradients    a chunk of a head                      -> dk, dv, dg, dbeta                                backward
 
 The values written are V' = T beta (V - exp(c) K S) = U - W S; with dR = T^T dV' the gradient of the system is -dR V'^T, so
@@ -135,21 +134,17 @@ def rule_backward(
     shares, pointer, grid = n // nk, g if first is None else first, (n, cdiv(s, CHUNK), b)
     constants = {**_constants(inputs), **_all_values(v)}
     after, dnew, dstate = (torch.empty_like(x) for x in (chunks.states, chunks.new, chunks.last_state))
+    dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
+    dv = like(v) if place is None else place().unflatten(-1, v.shape[2:])
+    dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
     launch(
-        kernels.value_gradients, grid, dout, q, k, g, pointer, dnew, *_strides(dout, q, k, g, dnew), s, shares,
-        **constants, **OUTPUTS._asdict(),
+        kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dnew, dsums,
+        *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
     )  # fmt: skip
     launch(
         kernels.state_gradients, _scan_grid(v), dout, q, k, g, pointer, chunks.reads, g if dlast is None else dlast.contiguous(),
         after, dstate, dnew, *_strides(dout, q, k, g, chunks.reads, dnew), s, cdiv(s, CHUNK), shares,
         **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v), HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
-    )  # fmt: skip
-    dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
-    dv = like(v) if place is None else place().unflatten(-1, v.shape[2:])
-    dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
-    launch(
-        kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,
-        *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
     )  # fmt: skip
     launch(
         kernels.key_gradients, grid, dout, q, k, v, g, beta, pointer, inverses, chunks.states, after, chunks.new, dnew,

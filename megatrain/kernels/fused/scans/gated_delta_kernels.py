@@ -93,26 +93,6 @@ def solve(
 
 
 @_kernel
-def value_gradients(
-    DOUT, Q, K, G, FIRST, DNEW, dout_at, q_at, k_at, g_at, dnew_at, s, shares,
-    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the part of dV' that the outputs of the same chunk have: programs (head, chunk, sample)."""
-    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = chunk * CHUNK
-    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
-    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    dout = load_rows(head_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
-    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
-    first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
-    dnew = tl.dot(tl.trans(scores.to(q.dtype)), dout, input_precision=PRECISION)
-    store_rows(head_at(DNEW, dnew_at, sample, head), dnew, start, dnew_at[0], s, CHUNK, DV, ALL_V)
-
-
-@_kernel
 def states(
     K, G, FIRST, READS, WRITES, START, STATES, END, NEW, k_at, g_at, reads_at, new_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
@@ -186,7 +166,7 @@ def state_gradients(
 ):  # fmt: skip
     """Scan the chunks in reverse for a block of channels: programs (block, head, sample).
 
-    Writes the gradients of the state after each chunk and of the first state. DNEW has the part of `value_gradients` and
+    Writes the gradients of the state after each chunk and of the first state. DNEW has the part of `query_gradients` and
     gets the whole gradient of V'.
     """
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
@@ -226,13 +206,14 @@ def state_gradients(
 
 @_kernel
 def query_gradients(
-    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
+    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DNEW, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk of a head of values: programs (head, chunk, sample).
+    """Compute dq of one chunk of a head of values, and the part of dV' that its outputs have: programs (head, chunk, sample).
 
-    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of `dsums`, see `decay_gradient`.
+    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of `dsums`, see `decay_gradient`. DNEW has the
+    strides of NEW.
     """
     head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, start = tl.num_programs(0), chunk * CHUNK
@@ -247,13 +228,16 @@ def query_gradients(
     dsums = tl.sum(q.to(tl.float32) * dq, 1)
     new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
-    dscores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay
     dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(head_at(DQ, dq_at, sample, head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
-    dscores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dscores *= scores
     dsums += tl.sum(dscores, 1) - tl.sum(dscores, 0)
     store_values(DSUMS + (tl.cast(sample, tl.int64) * n + head) * s, dsums, start, 1, s, CHUNK)
+    dnew = tl.dot(tl.trans((scores * decay).to(q.dtype)), dout, input_precision=PRECISION)
+    store_rows(head_at(DNEW, new_at, sample, head), dnew, start, new_at[0], s, CHUNK, DV, ALL_V)
 
 
 @_kernel
