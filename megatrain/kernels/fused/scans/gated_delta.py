@@ -1,17 +1,17 @@
 """The gated delta rule in chunks: `kernels.gated_delta.gated_delta_rule` on GPUs, forward and backward.
 
-    solve            a chunk of a head                      -> the inverse T of its triangular system, W and U
+    solve            a chunk of a head                      -> the inverse T of its triangular system
     states           a head, chunk by chunk                 -> the state before each chunk, and the values written
     outputs          a chunk of a head                      -> o                                                forward
-    solve, states    again, with T known
-    query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys, a part of dV'
-    state_gradients  a head, chunk by chunk, in reverse     -> dS after each chunk, and dV'
+    decayed_scores   a chunk of a head                      -> q k^T * decay, and the states again
+    state_gradients  a head, chunk by chunk, in reverse     -> dS after each chunk, and dR
+    query_gradients  a chunk of a head                      -> dq, summed over the heads that share keys
     key_gradients    a chunk of a head                      -> dk, dv, dg, dbeta                                backward
 
-The values written are V' = T beta (V - exp(c) K S) = U - W S; with dR = T^T dV' the gradient of the system is -dR V'^T, so
-T needs no gradient. The scans are as long as the sample, so each step has two dependent GEMMs only; their programs
-divide the channels of values. The forward pass saves its inputs and T; states, W, U and V' are written in the dtype of
-v, which is the dtype of the GEMMs, T is solved in fp32. Deterministic.
+With R = beta (V - exp(c) K S) the values written are V' = T R, so the chunk needs neither of the two solutions of
+`kernels.gated_delta`; and with dR = T^T dV' the gradient of the system is -dR V'^T, so T needs no gradient. The scans
+are as long as the sample: their programs divide the channels of values. The forward pass saves its inputs and T; states
+and V' are written in the dtype of v, which is the dtype of the GEMMs, T is solved in fp32. Deterministic.
 
 Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the chunks: arXiv:2406.06484.
 """
@@ -64,8 +64,6 @@ class Chunks(NamedTuple):
     """State before each chunk, [b, chunks, n, dk, dv]."""
     new: Tensor
     """V', [s, b, n, dv]."""
-    reads: Tensor
-    """W, [s, b, n, dk]."""
     last_state: Tensor
 
 
@@ -112,10 +110,14 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Ten
 
 def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs [s, b, n, dv], the last state [b, n, dk, dv] in fp32, and T of all chunks [b, chunks, n, CHUNK, CHUNK]."""
-    q, k, v, g, _, first = inputs
+    q, k, v, g, beta, first = inputs
     out, (s, b, n, _) = like(v), v.shape
     inverses = torch.empty(b, cdiv(s, CHUNK), n, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
-    chunks = _scan(inputs, state, inverses, is_solved=False)
+    launch(
+        kernels.solve, (n, cdiv(s, CHUNK), b), k, g, beta, g if first is None else first, inverses, *_strides(k, g, beta),
+        s, n // k.shape[2], **_constants(inputs), **SOLVE._asdict(),
+    )  # fmt: skip
+    chunks = _scan(inputs, state, inverses)
     launch(
         kernels.outputs, (n, cdiv(s, CHUNK), b), q, k, g, g if first is None else first, chunks.states, chunks.new, out,
         *_strides(q, k, g, chunks.new, out), s, n // q.shape[2], **_constants(inputs), **_all_values(v), **OUTPUTS._asdict(),
@@ -129,26 +131,31 @@ def rule_backward(
     """Return the gradients of q, k, v, g, beta and the first state; `inverses`: T, of the forward pass."""
     q, k, v, g, beta, first = inputs
     dout = with_contiguous_channels(dout.to(v.dtype))
-    chunks = _scan(inputs, state, inverses, is_solved=True)
+    chunks, scores = _scan(inputs, state, inverses), torch.empty_like(inverses)
     (s, b, n, _), nk = v.shape, q.shape[2]
     shares, pointer, grid = n // nk, g if first is None else first, (n, cdiv(s, CHUNK), b)
-    constants = {**_constants(inputs), **_all_values(v)}
-    after, dnew, dstate = (torch.empty_like(x) for x in (chunks.states, chunks.new, chunks.last_state))
+    launch(
+        kernels.decayed_scores, grid, q, k, g, pointer, scores, *_strides(q, k, g), s, shares,
+        **_constants(inputs), **OUTPUTS._asdict(),
+    )  # fmt: skip
+    after, dright, dstate = (torch.empty_like(x) for x in (chunks.states, chunks.new, chunks.last_state))
+    launch(
+        kernels.state_gradients, _scan_grid(v), dout, q, k, g, beta, pointer, inverses, scores,
+        g if dlast is None else dlast.contiguous(), after, dstate, dright, *_strides(dout, q, k, g, beta, dright),
+        s, cdiv(s, CHUNK), shares, **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v),
+        HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
+    )  # fmt: skip
     dq, dk = (torch.empty(s, b, n, q.shape[-1], dtype=q.dtype, device=q.device) for _ in range(2))
     dv = like(v) if place is None else place().unflatten(-1, v.shape[2:])
     dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
+    constants = {**_constants(inputs), **_all_values(v)}
     launch(
-        kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dnew, dsums,
+        kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,
         *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
     )  # fmt: skip
     launch(
-        kernels.state_gradients, _scan_grid(v), dout, q, k, g, pointer, chunks.reads, g if dlast is None else dlast.contiguous(),
-        after, dstate, dnew, *_strides(dout, q, k, g, chunks.reads, dnew), s, cdiv(s, CHUNK), shares,
-        **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v), HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
-    )  # fmt: skip
-    launch(
-        kernels.key_gradients, grid, dout, q, k, v, g, beta, pointer, inverses, chunks.states, after, chunks.new, dnew,
-        dsums, dk, dv, dg, dbeta, *_strides(dout, q, k, v, g, beta, chunks.new, dk, dv), s, shares,
+        kernels.key_gradients, grid, dout, q, k, v, g, beta, pointer, chunks.states, after, chunks.new, dright, dsums,
+        dk, dv, dg, dbeta, *_strides(dout, q, k, v, g, beta, chunks.new, dk, dv), s, shares,
         **constants, **KEY_GRADIENTS._asdict(),
     )  # fmt: skip
     if shares > 1:
@@ -161,26 +168,20 @@ def _sum_of_shares(x: Tensor) -> Tensor:
     return x[:, :, :, 0] + x[:, :, :, 1] if x.shape[3] == 2 else x.sum(3)
 
 
-def _scan(inputs: Inputs, state: Tensor | None, inverses: Tensor, *, is_solved: bool) -> Chunks:
-    """Scan the chunks; write T into `inverses` unless it is there."""
+def _scan(inputs: Inputs, state: Tensor | None, inverses: Tensor) -> Chunks:
+    """Scan the chunks."""
     _, k, v, g, beta, first = inputs
     (s, b, n, dv), dk, num_chunks = v.shape, k.shape[-1], cdiv(v.shape[0], CHUNK)
     pointer, shares = g if first is None else first, n // k.shape[2]
-    reads = torch.empty(s, b, n, dk, dtype=v.dtype, device=v.device)
-    writes, new = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
-    launch(
-        kernels.solve, (n, num_chunks, b), k, v, g, beta, pointer, inverses, reads, writes,
-        *_strides(k, v, g, beta, reads, writes), s, shares,
-        **_constants(inputs), **_all_values(v), IS_SOLVED=is_solved, **SOLVE._asdict(),
-    )  # fmt: skip
+    new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states = torch.empty(b, num_chunks, n, dk, dv, dtype=v.dtype, device=v.device)
     last_state = torch.empty(b, n, dk, dv, dtype=torch.float32, device=v.device)
     launch(
-        kernels.states, _scan_grid(v), k, g, pointer, reads, writes, g if state is None else state.contiguous(),
-        states, last_state, new, *_strides(k, g, reads, new), s, num_chunks, shares,
+        kernels.states, _scan_grid(v), k, v, g, beta, pointer, inverses, g if state is None else state.contiguous(),
+        states, last_state, new, *_strides(k, v, g, beta, new), s, num_chunks, shares,
         **_constants(inputs), DV=dv, BLOCK=_block(v), HAS_START=state is not None, **STATES._asdict(),
     )  # fmt: skip
-    return Chunks(states, new, reads, last_state)
+    return Chunks(states, new, last_state)
 
 
 def _block(v: Tensor) -> int:

@@ -60,77 +60,99 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @_kernel
 def solve(
-    K, V, G, BETA, FIRST, INVERSES, READS, WRITES, k_at, v_at, g_at, beta_at, reads_at, writes_at, s, shares,
-    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
-    HAS_FIRST: tl.constexpr, IS_SOLVED: tl.constexpr, PRECISION: tl.constexpr,
+    K, G, BETA, FIRST, INVERSES, k_at, g_at, beta_at, s, shares,
+    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute T = (I + beta (k k^T * decay) below the diagonal)^-1 and both solutions: programs (head, chunk, sample).
-
-    IS_SOLVED: INVERSES has T.
-    """
+    """Compute (I + beta (k k^T * decay) below the diagonal)^-1: programs (head, chunk, sample)."""
     head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
     FIRST += tl.cast(sample, tl.int64) * s
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    v = load_rows(head_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
     beta = load_values(head_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
     sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
-    if IS_SOLVED:
-        inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
-    else:
-        decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
-        system = tl.where(tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :], system, 0.0)
-        inverse = _inverse(system, CHUNK, PRECISION).to(k.dtype)
-        store_state(INVERSES + place * (CHUNK * CHUNK), inverse, CHUNK, CHUNK)
-    enter = beta * decays_from_start(sums, first, start, HAS_FIRST)
-    reads = tl.dot(inverse, (k.to(tl.float32) * enter[:, None]).to(k.dtype), input_precision=PRECISION)
-    store_rows(head_at(READS, reads_at, sample, head), reads, start, reads_at[0], s, CHUNK, DK, ALL_K)
-    writes = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(k.dtype), input_precision=PRECISION)
-    store_rows(head_at(WRITES, writes_at, sample, head), writes, start, writes_at[0], s, CHUNK, DV, ALL_V)
+    decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+    system = tl.where(tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :], system, 0.0)
+    store_state(INVERSES + place * (CHUNK * CHUNK), _inverse(system, CHUNK, PRECISION), CHUNK, CHUNK)
+
+
+@_kernel
+def decayed_scores(
+    Q, K, G, FIRST, SCORES, q_at, k_at, g_at, s, shares,
+    CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute q k^T * decay: programs (head, chunk, sample)."""
+    head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = chunk * CHUNK
+    place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
+    q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
+    k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
+    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
+    store_state(SCORES + place * (CHUNK * CHUNK), scores, CHUNK, CHUNK)
+
+
+@jit
+def _columns(
+    X, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the pointers to a block of columns of a state, [ALL_ROWS, BLOCK], and where it is inside."""
+    row = tl.arange(0, ALL_ROWS)[:, None]
+    place = column + tl.arange(0, BLOCK)[None, :]
+    return X + (row * COLUMNS + place), (row < ROWS) & (place < COLUMNS)
 
 
 @_kernel
 def states(
-    K, G, FIRST, READS, WRITES, START, STATES, END, NEW, k_at, g_at, reads_at, new_at, s, chunks, shares,
+    K, V, G, BETA, FIRST, INVERSES, START, STATES, END, NEW, k_at, v_at, g_at, beta_at, new_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_START: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks of a head for a block of channels: programs (block, head, sample).
 
-    Writes the state before each chunk, the last state, and the values NEW that replace what was stored under the keys. WRITES
-    has the strides of NEW.
+    Writes the state before each chunk, the last state, and the values NEW that replace what was stored under the keys.
     """
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
-    K, G = head_at(K, k_at, sample, head // shares), head_at(G, g_at, sample, head)
-    READS, WRITES = (
-        head_at(READS, reads_at, sample, head),
-        head_at(WRITES, new_at, sample, head) + column,
+    K, V = head_at(K, k_at, sample, head // shares), head_at(V, v_at, sample, head) + column
+    G, BETA, NEW = (
+        head_at(G, g_at, sample, head),
+        head_at(BETA, beta_at, sample, head),
+        head_at(NEW, new_at, sample, head) + column,
     )
-    NEW = head_at(NEW, new_at, sample, head) + column
     FIRST += tl.cast(sample, tl.int64) * s
-    of_sample = (tl.cast(sample, tl.int64) * n + head) * (DK * DV) + column
-    state = tl.zeros([ALL_K, BLOCK], tl.float32)
+    state, of_sample = (
+        tl.zeros([ALL_K, BLOCK], tl.float32),
+        (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
+    )
     if HAS_START:
-        state = load_block(START + of_sample, 0, DV, DK, width, ALL_K, BLOCK).to(tl.float32)
+        given, is_given = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
+        state = tl.load(given, mask=is_given, other=0).to(tl.float32)
     for chunk in tl.range(0, chunks):
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
         k = load_rows(K, start, k_at[0], s, CHUNK, DK, ALL_K)
-        reads = load_rows(READS, start, reads_at[0], s, CHUNK, DK, ALL_K)
-        writes = load_block(WRITES, start, new_at[0], s, width, CHUNK, BLOCK)
+        v = load_block(V, start, v_at[0], s, width, CHUNK, BLOCK)
+        inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
+        beta = load_values(BETA, start, beta_at[0], s, CHUNK)
         sums, total = _sums(G, start, g_at[0], s, CHUNK)
-        _, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
+        first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
         rounded = state.to(k.dtype)
-        store_block(STATES + place * (DK * DV) + column, rounded, 0, DV, DK, width, ALL_K, BLOCK)
-        new = writes.to(tl.float32) - tl.dot(reads, rounded, input_precision=PRECISION)
+        pointer, inside = _columns(STATES + place * (DK * DV), column, DV, DK, ALL_K, BLOCK)
+        tl.store(pointer, rounded, mask=inside)
+        stored = tl.dot(k, rounded, input_precision=PRECISION)
+        stored *= decays_from_start(sums, first, start, HAS_FIRST)[:, None]
+        new = ((v.to(tl.float32) - stored) * beta[:, None]).to(k.dtype)
+        new = tl.dot(inverse, new, input_precision=PRECISION)
         store_block(NEW, new, start, new_at[0], s, width, CHUNK, BLOCK)
         new *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
         state *= decay_of_chunk(total, last, start, HAS_FIRST)
         state = tl.dot(tl.trans(k), new.to(k.dtype), state, input_precision=PRECISION)
-    store_block(END + of_sample, state, 0, DV, DK, width, ALL_K, BLOCK)
+    result, is_result = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
+    tl.store(result, state, mask=is_result)
 
 
 @_kernel
@@ -160,60 +182,70 @@ def outputs(
 
 @_kernel
 def state_gradients(
-    DOUT, Q, K, G, FIRST, READS, END, STATES, START, DNEW, dout_at, q_at, k_at, g_at, reads_at, dnew_at, s, chunks, shares,
+    DOUT, Q, K, G, BETA, FIRST, INVERSES, SCORES, END, STATES, START, DRIGHT,
+    dout_at, q_at, k_at, g_at, beta_at, dright_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_END: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks in reverse for a block of channels: programs (block, head, sample).
 
-    Writes the gradients of the state after each chunk and of the first state. DNEW has the part of `query_gradients` and
-    gets the whole gradient of V'.
+    Writes the gradients of the state after each chunk and of the first state, and those of the right side of the
+    triangular system, DRIGHT.
     """
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
     Q, K = head_at(Q, q_at, sample, head // shares), head_at(K, k_at, sample, head // shares)
-    G, READS = head_at(G, g_at, sample, head), head_at(READS, reads_at, sample, head)
-    DOUT, DNEW = (
+    DOUT, DRIGHT = (
         head_at(DOUT, dout_at, sample, head) + column,
-        head_at(DNEW, dnew_at, sample, head) + column,
+        head_at(DRIGHT, dright_at, sample, head) + column,
     )
+    G, BETA = head_at(G, g_at, sample, head), head_at(BETA, beta_at, sample, head)
     FIRST += tl.cast(sample, tl.int64) * s
-    of_sample = (tl.cast(sample, tl.int64) * n + head) * (DK * DV) + column
-    state = tl.zeros([ALL_K, BLOCK], tl.float32)
+    state, of_sample = (
+        tl.zeros([ALL_K, BLOCK], tl.float32),
+        (tl.cast(sample, tl.int64) * n + head) * (DK * DV),
+    )
     if HAS_END:
-        state = load_block(END + of_sample, 0, DV, DK, width, ALL_K, BLOCK).to(tl.float32)
+        given, is_given = _columns(END + of_sample, column, DV, DK, ALL_K, BLOCK)
+        state = tl.load(given, mask=is_given, other=0).to(tl.float32)
     for step in tl.range(0, chunks):
         chunk = chunks - 1 - step
         start, place = chunk * CHUNK, (tl.cast(sample, tl.int64) * chunks + chunk) * n + head
         q = load_rows(Q, start, q_at[0], s, CHUNK, DK, ALL_K)
         k = load_rows(K, start, k_at[0], s, CHUNK, DK, ALL_K)
-        reads = load_rows(READS, start, reads_at[0], s, CHUNK, DK, ALL_K)
         dout = load_block(DOUT, start, dout_at[0], s, width, CHUNK, BLOCK)
-        dnew = load_block(DNEW, start, dnew_at[0], s, width, CHUNK, BLOCK).to(tl.float32)
+        inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
+        scores = load_state(SCORES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
+        beta = load_values(BETA, start, beta_at[0], s, CHUNK)
         sums, total = _sums(G, start, g_at[0], s, CHUNK)
         first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
+        from_start = decays_from_start(sums, first, start, HAS_FIRST)
         rounded = state.to(k.dtype)
-        store_block(STATES + place * (DK * DV) + column, rounded, 0, DV, DK, width, ALL_K, BLOCK)
-        dstored = tl.dot(k, rounded, input_precision=PRECISION)
-        dnew += dstored * decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
-        store_block(DNEW, dnew, start, dnew_at[0], s, width, CHUNK, BLOCK)
+        pointer, inside = _columns(STATES + place * (DK * DV), column, DV, DK, ALL_K, BLOCK)
+        tl.store(pointer, rounded, mask=inside)
+        dnew = tl.dot(k, rounded, input_precision=PRECISION)
+        dnew *= decays_to_end(sums, total, last, start, CHUNK, HAS_FIRST)[:, None]
+        dnew = tl.dot(tl.trans(scores), dout, dnew, input_precision=PRECISION)
+        dright = tl.dot(tl.trans(inverse), dnew.to(k.dtype), input_precision=PRECISION)
+        store_block(DRIGHT, dright, start, dright_at[0], s, width, CHUNK, BLOCK)
         state *= decay_of_chunk(total, last, start, HAS_FIRST)
-        read = dout.to(tl.float32) * decays_from_start(sums, first, start, HAS_FIRST)[:, None]
-        state = tl.dot(tl.trans(q), read.to(k.dtype), state, input_precision=PRECISION)
-        state = tl.dot(tl.trans(reads), (-dnew).to(k.dtype), state, input_precision=PRECISION)
-    store_block(START + of_sample, state, 0, DV, DK, width, ALL_K, BLOCK)
+        read = (dout.to(tl.float32) * from_start[:, None]).to(k.dtype)
+        state = tl.dot(tl.trans(q), read, state, input_precision=PRECISION)
+        replaced = (dright * (-beta * from_start)[:, None]).to(k.dtype)
+        state = tl.dot(tl.trans(k), replaced, state, input_precision=PRECISION)
+    result, is_result = _columns(START + of_sample, column, DV, DK, ALL_K, BLOCK)
+    tl.store(result, state, mask=is_result)
 
 
 @_kernel
 def query_gradients(
-    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DNEW, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
+    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk of a head of values, and the part of dV' that its outputs have: programs (head, chunk, sample).
+    """Compute dq of one chunk of a head of values: programs (head, chunk, sample).
 
-    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of `dsums`, see `decay_gradient`. DNEW has the
-    strides of NEW.
+    BEFORE: states before chunks. DSUMS [b, n, s] gets the queries' part of `dsums`, see `decay_gradient`.
     """
     head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, start = tl.num_programs(0), chunk * CHUNK
@@ -228,28 +260,25 @@ def query_gradients(
     dsums = tl.sum(q.to(tl.float32) * dq, 1)
     new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
-    dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION) * decay
+    dscores = tl.dot(dout, tl.trans(new), input_precision=PRECISION)
+    dscores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
     dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(head_at(DQ, dq_at, sample, head), dq, start, dq_at[0], s, CHUNK, DK, ALL_K)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    dscores *= scores
+    dscores *= tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dsums += tl.sum(dscores, 1) - tl.sum(dscores, 0)
     store_values(DSUMS + (tl.cast(sample, tl.int64) * n + head) * s, dsums, start, 1, s, CHUNK)
-    dnew = tl.dot(tl.trans((scores * decay).to(q.dtype)), dout, input_precision=PRECISION)
-    store_rows(head_at(DNEW, new_at, sample, head), dnew, start, new_at[0], s, CHUNK, DV, ALL_V)
 
 
 @_kernel
 def key_gradients(
-    DOUT, Q, K, V, G, BETA, FIRST, INVERSES, BEFORE, AFTER, NEW, DNEW, DSUMS, DK_, DV_, DG, DBETA,
+    DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DSUMS, DK_, DV_, DG, DBETA,
     dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dk_at, dv_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the other gradients of one chunk of a head of values: programs (head, chunk, sample).
 
-    AFTER: gradients of the states after chunks. DG and DBETA are [b, n, s]. DNEW has the strides of NEW.
+    AFTER: gradients of the states after chunks. DG and DBETA are [b, n, s]. DRIGHT has the strides of NEW.
     """
     head, chunk, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, start = tl.num_programs(0), chunk * CHUNK
@@ -263,9 +292,7 @@ def key_gradients(
     of_state = decay_of_chunk(total, last, start, HAS_FIRST)
     of_state *= tl.sum(tl.sum(before.to(tl.float32) * after.to(tl.float32), 1), 0)
 
-    dnew = load_rows(head_at(DNEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
-    inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
-    dright = tl.dot(tl.trans(inverse), dnew, input_precision=PRECISION).to(dnew.dtype)
+    dright = load_rows(head_at(DRIGHT, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     v = load_rows(head_at(V, v_at, sample, head), start, v_at[0], s, CHUNK, DV, ALL_V)
     dv = dright.to(tl.float32) * beta[:, None]
     store_rows(head_at(DV_, dv_at, sample, head), dv, start, dv_at[0], s, CHUNK, DV, ALL_V)
