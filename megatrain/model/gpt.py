@@ -57,6 +57,7 @@ from megatrain.model.layer import (
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
 from megatrain.model.mtp import MtpLayer
+from megatrain.model.packs import PackRotary, follow_packs
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.user_loss import UserLoss
@@ -66,6 +67,7 @@ from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
+from megatrain.parallel.packs.context import PackAttention, PackContext
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.copies import peer_memory
@@ -130,6 +132,7 @@ def build_model(
     qat: QuantizationFormat | None = None,
     user_loss: UserLoss | None = None,
     others: OtherModules | None = None,
+    has_packs: bool = False,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -151,15 +154,21 @@ def build_model(
         qat: format that linear layers are rounded to (--qat).
         user_loss: loss of the user in place of the cross-entropy (--loss).
         others: makes the head, and modules around layers, of a teacher or of a model that has one.
+        has_packs: micro-batches are packs, each on a group of ranks of its own.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
     peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
+    tp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers)
+    packs = PackContext(grid) if has_packs else None
+    cp = packs or ContextParallel(grid.cp)
     new_builder = _new_builder(implementation, qat, spec)
 
     def builder_of(layer: int) -> ModuleBuilder:
-        context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
+        comm_type = cp_comm_types[layer % len(cp_comm_types)]
+        context = ContextAttention.of(comm_type, grid)
+        if packs is not None:
+            context = PackAttention(packs, gathers=comm_type == "all_gather")
         fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
         return new_builder(tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
 
@@ -167,13 +176,20 @@ def build_model(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
-    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
+    if packs is None:
+        positions = cp.positions(seq_length // cp.size, torch.device("cpu")).to(device)
+        ropes = _RotaryEmbeddings(lambda *spec: RotaryEmbedding(*spec, positions, accumulation_dtype(dtype)))
+    else:
+        rope = functools.partial(PackRotary, seq_length, device, packs)
+        ropes = _RotaryEmbeddings(lambda *spec: rope(*spec, accumulation_dtype(dtype)))
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
         spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others
     )
     segments, chunks = builder.chunks(grid.pp.rank)
     freeze(segments, spec)
+    if packs is not None:
+        follow_packs(segments, packs)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
@@ -470,8 +486,8 @@ def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
 class _RotaryEmbeddings:
     """RoPE modules of the layers; layers with the same spec share one."""
 
-    def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        self.positions, self.dtype = positions, accumulation_dtype(dtype)
+    def __init__(self, make: Callable[[RotarySpec, int], RotaryEmbedding]) -> None:
+        self.make = make
         self.modules: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
 
     def of(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
@@ -480,5 +496,5 @@ class _RotaryEmbeddings:
             return None
         key = (mixer.rotary, mixer.rope_dim)
         if key not in self.modules:
-            self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
+            self.modules[key] = self.make(*key)
         return self.modules[key]

@@ -1,0 +1,170 @@
+"""Packs: micro-batches of whole documents (--pack-documents), on groups of context ranks that differ from pack to pack.
+
+    dp_balanced, first_fit     all groups have --context-parallel-size ranks
+    default_dynamic_cp         groups of 1, 2, 4 ... ranks of dp and cp, from --min-dynamic-context-parallel-size on
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import multiples, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Problems, derives, rule
+from megatrain.config.schema.parallel import DYNAMIC
+from megatrain.config.schema.tree import Config
+
+_LIMIT: Final = "parallel.max_seqlen_per_dp_cp_rank"
+_GPU_ROWS: Final = 64
+"""Rows of a pack on a GPU are a multiple of this: kernels compute blocks of them."""
+
+
+def row_multiple(config: Config) -> int:
+    """Return the number of which a rank's rows of a pack are a multiple: two chunks, divided further by sequence parallelism."""
+    parallel, is_gpu = config.parallel, config.training.device == "cuda"
+    return math.lcm(
+        2, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, _GPU_ROWS if is_gpu else 1
+    )
+
+
+def num_domain_ranks(draft: Draft) -> int:
+    """Return the number of ranks of dp and cp, which share the documents of a global batch."""
+    return draft.derived.data_parallel_size * draft.config.parallel.context_parallel_size
+
+
+@derives("parallel.sequence_packing_scheduler")
+def sequence_packing_scheduler(draft: Draft) -> DerivedValue:
+    if draft.config.parallel.dynamic_context_parallel:
+        return DerivedValue(DYNAMIC, "--dynamic-context-parallel")
+    return DerivedValue("dp_balanced", "groups of one size")
+
+
+@derives("derived.pack_group_sizes")
+def pack_group_sizes(draft: Draft) -> DerivedValue:
+    parallel = draft.config.parallel
+    if not draft.config.data.pack_documents:
+        return DerivedValue((), "without --pack-documents")
+    if parallel.sequence_packing_scheduler != DYNAMIC:
+        return DerivedValue((parallel.context_parallel_size,), f"{parallel.sequence_packing_scheduler}: one size")
+    ranks, smallest = num_domain_ranks(draft), parallel.min_dynamic_context_parallel_size
+    powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
+    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp")
+
+
+@derives("parallel.max_seqlen_per_dp_cp_rank")
+def max_seqlen_per_dp_cp_rank(draft: Draft) -> DerivedValue:
+    sizes, length = draft.derived.pack_group_sizes, draft.config.data.seq_length
+    if not sizes:
+        return DerivedValue(None, "without --pack-documents")
+    multiple = row_multiple(draft.config)
+    rows = -(-length // (sizes[-1] * multiple)) * multiple
+    return DerivedValue(rows, f"--seq-length {length} on {sizes[-1]} ranks, in multiples of {multiple}")
+
+
+@rule
+def longest_document_fits_a_group(draft: Draft) -> Problems:
+    sizes, length = draft.derived.pack_group_sizes, draft.config.data.seq_length
+    rows, multiple = draft.config.parallel.max_seqlen_per_dp_cp_rank, row_multiple(draft.config)
+    if not sizes or rows is None:
+        return
+    needed = -(-length // sizes[-1])
+    if rows % multiple or rows < needed:
+        reason = (
+            f"is not a multiple of {multiple}"
+            if rows % multiple
+            else f"on {sizes[-1]} ranks is less than a document of --seq-length {length}"
+        )
+        yield Problem(
+            f"--max-seqlen-per-dp-cp-rank {rows} {reason}",
+            use(draft, multiples(_LIMIT, max(rows, needed), multiple)),
+        )
+
+
+@rule
+def dynamic_context_parallelism_has_packs(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    is_dynamic = parallel.dynamic_context_parallel or parallel.sequence_packing_scheduler == DYNAMIC
+    if is_dynamic and not draft.config.data.pack_documents:
+        yield Problem(
+            "--dynamic-context-parallel chooses the ranks of each pack of documents, and samples are not packed",
+            "add --pack-documents",
+        )
+    elif parallel.dynamic_context_parallel and parallel.sequence_packing_scheduler != DYNAMIC:
+        yield Problem(
+            f"--dynamic-context-parallel and --sequence-packing-scheduler {parallel.sequence_packing_scheduler}, whose groups"
+            " have one size, contradict each other",
+            f"use --sequence-packing-scheduler {DYNAMIC}",
+        )
+
+
+@rule
+def smallest_group_fits_the_ranks(draft: Draft) -> Problems:
+    parallel, sizes = draft.config.parallel, draft.derived.pack_group_sizes
+    smallest = parallel.min_dynamic_context_parallel_size
+    if sizes and parallel.sequence_packing_scheduler == DYNAMIC and sizes[0] != smallest:
+        yield Problem(
+            f"--min-dynamic-context-parallel-size {smallest} is not a power of two that divides the"
+            f" {num_domain_ranks(draft)} ranks of dp and cp",
+            f"use --min-dynamic-context-parallel-size {sizes[0]}",
+        )
+
+
+@rule
+def batch_has_documents_for_all_ranks(draft: Draft) -> Problems:
+    sizes, batch = draft.derived.pack_group_sizes, draft.config.training.global_batch_size
+    if not sizes:
+        return
+    groups = num_domain_ranks(draft) // sizes[0]
+    if batch < groups:
+        yield Problem(
+            f"--global-batch-size {batch} has fewer documents than there are groups of {sizes[0]} ranks, {groups}",
+            use(draft, multiples("training.global_batch_size", groups, draft.derived.data_parallel_size)),
+        )
+
+
+@rule
+def packs_are_supported(draft: Draft) -> Problems:
+    """Refuse what reads whole samples of one length, or groups of ranks that do not change."""
+    if not draft.config.data.pack_documents:
+        return
+    for what, fix in _obstacles(draft):
+        yield Problem(f"--pack-documents is not supported with {what}", fix)
+
+
+def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Yield what packs are not supported with, and the remedies."""
+    config = draft.config
+    model, parallel, training = config.model, config.parallel, config.training
+    if training.micro_batch_size != 1:
+        yield f"--micro-batch-size {training.micro_batch_size}", "use --micro-batch-size 1: a micro-batch is one pack"
+    if not training.calculate_per_token_loss:
+        yield "means of micro-batches, whose packs differ in size", "add --calculate-per-token-loss"
+    if parallel.pipeline_model_parallel_size > 1:
+        yield (
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}",
+            "use --tensor-model-parallel-size or --data-parallel-sharding-strategy optim_grads_params instead",
+        )
+    if model.model_family != "gpt":
+        yield f"--model-family {model.model_family}", "use --model-family gpt, or remove --pack-documents"
+    if config.experts.num_experts is not None:
+        yield f"--num-experts {config.experts.num_experts}", "remove --pack-documents"
+    if model.multi_latent_attention:
+        yield "--multi-latent-attention", "remove --pack-documents"
+    if model.mtp_num_layers:
+        yield f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"
+    if model.attention_dropout:
+        yield f"--attention-dropout {model.attention_dropout}, keyed by the place in a pack", "use --attention-dropout 0"
+    if draft.derived.transformer_impl != "local":
+        yield "--transformer-impl transformer_engine", "use --transformer-impl local"
+    if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
+        yield "FP8 and FP4, whose scales are of a micro-batch", "remove --fp8-format and --fp4-format"
+    if config.distillation.export_kd_teacher_load is not None:
+        yield "--export-kd-teacher-load", "remove --pack-documents"
+    if any("+" in each or each == "p2p" for each in parallel.cp_comm_type) or len(parallel.cp_comm_type) > 1:
+        yield f"--cp-comm-type {' '.join(parallel.cp_comm_type)}", "use --cp-comm-type a2a or all_gather"
+    if parallel.context_parallel_chunk_means:
+        yield "--context-parallel-chunk-means", "remove --context-parallel-chunk-means"
