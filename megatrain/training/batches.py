@@ -122,6 +122,7 @@ def build_samples(
         inter_document_masking=data.dataloader_inter_document_masking,
         conversations=data.sft,
         packs_documents=data.pack_documents,
+        mock_lengths=data.varlen_mock_dataset_config_json,
     )
     plans = SamplePlans(
         train=(0,) if plan.config.training.only_evaluates else derived.train_plan,

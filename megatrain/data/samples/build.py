@@ -164,7 +164,8 @@ class SplitBuilder:
         """
         if not blends:
             assert self.masked is None, "the rule `sentences_come_from_files` reports it"
-            mock = MockSequences(vocab_size=self.options.vocab_size or 1, eod=self.options.eod or 0)
+            vocab_size, eod = self.options.vocab_size or 1, self.options.eod or 0
+            mock = MockSequences(vocab_size=vocab_size, eod=eod, lengths=self.options.mock_lengths)
             return self._divide([mock], None, MOCK_SPLIT, plans)
         if "all" in blends:
             blend = blends["all"]

@@ -51,6 +51,8 @@ class SampleOptions:
     """Sequences are conversations, see `conversations.py`."""
     packs_documents: bool = False
     """Samples are whole sequences, see `document_dataset.py`."""
+    mock_lengths: str | None = None
+    """Lengths of mock documents, see `mock_lengths.py`."""
 
 
 def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:
