@@ -10,7 +10,9 @@ from megatrain.config import Plan
 from megatrain.config.subjects.packs import row_multiple
 from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.pack_loader import PackLoader, PackSettings
+from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.packs.context import PackBatch
 from megatrain.parallel.packs.schedule import SCHEDULERS, PackCosts, PackDomain
 
 _PRODUCTS: Final = 600e12
@@ -64,4 +66,23 @@ def pack_loader(
     workers = plan.config.data.num_workers
     return PackLoader(
         samples, num_samples, pack_settings(plan), rank=grid.replicas.rank, device=device, num_workers=workers
+    )
+
+
+def largest_pack(plan: Plan, device: torch.device) -> PackBatch:
+    """Return the pack that needs the most memory, with documents of --seq-length tokens, for a plan of memory."""
+    domain, limit = pack_domain(plan), plan.config.data.seq_length
+    size = domain.sizes[-1]
+    length = domain.capacity(size)
+    ids = [torch.zeros(1, length, dtype=torch.int64, device=device) for _ in range(4)]
+    count = -(-length // limit)
+    cu_seqlens = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    return PackBatch(
+        tokens=ids[0],
+        labels=ids[1],
+        loss_mask=torch.ones(1, length, device=device),
+        position_ids=ids[2],
+        documents=Documents(cu_seqlens, min(limit, length), 1, length),
+        token_ids=ids[3],
+        group_size=size,
     )

@@ -49,6 +49,7 @@ from megatrain.training.build import (
 )
 from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
+from megatrain.training.packs import largest_pack
 from megatrain.training.planning.meta_step import (
     Peak,
     Run,
@@ -222,7 +223,8 @@ def record_step(
     for storage in ledger.live_at_peak():
         memory_class = "other" if storage.allocated_at <= last_event else _memory_class(storage)
         by_class[memory_class] += storage.num_bytes
-    by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
+    if not plan.config.data.pack_documents:  # whose sizes and number are not known
+        by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
     by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
     by_class["other"] -= resident_memory(engine.optimizer, engine.model).total
     by_class["temporaries"] += ledger.peak.workspace
@@ -380,6 +382,8 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
+    if data.pack_documents:
+        return largest_pack(plan, device)
     s, model = sample_length(plan.config), plan.config.model
     vision = plan.derived.model_spec.vision
     if model.model_family in MASKED_FAMILIES or vision is not None:
