@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model.contexts import PackContexts, SampleContexts
 from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
 from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
@@ -50,24 +50,20 @@ from megatrain.model.layer import (
     Attention,
     Mlp,
     ParallelLayer,
-    RotaryEmbedding,
     Sequential,
     TransformerLayer,
 )
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
 from megatrain.model.mtp import MtpLayer
-from megatrain.model.packs import PackRotary, follow_packs
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.user_loss import UserLoss
-from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
-from megatrain.parallel.packs.context import PackAttention, PackContext
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_overlap.copies import peer_memory
@@ -159,37 +155,23 @@ def build_model(
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
     peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
-    tp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers)
-    packs = PackContext(grid) if has_packs else None
-    cp = packs or ContextParallel(grid.cp)
+    contexts = (PackContexts if has_packs else SampleContexts)(grid, seq_length, cp_comm_types, dtype, device)
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), contexts.cp
     new_builder = _new_builder(implementation, qat, spec)
 
     def builder_of(layer: int) -> ModuleBuilder:
-        comm_type = cp_comm_types[layer % len(cp_comm_types)]
-        context = ContextAttention.of(comm_type, grid)
-        if packs is not None:
-            context = PackAttention(packs, gathers=comm_type == "all_gather")
-        fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
-        return new_builder(tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
+        recipe = fp8 and functools.partial(fp8.recipe, layer)
+        return new_builder(tp, cp, dtype, spec.norm, seed, attention, contexts.attention(layer), recipe)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
-    if packs is None:
-        positions = cp.positions(seq_length // cp.size, torch.device("cpu")).to(device)
-        ropes = _RotaryEmbeddings(lambda *spec: RotaryEmbedding(*spec, positions, accumulation_dtype(dtype)))
-    else:
-        rope = functools.partial(PackRotary, seq_length, device, packs)
-        ropes = _RotaryEmbeddings(lambda *spec: rope(*spec, accumulation_dtype(dtype)))
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others
+        spec, placement, stages, mtp_stage, builder_of, ranks, contexts, recompute, user_loss, others
     )
     segments, chunks = builder.chunks(grid.pp.rank)
-    freeze(segments, spec)
-    if packs is not None:
-        follow_packs(segments, packs)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
@@ -230,7 +212,7 @@ class _StageBuilder:
     builder_of: Callable[[int], ModuleBuilder]
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
-    ropes: _RotaryEmbeddings
+    contexts: SampleContexts
     recompute: Recompute
     user_loss: UserLoss | None
     others: OtherModules | None
@@ -251,6 +233,8 @@ class _StageBuilder:
             chunks.append(range(first, len(segments)))
         for stack, table in self.relative_positions.items():
             segments[0].add_module(f"relative_positions_of_{stack}", table)
+        freeze(segments, self.spec)
+        self.contexts.follow(segments)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
@@ -328,7 +312,7 @@ class _StageBuilder:
         builder = self.builder_of(number)
         relative = self.relative_positions.get(self.spec.stack_of(number).name)
         layer = _layer(
-            LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
+            LayerContext(self.spec, number, builder, self.ranks, self.contexts.rope, self.recompute, relative)
         )
         return layer if self.others is None else self.others.layer(number, layer, self.spec, self.ranks)
 
@@ -481,20 +465,3 @@ def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
         is_plain = isinstance(branch.output, Sequential) and not branch.output.steps
         if is_plain and isinstance(last, LocalRowLinear) and last.fp8 is None and not hasattr(last, "bias"):
             last.returns_partial_sums = True
-
-
-class _RotaryEmbeddings:
-    """RoPE modules of the layers; layers with the same spec share one."""
-
-    def __init__(self, make: Callable[[RotarySpec, int], RotaryEmbedding]) -> None:
-        self.make = make
-        self.modules: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
-
-    def of(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
-        """Return the module of an attention, if it has RoPE."""
-        if mixer.rotary is None:
-            return None
-        key = (mixer.rotary, mixer.rope_dim)
-        if key not in self.modules:
-            self.modules[key] = self.make(*key)
-        return self.modules[key]

@@ -137,7 +137,9 @@ class GridShape:
 
     def pack_lists(self) -> dict[str, RankLists]:
         """Return the runs of replicas that may share a pack, by the name of each size above one."""
-        return {f"context_{size}": _runs(self.rank_lists("dp-cp"), size) for size in self.pack_sizes if size > 1}
+        return {
+            f"context_{size}": _runs(self.rank_lists("dp-cp"), size) for size in self.pack_sizes if size > 1
+        }
 
     def state_lists(self, family: Family) -> StateLists:
         """Return the ranks that hold the weights and the optimizer state of a family."""

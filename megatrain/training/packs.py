@@ -31,7 +31,9 @@ def pack_costs(plan: Plan) -> PackCosts:
     (short, head), (long, _) = spec.flops_per_token(1), spec.flops_per_token(1025)
     pair = (sum(long) - sum(short)) / 1024
     token = (sum(short) - pair + head) / _PRODUCTS / tp
-    return PackCosts(token=token, pair=pair / _ATTENTION / tp, sent=_SENT * token, each=_LAYER * len(spec.layers))
+    return PackCosts(
+        token=token, pair=pair / _ATTENTION / tp, sent=_SENT * token, each=_LAYER * len(spec.layers)
+    )
 
 
 def pack_domain(plan: Plan) -> PackDomain:

@@ -63,10 +63,14 @@ ROWS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each row, after one more")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further step after so many seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no further step after so many seconds"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the times of packs")
     parser.add_argument("flags", nargs="*", help="further flags of pretrain.py, after --")
     options = parser.parse_args()
@@ -96,7 +100,9 @@ class _Benchmark:
         self.hyperparams = build_schedules(ranks.plan).at(0)
 
     def run(self) -> None:
-        self._print(f"ready after {time.perf_counter() - self.begin:.0f} s, {torch.cuda.device_count()} GPUs a host")
+        self._print(
+            f"ready after {time.perf_counter() - self.begin:.0f} s, {torch.cuda.device_count()} GPUs a host"
+        )
         lengths, _ = self._loader(self.settings).schedule(0, self.batch)
         self._print(
             f"{len(lengths)} documents, {lengths.sum():,} tokens in the first step, longest {lengths.max():,},"
@@ -116,7 +122,9 @@ class _Benchmark:
         self._table(rows, times)
 
     def _is_late(self) -> bool:
-        late = torch.tensor(float(time.perf_counter() - self.begin > self.options.seconds), device=self.ranks.device)
+        late = torch.tensor(
+            float(time.perf_counter() - self.begin > self.options.seconds), device=self.ranks.device
+        )
         torch.distributed.all_reduce(late)
         return bool(late.item())
 
@@ -155,17 +163,24 @@ class _Benchmark:
 
     def _table(self, rows: dict[str, tuple[str, bool, bool]], times: dict[str, list[float]]) -> None:
         first = next(iter(rows))
-        self._print(f"{'':28}{'ms':>9}{'gain':>7}{'tokens/s':>10}{'simulated':>11}{'error':>8}{'idle':>7}{'bound':>7}{'packs':>7}")
+        self._print(
+            f"{'':28}{'ms':>9}{'gain':>7}{'tokens/s':>10}{'simulated':>11}{'error':>8}{'idle':>7}{'bound':>7}{'packs':>7}"
+        )
         for name, row in rows.items():
             if not times[name]:
                 self._print(f"{name:28} no step")
                 continue
             settings = self._settings_of(row)
-            found = [self._loader(settings).schedule(k * self.batch, self.batch) for k in range(1, 1 + len(times[name]))]
+            found = [
+                self._loader(settings).schedule(k * self.batch, self.batch)
+                for k in range(1, 1 + len(times[name]))
+            ]
             steps = [simulate(packs, lengths, settings.costs, settings.domain) for lengths, packs in found]
             bounds = [lower_bound(lengths, settings.costs, self.settings.domain) for lengths, _ in found]
             ms, simulated = (1e3 * statistics.median(x) for x in (times[name], [step.time for step in steps]))
-            tokens = statistics.mean(lengths.sum() / t for (lengths, _), t in zip(found, times[name], strict=True))
+            tokens = statistics.mean(
+                lengths.sum() / t for (lengths, _), t in zip(found, times[name], strict=True)
+            )
             self._print(
                 f"{name:28}{ms:9.0f}{statistics.median(times[first]) * 1e3 / ms:7.2f}{tokens:10,.0f}{simulated:11.0f}"
                 f"{simulated / ms - 1:8.1%}{statistics.mean(s.idle_share for s in steps):7.1%}"
@@ -173,9 +188,15 @@ class _Benchmark:
             )
         settings = self._settings_of(rows["dynamic"])
         lengths, packs = self._loader(settings).schedule(self.batch, self.batch)
-        self._print("\n".join(drawing(packs, simulate(packs, lengths, settings.costs, settings.domain), settings.domain)))
+        self._print(
+            "\n".join(
+                drawing(packs, simulate(packs, lengths, settings.costs, settings.domain), settings.domain)
+            )
+        )
         if self.ranks.device.type == "cuda":
-            self._print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated, {torch.cuda.max_memory_reserved() / 1e9:.1f} GB reserved")
+            self._print(
+                f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated, {torch.cuda.max_memory_reserved() / 1e9:.1f} GB reserved"
+            )
 
     def _fit(self) -> None:
         """Time micro-batches of one pack each, and fit their costs."""
@@ -185,7 +206,14 @@ class _Benchmark:
             for share, pieces in ((0.25, 1), (1.0, 1), (1.0, 16)):
                 lengths = np.full(pieces, int(most * size * share) // pieces, np.int64)
                 taken = [self._fitted(lengths, size) for _ in range(2)]
-                rows.append([1.0, lengths.sum() / size, (lengths.astype(float) ** 2).sum() / size, (size > 1) * lengths.sum() / size])
+                rows.append(
+                    [
+                        1.0,
+                        lengths.sum() / size,
+                        (lengths.astype(float) ** 2).sum() / size,
+                        (size > 1) * lengths.sum() / size,
+                    ]
+                )
                 seconds.append(min(taken))
                 sizes.append(f"{size} ranks, {pieces} of {lengths[0]}")
         # Relative errors count alike.
@@ -196,26 +224,41 @@ class _Benchmark:
         each, token, pair, sent = found
         planned = self.settings.costs
         self._print(f"fitted each {each:.3e} token {token:.3e} pair {pair:.3e} sent {sent:.3e}")
-        self._print(f"planned each {planned.each:.3e} token {planned.token:.3e} pair {planned.pair:.3e} sent {planned.sent:.3e}")
+        self._print(
+            f"planned each {planned.each:.3e} token {planned.token:.3e} pair {planned.pair:.3e} sent {planned.sent:.3e}"
+        )
         for name, took, row in zip(sizes, seconds, rows, strict=True):
             n = int(name.split()[0])
             lengths = np.full(int(name.split()[2]), int(name.split()[-1]), np.int64)
-            plan = seconds_of(Pack(0, n, tuple(range(len(lengths))), int(lengths.sum())), lengths, planned, domain)
-            self._print(f"  {name:28} {1e3 * took:8.1f} ms, fitted {1e3 * float(np.dot(found, row)):8.1f}, planned {1e3 * plan:8.1f}")
+            plan = seconds_of(
+                Pack(0, n, tuple(range(len(lengths))), int(lengths.sum())), lengths, planned, domain
+            )
+            self._print(
+                f"  {name:28} {1e3 * took:8.1f} ms, fitted {1e3 * float(np.dot(found, row)):8.1f}, planned {1e3 * plan:8.1f}"
+            )
         self.settings = replace(self.settings, costs=PackCosts(each=each, token=token, pair=pair, sent=sent))
 
     def _fitted(self, lengths: Any, size: int) -> float:
         """Time the passes of a pack on each group of a size, without the update."""
         samples = _Lengths(lengths, self.plan.derived.vocab_size)
-        pack = Pack(self.ranks.grid.replicas.rank // size * size, size, tuple(range(len(lengths))), int(lengths.sum()))
+        pack = Pack(
+            self.ranks.grid.replicas.rank // size * size, size, tuple(range(len(lengths))), int(lengths.sum())
+        )
         settings = replace(self.settings, scheduler=lambda *_: [pack], documents_per_pass=len(lengths))
         loader = PackLoader(
-            samples, len(lengths), settings, rank=self.ranks.grid.replicas.rank, device=self.ranks.device, num_workers=0
+            samples,
+            len(lengths),
+            settings,
+            rank=self.ranks.grid.replicas.rank,
+            device=self.ranks.device,
+            num_workers=0,
         )
         batches = self.engine.shard_batches(loader.microbatches(0, 1))
         infos = self.engine.pass_infos(batches, first_sample=0)
         seconds = self._timed(
-            lambda: self.engine.executor.run(self.engine.pipeline.training(0, 2), [*batches, *batches], [*infos, *infos])
+            lambda: self.engine.executor.run(
+                self.engine.pipeline.training(0, 2), [*batches, *batches], [*infos, *infos]
+            )
         )
         self.engine.buffers.gradients.zero()
         return seconds / 2
@@ -236,7 +279,9 @@ class _Lengths:
         longest = int(lengths.max()) + 1
         config = f'{{"type": "uniform", "min_seq_len": {longest}, "max_seq_len": {longest}}}'
         mock = MockSequences(vocab_size=vocab_size, eod=0, lengths=config)
-        index = build_document_index(mock.lengths, range(len(lengths)), seq_length=longest, seed=0, num_samples=None)
+        index = build_document_index(
+            mock.lengths, range(len(lengths)), seq_length=longest, seed=0, num_samples=None
+        )
         self.documents = DocumentDataset(mock, index, SampleOptions(seq_length=longest, eod=0))
 
     def __len__(self) -> int:

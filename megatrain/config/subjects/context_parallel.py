@@ -60,7 +60,9 @@ def _comm_type_of_packs(draft: Draft) -> DerivedValue:
         return DerivedValue(given[:1], "--cp-comm-type")
     if reason := _why_not_heads(draft):
         return DerivedValue(("all_gather",), f"keys and values of a pack are gathered: {reason}")
-    return DerivedValue(("a2a",), "heads divide over the ranks of all groups, which balances packs of any documents")
+    return DerivedValue(
+        ("a2a",), "heads divide over the ranks of all groups, which balances packs of any documents"
+    )
 
 
 def _widest_group(draft: Draft) -> int:

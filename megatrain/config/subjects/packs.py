@@ -1,7 +1,7 @@
 """Packs: micro-batches of whole documents (--pack-documents), on groups of context ranks that differ from pack to pack.
 
-    dp_balanced, first_fit     all groups have --context-parallel-size ranks
-    default_dynamic_cp         groups of 1, 2, 4 ... ranks of dp and cp, from --min-dynamic-context-parallel-size on
+dp_balanced, first_fit     all groups have --context-parallel-size ranks
+default_dynamic_cp         groups of 1, 2, 4 ... ranks of dp and cp, from --min-dynamic-context-parallel-size on
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def row_multiple(config: Config) -> int:
     """Return the number of which a rank's rows of a pack are a multiple: two chunks, divided further by sequence parallelism."""
     parallel, is_gpu = config.parallel, config.training.device == "cuda"
     return math.lcm(
-        2, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, _GPU_ROWS if is_gpu else 1
+        2,
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        _GPU_ROWS if is_gpu else 1,
     )
 
 
@@ -48,7 +50,9 @@ def pack_group_sizes(draft: Draft) -> DerivedValue:
     if not draft.config.data.pack_documents:
         return DerivedValue((), "without --pack-documents")
     if parallel.sequence_packing_scheduler != DYNAMIC:
-        return DerivedValue((parallel.context_parallel_size,), f"{parallel.sequence_packing_scheduler}: one size")
+        return DerivedValue(
+            (parallel.context_parallel_size,), f"{parallel.sequence_packing_scheduler}: one size"
+        )
     ranks, smallest = num_domain_ranks(draft), parallel.min_dynamic_context_parallel_size
     powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
     sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
@@ -140,7 +144,10 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     config = draft.config
     model, parallel, training = config.model, config.parallel, config.training
     if training.micro_batch_size != 1:
-        yield f"--micro-batch-size {training.micro_batch_size}", "use --micro-batch-size 1: a micro-batch is one pack"
+        yield (
+            f"--micro-batch-size {training.micro_batch_size}",
+            "use --micro-batch-size 1: a micro-batch is one pack",
+        )
     if not training.calculate_per_token_loss:
         yield "means of micro-batches, whose packs differ in size", "add --calculate-per-token-loss"
     if parallel.pipeline_model_parallel_size > 1:
@@ -157,7 +164,10 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     if model.mtp_num_layers:
         yield f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"
     if model.attention_dropout:
-        yield f"--attention-dropout {model.attention_dropout}, keyed by the place in a pack", "use --attention-dropout 0"
+        yield (
+            f"--attention-dropout {model.attention_dropout}, keyed by the place in a pack",
+            "use --attention-dropout 0",
+        )
     if draft.derived.transformer_impl != "local":
         yield "--transformer-impl transformer_engine", "use --transformer-impl local"
     if config.precision.fp8_format is not None or config.precision.fp4_format is not None:

@@ -111,4 +111,8 @@ class DocumentDataset:
         index, piece = self.index, self.index.piece(k)
         sequence = int(index.sequences[piece])
         document = self.source.document_of(sequence)
-        return [TokenSpan(self.source.name, document, sequence, int(index.offsets[piece]), int(index.lengths[piece]))]
+        return [
+            TokenSpan(
+                self.source.name, document, sequence, int(index.offsets[piece]), int(index.lengths[piece])
+            )
+        ]

@@ -47,15 +47,22 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{_FLAG} {text}: {error}", fix=f"give JSON or a file of it, such as {_EXAMPLE}") from error
+        raise InputError(
+            f"{_FLAG} {text}: {error}", fix=f"give JSON or a file of it, such as {_EXAMPLE}"
+        ) from error
     kind = values.get("type") if isinstance(values, dict) else None
     wanted = _KEYS.get(kind) if isinstance(kind, str) else None
     if wanted is None:
         raise InputError(f"{_FLAG}: the type is {kind!r}, not {' or '.join(_KEYS)}", fix=f"use {_EXAMPLE}")
     given = values.keys() - {"type"} - _IGNORED
     if given != wanted or not all(type(values[key]) in (int, float) for key in wanted):
-        raise InputError(f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}")
-    if not 2 <= values["min_seq_len"] <= values["max_seq_len"] < 2**31 or min(values[key] for key in wanted) <= 0:
+        raise InputError(
+            f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}"
+        )
+    if (
+        not 2 <= values["min_seq_len"] <= values["max_seq_len"] < 2**31
+        or min(values[key] for key in wanted) <= 0
+    ):
         raise InputError(
             f"{_FLAG}: lengths from {values['min_seq_len']} to {values['max_seq_len']}",
             fix="use 2 or more tokens, and a larger max_seq_len than min_seq_len",

@@ -99,7 +99,8 @@ class PackLoader:
                 "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
             )
         lengths = np.array(
-            [sum(span.length for span in self._samples.spans(k)) for k in range(first, first + count)], np.int64
+            [sum(span.length for span in self._samples.spans(k)) for k in range(first, first + count)],
+            np.int64,
         )
         settings = self._settings
         return lengths, settings.scheduler(lengths, settings.costs, settings.domain)
@@ -135,14 +136,21 @@ class PackLoader:
         for document, sample in zip(pack.documents, samples, strict=True):
             assert isinstance(sample, Sample), "packs are of a GPT's samples"
             rows = slice(end, end + len(sample.tokens))
-            tokens[0, rows], labels[0, rows], loss_mask[0, rows] = sample.tokens, sample.labels, sample.loss_mask
+            tokens[0, rows], labels[0, rows], loss_mask[0, rows] = (
+                sample.tokens,
+                sample.labels,
+                sample.loss_mask,
+            )
             positions[0, rows] = sample.position_ids
             token_ids[0, rows] = (first + document) * limit + np.arange(len(sample.tokens))
             starts += (end + sample.document_starts).tolist()
             end = rows.stop
         _fill(positions, starts, end, limit)
         return PackBatch(
-            **{name: self._tensor(x) for name, x in (("tokens", tokens), ("labels", labels), ("loss_mask", loss_mask))},
+            **{
+                name: self._tensor(x)
+                for name, x in (("tokens", tokens), ("labels", labels), ("loss_mask", loss_mask))
+            },
             position_ids=self._tensor(positions),
             documents=self._documents(starts, length),
             token_ids=self._tensor(token_ids),

@@ -102,7 +102,9 @@ def balanced_packs(lengths: Integers, costs: PackCosts, domain: PackDomain) -> l
     needed = _smallest_sizes(lengths, domain)
     share = lower_bound(lengths, costs, domain)
     best: tuple[float, list[tuple[int, Integers, Integers]]] | None = None
-    for sizes in _distinct(_sizes(tokens, squares, needed, costs, domain, share * part) for part in _PATIENCE):
+    for sizes in _distinct(
+        _sizes(tokens, squares, needed, costs, domain, share * part) for part in _PATIENCE
+    ):
         found = _assigned(tokens, squares, order, sizes, costs, domain)
         if best is None or found[0] < best[0]:
             best = found
@@ -143,7 +145,9 @@ def lower_bound(lengths: Integers, costs: PackCosts, domain: PackDomain) -> floa
     needed = _smallest_sizes(lengths, domain)
     times = [costs.seconds(tokens, tokens**2, size) for size in domain.sizes]
     is_allowed = [needed <= size for size in domain.sizes]
-    work = np.min([np.where(a, t * s, np.inf) for a, t, s in zip(is_allowed, times, domain.sizes, strict=True)], 0)
+    work = np.min(
+        [np.where(a, t * s, np.inf) for a, t, s in zip(is_allowed, times, domain.sizes, strict=True)], 0
+    )
     alone = np.min([np.where(a, t, np.inf) for a, t in zip(is_allowed, times, strict=True)], 0)
     return max(float(work.sum()) / domain.num_ranks, float(alone.max())) + costs.each
 
@@ -204,8 +208,8 @@ def _packs_of_level(
     by_group = documents[np.argsort(groups, kind="stable")]
     ends = np.cumsum(np.bincount(groups, minlength=domain.num_ranks // size))
     for group, own in enumerate(np.split(by_group, ends[:-1])):
-        for found in _best_fit(own.tolist(), lengths[own].tolist(), domain.capacity(size)):
-            packs.append(Pack(group * size, size, tuple(found), int(lengths[found].sum())))
+        found = _best_fit(own.tolist(), lengths[own].tolist(), domain.capacity(size))
+        packs += [Pack(group * size, size, tuple(one), int(lengths[one].sum())) for one in found]
     return packs
 
 

@@ -1,7 +1,7 @@
 """Simulates a schedule of packs: the time of the step and the share of it that ranks are idle, and a drawing.
 
-    rank 0  AAAAAAAABBBBBBBBBCCCCCC      a letter a pack, as wide as its time
-    rank 1  AAAAAAAABBBBBBBBBDDDD..      . idle
+rank 0  AAAAAAAABBBBBBBBBCCCCCC      a letter a pack, as wide as its time
+rank 1  AAAAAAAABBBBBBBBBDDDD..      . idle
 """
 
 from __future__ import annotations
