@@ -34,19 +34,22 @@ class SampleContexts:
         device: device of the tables.
     """
 
-    def __init__(self, grid: RankGrid, seq_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.grid, self.seq_length, self.dtype, self.device = (
-            grid,
-            seq_length,
-            accumulation_dtype(dtype),
-            device,
-        )
+    def __init__(
+        self,
+        grid: RankGrid,
+        seq_length: int,
+        cp_comm_types: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.grid, self.seq_length, self.cp_comm_types = grid, seq_length, cp_comm_types
+        self.dtype, self.device = accumulation_dtype(dtype), device
         self.cp = self._split()
         self._ropes: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
 
-    def attention(self, cp_comm_type: str) -> ContextAttention:
+    def attention(self, layer: int) -> ContextAttention:
         """Return the communication of a layer's attention."""
-        return ContextAttention.of(cp_comm_type, self.grid)
+        return ContextAttention.of(self.cp_comm_types[layer % len(self.cp_comm_types)], self.grid)
 
     def rope(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
         """Return the module of an attention, if it has RoPE; layers with the same spec share one."""
@@ -74,9 +77,9 @@ class PackContexts(SampleContexts):
 
     cp: PackContext
 
-    def attention(self, cp_comm_type: str) -> ContextAttention:
+    def attention(self, layer: int) -> ContextAttention:  # noqa: ARG002 (all layers communicate alike)
         """See `SampleContexts`."""
-        return PackAttention(self.cp, gathers=cp_comm_type == "all_gather")
+        return PackAttention(self.cp, gathers=self.cp_comm_types[0] == "all_gather")
 
     def follow(self, segments: Sequence[nn.Module]) -> None:
         """See `SampleContexts`."""

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype

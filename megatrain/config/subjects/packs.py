@@ -141,40 +141,33 @@ def packs_are_supported(draft: Draft) -> Problems:
 
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
-    config = draft.config
+    config, remove = draft.config, "remove --pack-documents"
     model, parallel, training = config.model, config.parallel, config.training
-    if training.micro_batch_size != 1:
-        yield (
-            f"--micro-batch-size {training.micro_batch_size}",
-            "use --micro-batch-size 1: a micro-batch is one pack",
-        )
-    if not training.calculate_per_token_loss:
-        yield "means of micro-batches, whose packs differ in size", "add --calculate-per-token-loss"
-    if parallel.pipeline_model_parallel_size > 1:
-        yield (
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}",
-            "use --tensor-model-parallel-size or --data-parallel-sharding-strategy optim_grads_params instead",
-        )
-    if model.model_family != "gpt":
-        yield f"--model-family {model.model_family}", "use --model-family gpt, or remove --pack-documents"
-    if config.experts.num_experts is not None:
-        yield f"--num-experts {config.experts.num_experts}", "remove --pack-documents"
-    if model.multi_latent_attention:
-        yield "--multi-latent-attention", "remove --pack-documents"
-    if model.mtp_num_layers:
-        yield f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"
-    if model.attention_dropout:
-        yield (
-            f"--attention-dropout {model.attention_dropout}, keyed by the place in a pack",
-            "use --attention-dropout 0",
-        )
-    if draft.derived.transformer_impl != "local":
-        yield "--transformer-impl transformer_engine", "use --transformer-impl local"
-    if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
-        yield "FP8 and FP4, whose scales are of a micro-batch", "remove --fp8-format and --fp4-format"
-    if config.distillation.export_kd_teacher_load is not None:
-        yield "--export-kd-teacher-load", "remove --pack-documents"
-    if any("+" in each or each == "p2p" for each in parallel.cp_comm_type) or len(parallel.cp_comm_type) > 1:
-        yield f"--cp-comm-type {' '.join(parallel.cp_comm_type)}", "use --cp-comm-type a2a or all_gather"
-    if parallel.context_parallel_chunk_means:
-        yield "--context-parallel-chunk-means", "remove --context-parallel-chunk-means"
+    micro, stages, comm_types = (
+        training.micro_batch_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.cp_comm_type,
+    )
+    is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
+    shards = (
+        "use --tensor-model-parallel-size or --data-parallel-sharding-strategy optim_grads_params instead"
+    )
+    dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
+    table = (
+        (micro > 1, f"--micro-batch-size {micro}", "use --micro-batch-size 1: a micro-batch is one pack"),
+        (not training.calculate_per_token_loss, "means of micro-batches, which differ in size",
+         "add --calculate-per-token-loss"),
+        (stages > 1, f"--pipeline-model-parallel-size {stages}", shards),
+        (model.model_family != "gpt", f"--model-family {model.model_family}", remove),
+        (config.experts.num_experts, f"--num-experts {config.experts.num_experts}", remove),
+        (model.multi_latent_attention, "--multi-latent-attention", remove),
+        (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
+        (model.attention_dropout, dropout, "use --attention-dropout 0"),
+        (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),
+        (config.precision.fp8_format, f"--fp8-format {config.precision.fp8_format}", "remove --fp8-format"),
+        (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),
+        (config.distillation.export_kd_teacher_load, "--export-kd-teacher-load", remove),
+        (is_ring, f"--cp-comm-type {' '.join(comm_types)}", "use --cp-comm-type a2a or all_gather"),
+        (parallel.context_parallel_chunk_means, "--context-parallel-chunk-means", "remove --context-parallel-chunk-means"),
+    )  # fmt: skip
+    yield from ((what, fix) for is_there, what, fix in table if is_there)
