@@ -52,7 +52,7 @@ def pack_settings(plan: Plan) -> PackSettings:
     """Return how documents are packed and distributed."""
     parallel = plan.config.parallel
     return PackSettings(
-        scheduler=SCHEDULERS[parallel.sequence_packing_scheduler],
+        scheduler=SCHEDULERS[str(parallel.sequence_packing_scheduler)],
         costs=pack_costs(plan),
         domain=pack_domain(plan),
         seq_length=plan.config.data.seq_length,

@@ -77,7 +77,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Smallest group of --dynamic-context-parallel, a power of two."""
     max_seqlen_per_dp_cp_rank: int | None = setting(AUTO, at_least=1, unit="tokens", needs=_PACKS)
     """Most tokens of a pack on a rank of dp and cp. auto: so many that the largest group holds --seq-length."""
-    sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced", "first_fit"] = setting(
+    sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced", "first_fit"] | None = setting(
         AUTO, needs=_PACKS
     )
     """Distribution of the documents of a global batch over ranks. default_dynamic_cp: that of --dynamic-context-parallel; dp_balanced: groups of --context-parallel-size ranks with balanced times; first_fit: the same groups, filled in order (not in Megatron-LM). auto: default_dynamic_cp with --dynamic-context-parallel, else dp_balanced."""

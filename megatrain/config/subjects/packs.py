@@ -39,6 +39,8 @@ def num_domain_ranks(draft: Draft) -> int:
 
 @derives("parallel.sequence_packing_scheduler")
 def sequence_packing_scheduler(draft: Draft) -> DerivedValue:
+    if not draft.config.data.pack_documents:
+        return DerivedValue(None, "without --pack-documents")
     if draft.config.parallel.dynamic_context_parallel:
         return DerivedValue(DYNAMIC, "--dynamic-context-parallel")
     return DerivedValue("dp_balanced", "groups of one size")
@@ -91,8 +93,7 @@ def longest_document_fits_a_group(draft: Draft) -> Problems:
 @rule
 def dynamic_context_parallelism_has_packs(draft: Draft) -> Problems:
     parallel = draft.config.parallel
-    is_dynamic = parallel.dynamic_context_parallel or parallel.sequence_packing_scheduler == DYNAMIC
-    if is_dynamic and not draft.config.data.pack_documents:
+    if parallel.dynamic_context_parallel and not draft.config.data.pack_documents:
         yield Problem(
             "--dynamic-context-parallel chooses the ranks of each pack of documents, and samples are not packed",
             "add --pack-documents",
@@ -149,9 +150,7 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         parallel.cp_comm_type,
     )
     is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
-    shards = (
-        "use --tensor-model-parallel-size or --data-parallel-sharding-strategy optim_grads_params instead"
-    )
+    shards = "use --pipeline-model-parallel-size 1; --data-parallel-sharding-strategy optim_grads_params saves memory"
     dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
     table = (
         (micro > 1, f"--micro-batch-size {micro}", "use --micro-batch-size 1: a micro-batch is one pack"),
@@ -168,6 +167,5 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),
         (config.distillation.export_kd_teacher_load, "--export-kd-teacher-load", remove),
         (is_ring, f"--cp-comm-type {' '.join(comm_types)}", "use --cp-comm-type a2a or all_gather"),
-        (parallel.context_parallel_chunk_means, "--context-parallel-chunk-means", "remove --context-parallel-chunk-means"),
     )  # fmt: skip
     yield from ((what, fix) for is_there, what, fix in table if is_there)

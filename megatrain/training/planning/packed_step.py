@@ -50,7 +50,7 @@ def packed_step(plan: Plan, samples: SampleDataset) -> PackedStep:
         if name not in (DYNAMIC, plan.config.parallel.sequence_packing_scheduler)
     }
     return PackedStep(
-        scheduler=plan.config.parallel.sequence_packing_scheduler,
+        scheduler=str(plan.config.parallel.sequence_packing_scheduler),
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest=int(lengths.max()),
