@@ -67,4 +67,4 @@ def _parsed(text: str) -> dict[str, Any]:
             f"{_FLAG}: lengths from {values['min_seq_len']} to {values['max_seq_len']}",
             fix="use 2 or more tokens, and a larger max_seq_len than min_seq_len",
         )
-    return values
+    return dict(values)

@@ -147,10 +147,9 @@ class PackLoader:
             end = rows.stop
         _fill(positions, starts, end, limit)
         return PackBatch(
-            **{
-                name: self._tensor(x)
-                for name, x in (("tokens", tokens), ("labels", labels), ("loss_mask", loss_mask))
-            },
+            tokens=self._tensor(tokens),
+            labels=self._tensor(labels),
+            loss_mask=self._tensor(loss_mask),
             position_ids=self._tensor(positions),
             documents=self._documents(starts, length),
             token_ids=self._tensor(token_ids),

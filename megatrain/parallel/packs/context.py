@@ -56,7 +56,7 @@ class PackContext(ContextParallel):
     """This rank's rows of the current pack."""
 
     @property
-    def group(self) -> RankGroup:  # type: ignore[override]  # a field there
+    def group(self) -> RankGroup:
         return self.current.group
 
     def positions(self, rows: int, device: torch.device) -> Tensor:
@@ -70,7 +70,10 @@ class PackContext(ContextParallel):
         assert isinstance(batch, PackBatch), "a loader of packs"
         cp = self._by_size[batch.group_size]
         sharded: Any = cp.shard_batch(batch, has_chunk_means=has_chunk_means)
-        return replace(sharded, token_ids=cp.shard(batch.token_ids, 1), denominator=sharded.loss_denominator)
+        own: PackBatch = replace(
+            sharded, token_ids=cp.shard(batch.token_ids, 1), denominator=sharded.loss_denominator
+        )
+        return own
 
     def enter(self, batch: PackBatch, info: PassInfo) -> None:
         """Begin a pass of a pack."""
@@ -90,9 +93,9 @@ class PackAttention(ContextAttention):
     _alone: ContextParallel
 
     @property
-    def heads(self) -> RankGroup:  # type: ignore[override]  # a field there
+    def heads(self) -> RankGroup:
         return (self._alone if self.gathers else self.cp.current).group
 
     @property
-    def ring(self) -> ContextParallel:  # type: ignore[override]  # a field there
+    def ring(self) -> ContextParallel:
         return self.cp.current if self.gathers else self._alone

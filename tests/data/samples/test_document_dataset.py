@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,7 @@ def test_a_split_without_two_tokens_is_refused() -> None:
 def test_an_id_outside_the_vocabulary_names_the_document() -> None:
     samples = dataset(vocab_size=500)
     with pytest.raises(InputError, match=r"document (5|7|8) .*: [578]\d\d"):
-        for k in range(len(samples)):
-            samples[k]
+        list(map(samples.__getitem__, range(len(samples))))
 
 
 Loaders = Callable[..., list[PackLoader]]
@@ -126,7 +126,7 @@ def documents_of(batch: PackBatch) -> list[tuple[list[int], list[int], list[int]
     assert batch.documents is not None
     bounds = batch.documents.cu_seqlens.tolist()
     names = (batch.labels, batch.position_ids, batch.token_ids, batch.loss_mask)
-    return [tuple(x[0, a:b].tolist() for x in names) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]  # type: ignore[misc]
+    return [tuple(x[0, a:b].tolist() for x in names) for a, b in itertools.pairwise(bounds)]  # type: ignore[misc]
 
 
 def test_packs_of_all_ranks_hold_each_document_of_the_step(loaders: Loaders) -> None:

@@ -61,5 +61,5 @@ def test_other_words_are_refused(values, words):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match="lengths.json"):
+    with pytest.raises(InputError, match=r"lengths\.json"):
         mock_lengths(str(tmp_path / "lengths.json"), 10)

@@ -5,7 +5,7 @@ Documents of every length up to four times what a rank holds, so that groups of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -125,9 +125,8 @@ def _rope_of_the_first_pack() -> AbstractContextManager[Any]:
 
     def of_first(self: PackRotary) -> tuple[Tensor, ...]:
         rows = len(self.cp.batch.position_ids[0])  # type: ignore[union-attr]
-        if not hasattr(self, "first"):
-            self.first = of_pack(self)
-        return tuple(torch.cat([table] * (rows // len(table) + 1))[:rows] for table in self.first)
+        first = vars(self).setdefault("first", of_pack(self))
+        return tuple(torch.cat([table] * (rows // len(table) + 1))[:rows] for table in first)
 
     return mock.patch.object(PackRotary, "_of_pack", of_first)
 
@@ -156,7 +155,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def distance(pool: WorkerPool) -> Iterator[Callable[..., Distance]]:
+def distance(pool: WorkerPool) -> Callable[..., Distance]:
     """Return the distance of a layout's answers from those of one rank."""
     known: dict[str, Measured] = {}
 
@@ -165,7 +164,7 @@ def distance(pool: WorkerPool) -> Iterator[Callable[..., Distance]]:
             (known[model],) = pool.run(1, measure, model, "")
         return judge(known[model], pool.run(world_size, measure, f"{model} {layout}", fault))
 
-    yield compare
+    return compare
 
 
 @pytest.mark.parametrize(
