@@ -12,7 +12,7 @@ from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.pack_loader import PackLoader, PackSettings
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.packs.context import PackBatch
+from megatrain.parallel.packs.context import PackBatch, StepWork
 from megatrain.parallel.packs.schedule import SCHEDULERS, PackCosts, PackDomain
 
 _PRODUCTS: Final = 600e12
@@ -87,4 +87,5 @@ def largest_pack(plan: Plan, device: torch.device) -> PackBatch:
         documents=Documents(cu_seqlens, min(limit, length), 1, length),
         token_ids=ids[3],
         group_size=size,
+        work=StepWork(num_tokens=length, sum_of_squared_lengths=length * min(limit, length)),
     )

@@ -18,7 +18,7 @@ import torch
 from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import Sample
 from megatrain.parallel.documents import Documents
-from megatrain.parallel.packs.context import PackBatch
+from megatrain.parallel.packs.context import PackBatch, StepWork
 from megatrain.parallel.packs.schedule import Integers, Pack, PackCosts, PackDomain, Scheduler
 
 if TYPE_CHECKING:
@@ -117,15 +117,16 @@ class PackLoader:
 
     def _read(self, first: int, count: int) -> list[PackBatch]:
         """Read this rank's packs; a rank without one, or with fewer than others if that matters, gets empty ones."""
-        _, packs = self.schedule(first, count)
+        lengths, packs = self.schedule(first, count)
+        work = StepWork(num_tokens=int(lengths.sum()), sum_of_squared_lengths=int((lengths**2).sum()))
         domain = self._settings.domain
         per_rank = [sum(rank in pack.ranks for pack in packs) for rank in range(domain.num_ranks)]
         own = [pack for pack in packs if self._rank in pack.ranks]
         wanted = max(per_rank) if self._settings.has_equal_passes else 1
         own += [Pack(self._rank, 1, (), 0)] * (wanted - len(own))
-        return [self._batch(pack, first) for pack in own]
+        return [self._batch(pack, first, work) for pack in own]
 
-    def _batch(self, pack: Pack, first: int) -> PackBatch:
+    def _batch(self, pack: Pack, first: int, work: StepWork) -> PackBatch:
         """Read the documents of a pack, and fill it up: the rest is a document without loss."""
         domain, limit = self._settings.domain, self._settings.seq_length
         samples = [self._samples[first + document] for document in pack.documents]
@@ -136,12 +137,10 @@ class PackLoader:
         for document, sample in zip(pack.documents, samples, strict=True):
             assert isinstance(sample, Sample), "packs are of a GPT's samples"
             rows = slice(end, end + len(sample.tokens))
-            tokens[0, rows], labels[0, rows], loss_mask[0, rows] = (
-                sample.tokens,
-                sample.labels,
-                sample.loss_mask,
-            )
-            positions[0, rows] = sample.position_ids
+            for whole, own in zip(
+                (tokens, labels, loss_mask, positions), sample.arrays.values(), strict=True
+            ):
+                whole[0, rows] = own
             token_ids[0, rows] = (first + document) * limit + np.arange(len(sample.tokens))
             starts += (end + sample.document_starts).tolist()
             end = rows.stop
@@ -154,6 +153,7 @@ class PackLoader:
             documents=self._documents(starts, length),
             token_ids=self._tensor(token_ids),
             group_size=pack.size,
+            work=work,
         )
 
     def _documents(self, starts: Sequence[int], length: int) -> Documents:

@@ -23,6 +23,14 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """The documents of a global batch, as far as its FLOPs depend on them."""
+
+    num_tokens: int
+    sum_of_squared_lengths: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackBatch(Batch):
     """A pack: one sample of all its documents, filled up with tokens without loss."""
 
@@ -30,6 +38,8 @@ class PackBatch(Batch):
     """Ranks that share it."""
     token_ids: Tensor
     """An index for each token, unique in the run and the same in any schedule, int64 [1, s]; dropout is keyed by it."""
+    work: StepWork
+    """That of the whole step."""
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackBatch:
         """See `Batch`."""

@@ -77,9 +77,9 @@ def measure(rank: int, world_size: int, flags: str, fault: str) -> Measured:
 def _a_sample_twice() -> AbstractContextManager[Any]:
     read = PackLoader._batch
 
-    def twice(self: PackLoader, pack: Pack, first: int) -> PackBatch:
+    def twice(self: PackLoader, pack: Pack, *rest: Any) -> PackBatch:
         documents = (pack.documents[0], *pack.documents[:-1]) if len(pack.documents) > 1 else pack.documents
-        return read(self, replace(pack, documents=documents, num_tokens=64 * len(documents)), first)
+        return read(self, replace(pack, documents=documents, num_tokens=64 * len(documents)), *rest)
 
     return mock.patch.object(PackLoader, "_batch", twice)
 
@@ -89,7 +89,7 @@ def _a_sample_lost() -> AbstractContextManager[Any]:
     return mock.patch.object(
         PackLoader,
         "_batch",
-        lambda self, pack, first: read(self, replace(pack, documents=pack.documents[1:]), first),
+        lambda self, pack, *rest: read(self, replace(pack, documents=pack.documents[1:]), *rest),
     )
 
 
@@ -105,8 +105,8 @@ def _weighted_by_its_microbatches() -> AbstractContextManager[Any]:
 def _positions_of_the_pack() -> AbstractContextManager[Any]:
     read = PackLoader._batch
 
-    def counted_on(self: PackLoader, pack: Pack, first: int) -> PackBatch:
-        batch = read(self, pack, first)
+    def counted_on(self: PackLoader, *arguments: Any) -> PackBatch:
+        batch = read(self, *arguments)
         positions = torch.arange(batch.tokens.shape[1])[None] % 64
         return replace(batch, position_ids=positions, denominator=batch.loss_denominator)
 
@@ -134,8 +134,8 @@ def _rope_of_the_first_pack() -> AbstractContextManager[Any]:
 def _dropout_of_places() -> AbstractContextManager[Any]:
     read = PackLoader._batch
 
-    def by_place(self: PackLoader, pack: Pack, first: int) -> PackBatch:
-        batch = read(self, pack, first)
+    def by_place(self: PackLoader, *arguments: Any) -> PackBatch:
+        batch = read(self, *arguments)
         ids = torch.arange(batch.tokens.shape[1])[None]
         return replace(batch, token_ids=ids, denominator=batch.loss_denominator)
 
