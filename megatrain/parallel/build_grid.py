@@ -60,7 +60,7 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
     groups |= maker.make_sharing(of_layers)
     groups |= maker.make_sharing(of_replicas)
     groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
-    # Of their own, as replicas are: passes of packs do not wait for concurrent reductions.
+    # They share no communicator with replicas: passes of packs do not wait for concurrent reductions.
     contexts = tuple(maker.make(name, lists) for name, lists in shape.pack_lists().items())
     has_store = make_handle is not None and shape.world_size > 1
     store = make_handle("messages", everyone) if make_handle is not None and has_store else None

@@ -110,13 +110,13 @@ def test_a_hundred_thousand_documents_take_seconds() -> None:
 def test_first_fit_fills_the_first_pack_with_room() -> None:
     lengths = np.random.default_rng(1).integers(1, 100, 300)
     packs: list[list[int]] = []
-    rooms: list[int] = []
+    free: list[int] = []
     for document, length in enumerate(lengths.tolist()):
-        number = next((k for k, room in enumerate(rooms) if room >= length), len(rooms))
-        if number == len(rooms):
-            rooms.append(100)
+        number = next((k for k, space in enumerate(free) if space >= length), len(free))
+        if number == len(free):
+            free.append(100)
             packs.append([])
-        rooms[number] -= length
+        free[number] -= length
         packs[number].append(document)
     found = first_fit_packs(lengths, COSTS, domain(4, 50, sizes=(2,), multiple=1))
     assert [list(pack.documents) for pack in found] == packs

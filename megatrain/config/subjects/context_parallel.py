@@ -55,7 +55,7 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
 
 
 def _comm_type_of_packs(draft: Draft) -> DerivedValue:
-    """Derive the communication of groups of any size: heads balance the ranks, whatever the lengths of documents."""
+    """Derive the communication of groups of any size: heads balance the ranks for documents of any length."""
     if given := draft.config.parallel.cp_comm_type:
         return DerivedValue(given[:1], "--cp-comm-type")
     if reason := _why_not_heads(draft):

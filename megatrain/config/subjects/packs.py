@@ -23,7 +23,7 @@ _GPU_ROWS: Final = 64
 
 
 def row_multiple(config: Config) -> int:
-    """Return the number of which a rank's rows of a pack are a multiple: two chunks, divided further by sequence parallelism."""
+    """Return a divisor of the rows of a pack on each rank: two chunks, divided further by sequence parallelism."""
     parallel, is_gpu = config.parallel, config.training.device == "cuda"
     return math.lcm(
         2,

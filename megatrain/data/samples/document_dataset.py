@@ -3,7 +3,7 @@
     document of 10 tokens, --seq-length 4      labels 1 2 3 4 | 5 6 7 8 | 9      three samples, each label once
 
 A document of n tokens has n - 1 labels; one without labels is left out. All samples are shuffled in each epoch: sample k is a
-function of k and the seed, whatever is read before or after it.
+function of k and the seed alone.
 """
 
 from __future__ import annotations

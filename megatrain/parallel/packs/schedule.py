@@ -38,11 +38,11 @@ class PackCosts:
 
     token: float = 1.0
     pair: float = 0.0
-    """Of a token and another one of its document."""
+    """Time of a pair of tokens of a document."""
     sent: float = 0.0
     """Added to `token` in groups of several ranks, which exchange the rows of attention."""
     each: float = 0.0
-    """Of a pack: launches of kernels, waiting for ranks."""
+    """Time of any pack: launches of kernels, waiting for ranks."""
 
     def seconds(self, tokens: Floats, squares: Floats, size: int) -> Floats:
         """Return the time of documents on a group without that of their pack; arrays of any shape."""
@@ -113,12 +113,12 @@ def balanced_packs(lengths: Integers, costs: PackCosts, domain: PackDomain) -> l
 
 
 def first_fit_packs(lengths: Integers, costs: PackCosts, domain: PackDomain) -> list[Pack]:  # noqa: ARG001 (a Scheduler)
-    """Pack documents in their order, each into the first pack with room, and deal packs to the groups in turn."""
+    """Pack documents in their order, each into the first pack with space, and deal packs to the groups in turn."""
     size = domain.sizes[-1]
     packs: list[list[int]] = []
-    rooms = _Rooms(domain.capacity(size))
+    free = _FreeTokens(domain.capacity(size))
     for document, length in enumerate(lengths.tolist()):
-        number = rooms.first_with(length)
+        number = free.first_with(length)
         if number == len(packs):
             packs.append([])
         packs[number].append(document)
@@ -153,7 +153,7 @@ def lower_bound(lengths: Integers, costs: PackCosts, domain: PackDomain) -> floa
 
 
 def _smallest_sizes(lengths: Integers, domain: PackDomain) -> Integers:
-    """Return the smallest group that has room for each document."""
+    """Return the smallest group that has space for each document."""
     capacities = np.array([domain.capacity(size) for size in domain.sizes])
     numbers = np.searchsorted(capacities, lengths)
     assert not len(lengths) or numbers.max() < len(capacities), "a document is longer than the largest pack"
@@ -216,22 +216,22 @@ def _packs_of_level(
 def _best_fit(documents: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
     """Pack documents, given longest first."""
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
-    """Room and number of each pack, ascending."""
+    free: list[tuple[int, int]] = []
+    """Space and number of each pack, ascending."""
     for document, length in zip(documents, lengths, strict=True):
-        place = bisect.bisect_left(rooms, (length, -1))
-        if place == len(rooms):
+        place = bisect.bisect_left(free, (length, -1))
+        if place == len(free):
             packs.append([])
-            room, number = capacity, len(packs) - 1
+            space, number = capacity, len(packs) - 1
         else:
-            room, number = rooms.pop(place)
+            space, number = free.pop(place)
         packs[number].append(document)
-        bisect.insort(rooms, (room - length, number))
+        bisect.insort(free, (space - length, number))
     return packs
 
 
-class _Rooms:
-    """The room that is left in packs, in a tree of maxima: finding the first pack with room takes O(log packs)."""
+class _FreeTokens:
+    """The space that is left in packs, in a tree of maxima: finding the first pack with space takes O(log packs)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.num_packs = capacity, 0
@@ -251,16 +251,16 @@ class _Rooms:
     def _open(self) -> None:
         leaves = len(self.tree) // 2
         if self.num_packs == leaves:
-            rooms = [*self.tree[leaves:], *[0] * leaves]
-            self.tree = [0] * (2 * len(rooms))
-            for number, room in enumerate(rooms):
-                self._set(number, room)
+            free = [*self.tree[leaves:], *[0] * leaves]
+            self.tree = [0] * (2 * len(free))
+            for number, space in enumerate(free):
+                self._set(number, space)
         self._set(self.num_packs, self.capacity)
         self.num_packs += 1
 
-    def _set(self, number: int, room: int) -> None:
+    def _set(self, number: int, space: int) -> None:
         node = number + len(self.tree) // 2
-        self.tree[node] = room
+        self.tree[node] = space
         while node > 1:
             node //= 2
             self.tree[node] = max(self.tree[2 * node], self.tree[2 * node + 1])

@@ -23,7 +23,7 @@ class SimulatedStep:
     """The times of a step, in the unit of the costs."""
 
     starts: tuple[float, ...]
-    """Of each pack."""
+    """Start of each pack."""
     ends: tuple[float, ...]
     time: float
     idle_share: float

@@ -113,7 +113,7 @@ def _positions_of_the_pack() -> AbstractContextManager[Any]:
     return mock.patch.object(PackLoader, "_batch", counted_on)
 
 
-def _documents_see_their_neighbours() -> AbstractContextManager[Any]:
+def _documents_see_others() -> AbstractContextManager[Any]:
     def whole(self: PackLoader, starts: Any, length: int) -> Documents:
         return Documents(torch.tensor([0, length], dtype=torch.int32), length, 1, length)
 
@@ -148,7 +148,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a sample lost": _a_sample_lost,
     "a loss weighted by the micro-batches of its group": _weighted_by_its_microbatches,
     "positions not restarted": _positions_of_the_pack,
-    "documents see their neighbours": _documents_see_their_neighbours,
+    "documents see other documents": _documents_see_others,
     "RoPE of the first pack": _rope_of_the_first_pack,
     "dropout keyed by places in a pack": _dropout_of_places,
 }
