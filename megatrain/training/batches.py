@@ -32,7 +32,7 @@ from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.packs import pack_loader
+from megatrain.training.planning.packs import pack_loader
 
 
 class Batches(Protocol):

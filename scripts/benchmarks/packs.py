@@ -8,7 +8,7 @@ All rows train the same documents, log-normal lengths with a tail to 131,072 tok
 pretrain.py. `cp4 first_fit` has one size of groups. `gathered`: keys and values are gathered instead of heads exchanged.
 
     ms           median of the steps
-    simulated    the simulated step, of the times in training/packs.py; `error` compares it with ms
+    simulated    the simulated step, of the times in training/planning/packs.py; `error` compares it with ms
     idle         simulated share of the ranks' time in which they wait
     bound        simulated step over a bound that no schedule is below
 
@@ -36,7 +36,7 @@ from megatrain.training.batches import build_samples
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks, joined_ranks, report_errors
-from megatrain.training.packs import pack_settings
+from megatrain.training.planning.packs import pack_settings
 
 MODEL = (
     "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"

@@ -49,7 +49,6 @@ from megatrain.training.build import (
 )
 from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
-from megatrain.training.packs import largest_pack
 from megatrain.training.planning.meta_step import (
     Peak,
     Run,
@@ -59,6 +58,7 @@ from megatrain.training.planning.meta_step import (
     run_with_torch,
 )
 from megatrain.training.planning.model_tree import layers_of, segment_name
+from megatrain.training.planning.packs import largest_pack
 
 CUBLAS_BYTES: Final = 32 << 20
 """Workspace of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""

@@ -13,7 +13,7 @@ from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.parallel.packs.schedule import SCHEDULERS, lower_bound
 from megatrain.parallel.packs.simulate import drawing, simulate
-from megatrain.training.packs import pack_settings
+from megatrain.training.planning.packs import pack_settings
 
 
 @dataclass(frozen=True, kw_only=True)

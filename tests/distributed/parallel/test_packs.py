@@ -28,10 +28,10 @@ from megatrain.tools.parity.compare import Distance, judge
 from megatrain.tools.parity.measure import Measured, _losses_of, _noted_gradients, engine_of, weights_of
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training import engine as engine_file
-from megatrain.training import packs
 from megatrain.training.batches import build_samples
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
+from megatrain.training.planning import packs
 
 STEPS, BATCH = 2, 24
 MODEL = (
