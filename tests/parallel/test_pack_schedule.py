@@ -137,6 +137,15 @@ def test_the_simulator_starts_a_pack_when_its_whole_group_is_ready() -> None:
     assert rows == [f"rank 0  {'A' * 11}{'B' * 21}{'.' * 21}", f"rank 1  {'.' * 11}{'B' * 21}{'C' * 21}"]
 
 
+def test_packs_that_cost_more_than_their_tokens_are_few() -> None:
+    lengths, where = np.full(16, 10), domain(4, 40, multiple=1)
+    assert len(balanced_packs(lengths, PackCosts(each=0), where)) == 4
+    many = np.full(17, 10)
+    costs = PackCosts(each=1000)
+    packs = balanced_packs(many, costs, domain(4, 50, multiple=1))
+    assert simulate(packs, many, costs, domain(4, 50, multiple=1)).time < 1100
+
+
 def test_rows_that_fill_a_pack_count_in_its_time() -> None:
     where, costs = domain(2, 64, multiple=32), PackCosts()
     assert seconds_of(Pack(0, 2, (0,), 65), np.array([65]), costs, where) == 64

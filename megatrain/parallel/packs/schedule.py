@@ -25,8 +25,8 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_PATIENCE: Final = (1.0, 0.5, 0.25, 0.125)
-"""Largest shares of a step that one document may take, tried in turn: less makes groups larger, and balances better."""
+_PATIENCE: Final = (1.0, 0.5, 0.25, 0.125, 0.0)
+"""Largest shares of a step that one document may take, tried in turn: less makes groups larger, packs fewer and ranks equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +194,14 @@ def _assigned(
             load, group = heap[0]
             heapq.heapreplace(heap, (load + one, group))
             groups.append(group)
-        for load, group in heap:
-            loads[group * size : (group + 1) * size] = load
-        levels.append((size, documents, np.array(groups, np.int64)))
+        numbers, loads_of_groups = (
+            np.array(groups, np.int64),
+            np.array(sorted((g, load) for load, g in heap))[:, 1],
+        )
+        sums = np.bincount(numbers, tokens[documents], domain.num_ranks // size)
+        loads_of_groups += costs.each * np.ceil(sums / domain.capacity(size))
+        loads = loads_of_groups.repeat(size)
+        levels.append((size, documents, numbers))
     return float(loads.max()), levels
 
 
