@@ -17,6 +17,7 @@ import torch
 
 from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import Sample
+from megatrain.data.samples.loader import set_device
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch, StepWork
 from megatrain.parallel.packs.schedule import Integers, Pack, PackCosts, PackDomain, Scheduler
@@ -62,7 +63,9 @@ class PackLoader:
     ) -> None:
         self._samples, self._num_samples, self._settings, self._rank = samples, num_samples, settings, rank
         self._device = device
-        self._threads = ThreadPoolExecutor(1, "packs") if num_workers else None
+        self._threads = None
+        if num_workers:
+            self._threads = ThreadPoolExecutor(1, "packs", initializer=set_device, initargs=(device,))
         self._prefetched: tuple[tuple[int, int], Future[list[PackBatch]]] | None = None
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Any]:
