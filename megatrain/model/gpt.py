@@ -40,6 +40,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.dropout import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -122,6 +123,7 @@ def build_model(
     communication: ExpertCommunication = ExpertCommunication(),  # noqa: B008 (frozen)
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
+    tower_stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
     qat: QuantizationFormat | None = None,
@@ -144,6 +146,7 @@ def build_model(
         communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
+        tower_stages: the same of a vision tower; None: the first has them all.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         qat: format that linear layers are rounded to (--qat).
@@ -153,9 +156,8 @@ def build_model(
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
     contexts = (PackContexts if has_packs else SampleContexts)(grid, seq_length, cp_comm_types, dtype, device)
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), contexts.cp
+    tp, cp = _tensor_parallel(grid, device, sequence_parallel, overlaps_tp), contexts.cp
     new_builder = _new_builder(implementation, qat, spec)
 
     def builder_of(layer: int) -> ModuleBuilder:
@@ -166,15 +168,30 @@ def build_model(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
-    mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, contexts, recompute, user_loss, others
-    )
+        spec, placement, stages, placement.num_stages - 1 if mtp_stage is None else mtp_stage, builder_of, ranks,
+        contexts, recompute, user_loss, others, tower_stages,
+    )  # fmt: skip
     segments, chunks = builder.chunks(grid.pp.rank)
-    biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
-    biases.attach_to(segments)
+    biases = _expert_biases(spec, segments, dtype, device)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
     return Model(spec, *parts, biases, fp8, communication)
+
+
+def _tensor_parallel(
+    grid: RankGrid, device: torch.device, sequence_parallel: bool, overlaps: bool
+) -> TensorParallel:
+    has_peers = overlaps and sequence_parallel and grid.tp.size > 1
+    peers = peer_memory(grid.tp, device) if has_peers else None
+    return TensorParallel(grid.tp, grid.kv, sequence_parallel, peers)
+
+
+def _expert_biases(
+    spec: ModelSpec, segments: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
+) -> ExpertBiases:
+    biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
+    biases.attach_to(segments)
+    return biases
 
 
 def _new_builder(
@@ -215,6 +232,8 @@ class _StageBuilder:
     recompute: Recompute
     user_loss: UserLoss | None
     others: OtherModules | None
+    tower_stages: Sequence[range] | None
+    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -239,9 +258,10 @@ class _StageBuilder:
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""
         found: list[nn.Module] = []
-        if stage == 0:
-            embedding = self._embedding(self._embedding_output("embedding"))
-            found += [embedding] if self.spec.vision is None else self._vision(embedding)
+        if self.spec.vision is not None:
+            found += self._vision(stage)
+        elif stage == 0:
+            found.append(self._embedding(self._embedding_output("embedding")))
         first = len(self.spec.stacks[0].layers)
         of_encoder, of_decoder = layers, range(0)
         if len(self.spec.stacks) > 1:
@@ -285,11 +305,16 @@ class _StageBuilder:
             hidden_dtype=self.hidden_dtype,
         )
 
-    def _vision(self, embedding: Embedding) -> list[nn.Module]:
-        """Build the segments of the vision tower and the projector, which embed the text too."""
+    def _vision(self, stage: int) -> list[nn.Module]:
+        """Build a virtual stage's segments of the vision tower and the projector, which embed the text too."""
+        assert self.spec.vision is not None
+        stages = self.tower_stages or [range(len(self.spec.vision.layers))]
+        last = max(number for number, layers in enumerate(stages) if layers)
+        if stage > last:
+            return []
+        embedding = self._embedding(self._embedding_output("embedding")) if stage == last else None
         whole, tower = self.ranks.split.tp, tower_of(self.spec)
         alone = RankGroup("alone", (whole.group.ranks[whole.rank],), 0)
-        assert self.spec.vision is not None
         shares = ImageShares(whole, self.ranks.split.cp.group, self.spec.vision.is_spread_over_tp)
         tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
         if shares.spreads_over_tp:
@@ -303,9 +328,9 @@ class _StageBuilder:
         def context(number: int) -> LayerContext:
             return LayerContext(tower, number, builder, ranks, lambda _: None, self.recompute)
 
-        layers = [_layer(context(number)) for number in range(len(tower.layers))]
-        segments = layer_segments(layers, self.recompute)
-        return vision_segments(self.spec, embedding, segments, context(0), builder, shares)
+        segments = layer_segments([_layer(context(number)) for number in stages[stage]], self.recompute)
+        parts = (self.spec, embedding, segments, context(0), builder, shares)
+        return vision_segments(*parts, is_first=stage == 0, hidden_dtype=self.hidden_dtype)
 
     def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)
@@ -442,6 +467,7 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
 def _layer(context: LayerContext) -> TransformerLayer:
     layer = context.model.all_layers[context.number]
     branches = [build_part(part, context) for part in layer.parts]
+    leave_sums_to_biases(branches)
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:

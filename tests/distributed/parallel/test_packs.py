@@ -18,12 +18,11 @@ from everyday import nightly
 from torch import Tensor
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.data.samples import pack_loader
 from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.model.contexts import PackRotary
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch
-from megatrain.parallel.packs.schedule import Pack
+from megatrain.parallel.packs.schedule import Pack, PackCosts
 from megatrain.tools.parity.compare import Distance, judge
 from megatrain.tools.parity.measure import Measured, _losses_of, _noted_gradients, engine_of, weights_of
 from megatrain.tools.worker_pool import WorkerPool
@@ -31,7 +30,7 @@ from megatrain.training import engine as engine_file
 from megatrain.training.batches import build_samples
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
-from megatrain.training.planning import packs
+from megatrain.training.planning.packs import pack_settings
 
 STEPS, BATCH = 2, 24
 MODEL = (
@@ -54,14 +53,20 @@ def plan_of(flags: str, world_size: int) -> Plan:
     return resolve(parse(words), Facts(world_size=world_size, vocab_size=101, eod_id=100, device="cpu"))
 
 
+def loader_of(plan: Plan, rank: int) -> PackLoader:
+    """Return a loader whose schedules balance tokens: in a model as small as this, the number of packs decides the time."""
+    samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
+    assert samples is not None
+    settings = replace(pack_settings(plan), costs=PackCosts(pair=0.01))
+    return PackLoader(samples, len(samples), settings, rank=rank, device=torch.device("cpu"), num_workers=1)
+
+
 def measure(rank: int, world_size: int, flags: str, fault: str) -> Measured:
     """Run two steps on one rank."""
     plan = plan_of(flags, world_size)
     with FAULTS[fault]():
         engine = engine_of(plan, rank)
-        samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
-        assert samples is not None
-        loader = packs.pack_loader(plan, engine.grid, engine.device, samples, len(samples))
+        loader = loader_of(plan, engine.grid.replicas.rank)
         gradients, hyperparams = _noted_gradients(engine), build_schedules(plan).at(0)
         count = BATCH // loader._settings.documents_per_pass
         reports = [
@@ -200,11 +205,7 @@ def test_a_planted_fault_is_found(distance: Callable[..., Distance], fault: str)
 
 def test_groups_of_all_sizes_work_in_these_steps() -> None:
     plan = plan_of(f"{ROPE} {DYNAMIC}", 4)
-    samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
-    assert samples is not None
-    loader = pack_loader.PackLoader(
-        samples, len(samples), packs.pack_settings(plan), rank=0, device=torch.device("cpu"), num_workers=0
-    )
+    loader = loader_of(plan, 0)
     _, found = loader.schedule(0, BATCH)
     assert {pack.size for pack in found} == {1, 2, 4}
     counts = [sum(rank in pack.ranks for pack in found) for rank in range(4)]
