@@ -54,10 +54,10 @@ def plan_of(flags: str, world_size: int) -> Plan:
 
 
 def loader_of(plan: Plan, rank: int) -> PackLoader:
-    """Return a loader whose schedules balance tokens: in a model as small as this, the number of packs decides the time."""
+    """Return a loader whose schedules balance tokens, and avoid large groups: in a model as small as this, the number of packs decides the time."""
     samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
     assert samples is not None
-    settings = replace(pack_settings(plan), costs=PackCosts(pair=0.01))
+    settings = replace(pack_settings(plan), costs=PackCosts(pair=0.01, sent=0.3))
     return PackLoader(samples, len(samples), settings, rank=rank, device=torch.device("cpu"), num_workers=1)
 
 
