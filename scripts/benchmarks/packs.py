@@ -117,6 +117,9 @@ class _Benchmark:
                 if self._is_late():
                     break
                 seconds = self._step(row, step * self.batch)
+                self._print(
+                    f"step {step}, {name}: {1e3 * seconds:.0f} ms after {time.perf_counter() - self.begin:.0f} s"
+                )
                 if step:
                     times[name].append(seconds)
         self._table(rows, times)
