@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.reader import TensorReader
-from megatrain.config.errors import InputError
-from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.inference.stored_model import ModelOptions, build_without_weights, load_weights
 from megatrain.kernels.activations import activate
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear
@@ -27,33 +25,6 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamRegistry
 
 _TOKENS_OF_A_PASS = 4096
-
-
-def calibration_tokens(prefix: str, num_samples: int, length: int, vocab_size: int) -> Tensor:
-    """Return samples at equal distances over a dataset, int64 [num_samples, length].
-
-    Raises:
-        InputError: the dataset has fewer tokens, or other ones than the model.
-    """
-    dataset = IndexedDataset(prefix)
-    wanted = num_samples * length
-    if dataset.dtype.kind not in "iu":
-        raise InputError(f"--calibration-data {prefix}: has no tokens", fix="name a dataset of tokens")
-    if dataset.num_tokens < wanted:
-        raise InputError(
-            f"--calibration-data {prefix}: has {dataset.num_tokens} tokens, and {num_samples} samples of {length} need {wanted}",
-            fix="lower --calibration-samples or --calibration-length, or name a longer dataset",
-        )
-    size = dataset.dtype.itemsize
-    starts = np.linspace(0, dataset.num_tokens - length, num_samples).astype(np.int64)
-    rows = [dataset.read_bytes(int(start) * size, length * size).view(dataset.dtype) for start in starts]
-    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    if int(tokens.max()) >= vocab_size:
-        raise InputError(
-            f"--calibration-data {prefix}: has the token {int(tokens.max())}, and the model {vocab_size} of them",
-            fix="name a dataset that the model's tokenizer made",
-        )
-    return tokens
 
 
 @dataclass

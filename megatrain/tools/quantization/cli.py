@@ -30,10 +30,11 @@ from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tokenizer_files import json_bytes
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES
 from megatrain.tools.checkpoint.source import opened, size_text
 from megatrain.tools.generation.load import foreign_reader
-from megatrain.tools.quantization.calibration import Calibration, calibration_tokens
+from megatrain.tools.quantization.calibration import Calibration
 from megatrain.tools.quantization.folder import PartialFolder
 from megatrain.tools.quantization.layer import ChangedTensors, LayerRounding
 from megatrain.tools.quantization.plan import (
@@ -249,7 +250,15 @@ def _tokens(arguments: argparse.Namespace, reader: TensorReader, vocab_size: int
             f"--calibration-length {length}: the model is trained with samples of {data.seq_length} tokens",
             fix=f"use --calibration-length {data.seq_length} or less",
         )
-    return calibration_tokens(arguments.calibration_data, arguments.calibration_samples, length, vocab_size)
+    return read_samples(
+        arguments.calibration_data,
+        reader,
+        flag="--calibration-data",
+        remedy="lower --calibration-samples or --calibration-length",
+        count=arguments.calibration_samples,
+        length=length,
+        vocab_size=vocab_size,
+    )
 
 
 def _description(

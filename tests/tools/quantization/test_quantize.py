@@ -17,9 +17,9 @@ from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.kernels.quantization.packing import unpack
 from megatrain.kernels.quantization.rounding import dequantize
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
-from megatrain.tools.quantization import cli
 from megatrain.tools.quantization.layer import LayerRounding
 from megatrain.tools.quantization.plan import format_of
 
@@ -45,6 +45,12 @@ def dataset(tmp_path: Path, num_tokens: int = 600) -> str:
 def calibrated(tmp_path: Path, method: str) -> list[str]:
     flags = f"--method {method} --calibration-samples 16 --calibration-length 32 --calibration-data"
     return [*flags.split(), dataset(tmp_path)]
+
+
+def calibration_tokens(tmp_path: Path, source: Path) -> Tensor:
+    """Return the samples of `calibrated`."""
+    sizes = {"count": 16, "length": 32, "vocab_size": VOCAB}
+    return read_samples(str(tmp_path / "data"), HfCheckpoint(source), flag="", remedy="", **sizes)
 
 
 def quantize(source: Path, target: Path, name: str, *flags: str) -> Path:
@@ -148,7 +154,7 @@ def test_calibrated_methods_are_better_than_rounding(name: str, method: str, tmp
     source = folder_of(name, tmp_path)
     rounded = quantize(source, tmp_path / "rtn", "int4")
     folder = quantize(source, tmp_path / method, "int4", *calibrated(tmp_path, method))
-    tokens = cli.calibration_tokens(str(tmp_path / "data"), 16, 32, VOCAB)
+    tokens = calibration_tokens(tmp_path, source)
     exact = logits_here(source, tokens)
     error, by_rounding = (
         float((logits_here(dequantized(one, "int4", tmp_path / f"{one.name}-plain"), tokens) - exact).norm())
@@ -174,7 +180,7 @@ def test_scales_of_the_cache_are_those_of_the_largest_keys_and_values(tmp_path: 
     folder = quantize(source, tmp_path / "quantized", "fp8-channel", *flags)
     found = tensors_of(folder)
     scale = found["model.layers.0.self_attn.v_scale"]
-    tokens = cli.calibration_tokens(str(tmp_path / "data"), 16, 32, VOCAB)
+    tokens = calibration_tokens(tmp_path, source)
     layer = transformers.AutoModelForCausalLM.from_pretrained(source).model
     values = layer.layers[0].self_attn.v_proj(layer.layers[0].input_layernorm(layer.embed_tokens(tokens)))
     assert float(scale) == pytest.approx(float(values.abs().max()) / 448, rel=1e-5)
