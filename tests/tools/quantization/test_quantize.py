@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import everyday
 import numpy as np
 import pytest
 import torch
@@ -117,14 +118,27 @@ def logits_here(folder: Path, tokens: Tensor = TOKENS) -> Tensor:
     return logits_of_heads(model, tokens)[0]
 
 
-@pytest.mark.parametrize("name", QUANTIZATION_FORMATS)
-def test_transformers_opens_every_format_with_the_logits_of_our_model(name: str, tmp_path: Path) -> None:
-    sizes = (
-        {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
-        if name == "fp8-block"
-        else {}
-    )
-    source = folder_of("Llama 3", tmp_path, **sizes)
+WITH_EXPERTS = ("Mixtral", "Qwen2-MoE")
+EXPERTS = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("Llama 3", name) for name in QUANTIZATION_FORMATS),
+        *(
+            everyday.nightly("Mixtral", name)
+            for name in ("fp8-tensor", "fp8-channel", "int8-weights", "int4")
+        ),
+    ],
+)
+def test_transformers_opens_every_format_with_the_logits_of_our_model(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    sizes = EXPERTS if family in WITH_EXPERTS else {}
+    if name == "fp8-block":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    source = folder_of(family, tmp_path, **sizes)
     folder = quantize(source, tmp_path / "quantized", name)
     ours = logits_here(dequantized(folder, name, tmp_path / "dequantized"))
     theirs = logits_there(folder, rounds_inputs=False)
@@ -141,17 +155,15 @@ FAMILIES = [
     "Llama 2",
     "Pythia",
     "Phi-3",
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("Llama, tied", "Gemma 2", "Qwen3", "OLMo-2", "Qwen2")
-    ),
+    "Qwen2-MoE",
+    *map(everyday.nightly, ("Llama, tied", "Gemma 2", "Qwen3", "OLMo-2", "Qwen2", "Mixtral")),
 ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_calibrated_methods_are_better_than_rounding(name: str, method: str, tmp_path: Path) -> None:
-    source = folder_of(name, tmp_path)
+    source = folder_of(name, tmp_path, **EXPERTS if name in WITH_EXPERTS else {})
     rounded = quantize(source, tmp_path / "rtn", "int4")
     folder = quantize(source, tmp_path / method, "int4", *calibrated(tmp_path, method))
     tokens = calibration_tokens(tmp_path, source)
@@ -244,11 +256,24 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "data.bin", "data.idx"}
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Mixtral", "T5 v1.1", "Megatron BERT"])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    {
+        "GPT-2": "is not quantized",
+        "gpt-oss": "its experts are stacked",
+        "Mixtral": "use --format with one of fp8-tensor",
+        "T5 v1.1": "is not quantized",
+        "Megatron BERT": "is not quantized",
+    }.items(),
+)
 def test_families_that_no_reader_has_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = folder_of(name, tmp_path)
     monkeypatch.setattr(HfCheckpoint, "read_box", None)
     assert main(["quantize", f"hf:{source}", str(tmp_path / "target"), "--format", "int8"]) == 2
-    assert "is not quantized" in capsys.readouterr().err
+    assert problem in " ".join(capsys.readouterr().err.split())
