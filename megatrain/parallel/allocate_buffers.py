@@ -35,7 +35,7 @@ def allocate_buffers(
         grid: the ranks over which optimizer state is sharded, per family.
         has_gradients: False for inference.
         keep_full_weights, keep_full_gradients: keep full buckets allocated; else only this rank's shards, except
-            for a tied embedding.
+            for a tied embedding, and for scales, which passes write.
     """
     buckets = cut_buckets(registry, grid)
     shards = [local_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
@@ -44,7 +44,8 @@ def allocate_buffers(
     for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
         for user in bucket.users:
             buckets_of.setdefault(user, []).append(number)
-        is_kept = shard.numel == bucket.size or bucket.params[0].entry.is_shared
+        first = bucket.params[0].entry
+        is_kept = shard.numel == bucket.size or first.is_shared or first.layout.kind == "scale"
         own = slice(shard.start, shard.stop)
         weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
         has_own = has_gradients and bucket.is_trained

@@ -25,7 +25,7 @@ from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.optimizer import PrecisionConfig
-from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
+from megatrain.config.schema.quantization import QUANTIZATION_FORMATS, QuantizationFormat
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.export import HfExport
@@ -122,14 +122,20 @@ def run(arguments: argparse.Namespace) -> int:
         tensors = ChangedTensors(reader)
         own = reader.family.architecture if isinstance(reader, HfCheckpoint) else None
         export = HfExport(tensors, arguments.architecture or own)
+        dtype, qat = _dtype(arguments, reader, export), _format_of_training(arguments, reader)
+        if qat is not None and arguments.group_size is None:
+            numbers = qat
         options = Options(
             name=arguments.format,
             format=numbers,
             method=arguments.method,
             has_cache_scales=arguments.kv_cache_scales,
-            dtype=_dtype(arguments, reader, export),
+            dtype=dtype,
             device=torch.device(arguments.device),
+            keeps_scales=numbers == qat and dtype == _params_dtype(reader),
         )
+        if options.keeps_scales:
+            console.print("> the scales are those that training with --qat has kept")
         plan = plan_tensors(export, options)
         tokens = _tokens(arguments, reader, export.vocab_size) if options.is_calibrated else None
         description = _description(arguments, options, reader, tokens)
@@ -218,13 +224,30 @@ def _dtype(arguments: argparse.Namespace, reader: TensorReader, export: HfExport
     """Return the dtype of what is not quantized. A checkpoint of ours has master weights, wider than those of a pass."""
     if arguments.dtype != "auto":
         return DTYPES[DTYPE_NAMES[arguments.dtype]]
-    found = DTYPES[export.kind(*_embedding(export), "weight").dtype]
-    if isinstance(reader, CheckpointReader):
-        precision: PrecisionConfig = stored_section(
-            reader.path, reader.manifest.config, "precision", PrecisionConfig
-        )
-        found = getattr(torch, precision.params_dtype)
+    found = _params_dtype(reader) or DTYPES[export.kind(*_embedding(export), "weight").dtype]
     return torch.float32 if found == torch.float64 else found
+
+
+def _precision(reader: TensorReader) -> PrecisionConfig | None:
+    """Return the precision of a training of ours."""
+    if not isinstance(reader, CheckpointReader):
+        return None
+    found: PrecisionConfig = stored_section(reader.path, reader.manifest.config, "precision", PrecisionConfig)
+    return found
+
+
+def _params_dtype(reader: TensorReader) -> torch.dtype | None:
+    precision = _precision(reader)
+    return None if precision is None else getattr(torch, precision.params_dtype)
+
+
+def _format_of_training(arguments: argparse.Namespace, reader: TensorReader) -> QuantizationFormat | None:
+    """Return the format of --qat if it is the one that is asked for."""
+    precision = _precision(reader)
+    if precision is None or precision.qat != arguments.format or arguments.method != "rtn":
+        return None
+    has_groups = QUANTIZATION_FORMATS[precision.qat].weights.strategy == "group"
+    return format_of(precision.qat, precision.qat_group_size if has_groups else None, "rtn")
 
 
 def _embedding(export: HfExport) -> tuple[str, tuple[int, ...]]:

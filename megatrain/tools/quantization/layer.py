@@ -19,7 +19,7 @@ from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.config.schema.quantization import NumberFormat
+from megatrain.config.schema.quantization import SCALE_PREFIX, NumberFormat
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tensors import TheirTensor
@@ -119,6 +119,9 @@ class LayerRounding:
             scales = clipped_scales(weight, inputs.hessian, numbers, dtype)
         else:
             scales = scales_of(weight, numbers, dtype)
+            if self.options.keeps_scales:
+                kept = self._kept_scales(self.export.tensors[name], scales.shape).to(scales)
+                scales = torch.where(kept == 0, scales, kept)  # 0: there was no pass of training
         if self.options.method == "gptq":
             assert inputs is not None
             values = gptq(weight, inputs.hessian, scales, numbers)
@@ -127,6 +130,16 @@ class LayerRounding:
         whole = dequantize(values, scales, numbers).cpu()
         self.tensors.changed |= dict(_pieces(self.export.tensors[name], whole))
         return self._stored(name, values.cpu(), scales.cpu())
+
+    def _kept_scales(self, theirs: TheirTensor, shape: torch.Size) -> Tensor:
+        """Return the scales that training with --qat has kept for a weight, fp32 in its rows."""
+        found = torch.empty(shape)
+        for part in theirs.parts:
+            own_shape = (part.shape[0], shape[1])
+            scales = self.tensors.whole(f"{SCALE_PREFIX}{part.name}")
+            for own, rows in rows_to_copy(part.rows, whole_box(own_shape)):
+                found[rows.start : rows.stop : rows.step] = scales[own]
+        return found
 
     def _stored(self, name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
         layout, numbers = self.options.format.layout, self.options.format.weights

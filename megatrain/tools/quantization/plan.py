@@ -34,6 +34,8 @@ class Options:
     dtype: torch.dtype
     """Dtype of scales and of the tensors that are not quantized."""
     device: torch.device
+    keeps_scales: bool = False
+    """The checkpoint has the scales of this format, of --qat."""
 
     @property
     def is_calibrated(self) -> bool:

@@ -8,7 +8,7 @@ import everyday
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from quantized_folders import dequantized, tensors_of
 from tiny_models import VOCAB, tiny_model, write
 from torch import Tensor
 
@@ -16,13 +16,10 @@ from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
-from megatrain.kernels.quantization.packing import unpack
-from megatrain.kernels.quantization.rounding import dequantize
 from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
 from megatrain.tools.quantization.layer import LayerRounding
-from megatrain.tools.quantization.plan import format_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,37 +54,6 @@ def calibration_tokens(tmp_path: Path, source: Path) -> Tensor:
 def quantize(source: Path, target: Path, name: str, *flags: str) -> Path:
     groups = ["--group-size", "16"] if name == "int4" else []
     assert main(["quantize", f"hf:{source}", str(target), "--format", name, *groups, *flags]) == 0
-    return target
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: one for file in sorted(folder.glob("*.safetensors")) for name, one in load_file(file).items()
-    }
-
-
-def dequantized(folder: Path, name: str, target: Path) -> Path:
-    """Write the folder again with weights that are not quantized."""
-    stored, found = tensors_of(folder), {}
-    numbers = format_of(name, 16 if name == "int4" else None, "rtn").weights
-    for key, one in stored.items():
-        if key.endswith("weight_packed"):
-            key = key.removesuffix("_packed")
-            columns = int(stored[f"{key}_shape"][1])
-            values = unpack(one, numbers.num_bits, columns)
-        elif f"{key}_scale" in stored:
-            values = one
-        elif key.endswith(("weight_scale", "weight_shape")):
-            continue
-        else:
-            found[key] = one
-            continue
-        found[key] = dequantize(values.float(), stored[f"{key}_scale"].float(), numbers)
-    target.mkdir()
-    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
-    (target / "config.json").write_text(json.dumps(config))
     return target
 
 
