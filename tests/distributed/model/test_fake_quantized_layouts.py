@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 FORMATS = ("int4", "int8", "fp8-channel")
 DOWN = "decoder.layers.0.mlp.down.weight"
+SCALES = f"{SCALE_PREFIX}{DOWN}"
 TOKENS = torch.arange(16)[None] * 7 % 101
 
 
@@ -53,6 +54,16 @@ def losses(path: Path) -> list[float]:
     return [x for line in lines if "lm_loss" in line for x in (line["lm_loss"], line["grad_norm"])]
 
 
+def stored(path: Path, name: str) -> Tensor:
+    """Return a tensor of the newest checkpoint of a run."""
+    with opened(path) as reader:
+        shape = reader.manifest.tensors[name].shape
+        out = torch.empty(shape, dtype=torch.float64)
+        reader.read_box(out, kind="weight", name=name, shape=shape, box=whole_box(shape))
+        reader.finish()
+    return out
+
+
 @pytest.fixture(scope="module")
 def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """Losses and norms of one process with a format of --qat; `none`: without it."""
@@ -61,8 +72,9 @@ def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @functools.cache
     def of(name: str) -> list[float]:
         words = [*FLAGS, "--metrics-file", f"{folder}/{name}", *([] if name == "none" else ["--qat", name])]
-        assert set(pool.run(1, train, words)) == {0}
-        return losses(folder / name)
+        assert set(pool.run(1, train, [*words, "--save", f"{folder}/{name}-run"])) == {0}
+        scales = [] if name == "none" else stored(folder / f"{name}-run", SCALES).flatten().tolist()
+        return [*losses(folder / name), *scales]
 
     return of
 
@@ -74,10 +86,10 @@ def test_every_layout_trains_as_one_process(
 ) -> None:
     size, flags = LAYOUTS[layout]
     words = [*FLAGS, *flags.split(), "--qat", name, "--metrics-file", f"{tmp_path}/metrics"]
-    assert set(pool.run(size, train, words)) == {0}
-    found = losses(tmp_path / "metrics")
+    assert set(pool.run(size, train, [*words, "--save", f"{tmp_path}/run"])) == {0}
+    found = [*losses(tmp_path / "metrics"), *stored(tmp_path / "run", SCALES).flatten().tolist()]
     assert found == pytest.approx(reference(name), rel=1e-10)
-    assert found != pytest.approx(reference("none"), rel=1e-5)
+    assert found[:2] != pytest.approx(reference("none")[:2], rel=1e-5)
 
 
 def weights_in_evaluation(rank: int, world_size: int, words: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,7 +110,7 @@ def weights_in_evaluation(rank: int, world_size: int, words: list[str]) -> tuple
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", only({"--bf16"}, ["", "--bf16"]))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", only({"int4"}, FORMATS))
 def test_the_export_computes_what_an_evaluation_does(
     name: str, dtype: str, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -113,17 +125,10 @@ def test_the_export_computes_what_an_evaluation_does(
         out, shape = torch.empty_like(weight), tuple(weight.shape)
         plain.read_box(out, kind="weight", name=key, shape=shape, box=whole_box(shape))
         assert torch.equal(out, weight), key
-    with opened(tmp_path / "run") as reader:
-        weight, kept = (
-            torch.empty(reader.manifest.tensors[one].shape) for one in (DOWN, f"{SCALE_PREFIX}{DOWN}")
-        )
-        for one, out in ((DOWN, weight), (f"{SCALE_PREFIX}{DOWN}", kept)):
-            shape = tuple(out.shape)
-            reader.read_box(out, kind="weight", name=one, shape=shape, box=whole_box(shape))
-        reader.finish()
     numbers = format_of(name, 4 if name == "int4" else None, "rtn").weights
-    assert kept.shape == scales_of(weight, numbers).shape
-    assert not torch.equal(kept, scales_of(weight, numbers, kept.dtype))
+    kept, now = stored(tmp_path / "run", SCALES), scales_of(stored(tmp_path / "run", DOWN), numbers)
+    assert kept.shape == now.shape
+    assert float((kept / now - 1).abs().max()) > 1e-3
     # A sum in another order may round an input to the next number; bf16 rounds every sum.
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
