@@ -250,7 +250,7 @@ class _Weights:
     step_count = 0
 
     def __init__(self, parallel: DataParallel) -> None:
-        self.parallel = parallel
+        self.parallel, self.buffers = parallel, parallel.buffers
 
     def kinds_of(self, layout: ParamLayout) -> Sequence[str]:  # noqa: ARG002 (the signature of an optimizer)
         """Return the kinds of state of a parameter."""
@@ -259,7 +259,7 @@ class _Weights:
     def fill(self, kind: str, source: TensorSource) -> None:
         """Fill the weights."""
         assert kind == WEIGHT
-        fill_weights(self.parallel.buffers, source)
+        fill_weights(self.buffers, source)
 
     def sync_model_weights(self) -> None:
         """All-gather those that each rank keeps whole; others are gathered by passes."""
