@@ -15,6 +15,7 @@ Times are medians of the last iterations, in one process. The folder that names 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -112,6 +113,9 @@ class DrawnTeachers:
     last: RunTeacher
     arguments: tuple[Any, ...]
 
+    def __init__(self) -> None:
+        self._patches = contextlib.ExitStack()
+
     def __enter__(self) -> Self:
         run = RunTeacher.run
 
@@ -124,17 +128,12 @@ class DrawnTeachers:
             self.arguments = arguments
             run(teacher, *arguments)
 
-        self._patches = [
-            mock.patch.object(RunTeacher, "load", load),
-            mock.patch.object(RunTeacher, "run", kept),
-        ]
-        for patch in self._patches:
-            patch.start()
+        self._patches.enter_context(mock.patch.object(RunTeacher, "load", load))
+        self._patches.enter_context(mock.patch.object(RunTeacher, "run", kept))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
 
     @torch.no_grad()
     def milliseconds(self) -> float:

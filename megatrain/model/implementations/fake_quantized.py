@@ -110,6 +110,8 @@ class FakeQuantizedColumnLinear(LocalColumnLinear):
 class FakeQuantizedRowLinear(LocalRowLinear):
     """Activation, if there is one, and row-parallel linear layer; its inputs are rounded after the activation."""
 
+    weight_scale: Tensor
+
     def __init__(
         self,
         linear: LinearLayout,
@@ -150,7 +152,7 @@ def rounded_weight(
     """Return the weight as its quantized form stands for it; see `scales_now`."""
     wide = layer.weight.to(accumulation_dtype(layer.weight.dtype))
     scales = scales_now(wide, numbers, layer.weight.dtype, group)
-    kept = layer.weight_scale.data  # hides the write from autograd
+    kept: Tensor = layer.weight_scale.data  # hides the write from autograd
     if info.is_training:
         kept.copy_(scales)
     else:

@@ -244,10 +244,11 @@ def _params_dtype(reader: TensorReader) -> torch.dtype | None:
 def _format_of_training(arguments: argparse.Namespace, reader: TensorReader) -> QuantizationFormat | None:
     """Return the format of --qat if it is the one that is asked for."""
     precision = _precision(reader)
-    if precision is None or precision.qat != arguments.format or arguments.method != "rtn":
+    name: str = arguments.format
+    if precision is None or precision.qat != name or arguments.method != "rtn":
         return None
-    has_groups = QUANTIZATION_FORMATS[precision.qat].weights.strategy == "group"
-    return format_of(precision.qat, precision.qat_group_size if has_groups else None, "rtn")
+    has_groups = QUANTIZATION_FORMATS[name].weights.strategy == "group"
+    return format_of(name, precision.qat_group_size if has_groups else None, "rtn")
 
 
 def _embedding(export: HfExport) -> tuple[str, tuple[int, ...]]:

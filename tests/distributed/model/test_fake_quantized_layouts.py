@@ -99,7 +99,7 @@ def weights_in_evaluation(rank: int, world_size: int, words: list[str]) -> tuple
     assert trainer.train() == 0
     model, qat = trainer.engine.model, trainer.plan.derived.qat
     assert qat is not None
-    found = {}
+    found: dict[str, Tensor] = {}
     for layer in model.segments[1].modules():
         if isinstance(layer, FakeQuantizedColumnLinear | FakeQuantizedRowLinear):
             whole = rounded_weight(layer, qat.weights, PassInfo(is_training=False))
