@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import hash_tensors
 from everyday import only
 from quantized_folders import dequantized
 from run_here import MODEL, trainer_of_command_line
@@ -90,6 +91,31 @@ def test_every_layout_trains_as_one_process(
     found = [*losses(tmp_path / "metrics"), *stored(tmp_path / "run", SCALES).flatten().tolist()]
     assert found == pytest.approx(reference(name), rel=1e-10)
     assert found[:2] != pytest.approx(reference("none")[:2], rel=1e-5)
+
+
+def test_a_run_resumes_to_the_bit_and_others_start_from_its_weights(pool: WorkerPool, tmp_path: Path) -> None:
+    """Scales of another format are taken anew, and a run without --qat leaves them out."""
+    qat = [*FLAGS, "--qat", "int4"]
+    broken, whole = ([*qat, "--save", f"{tmp_path}/{name}"] for name in ("broken", "whole"))
+    broken += ["--load", f"{tmp_path}/broken"]
+    assert pool.run(1, train, [*broken, "--exit-interval", "2"]) == [75]
+    assert pool.run(1, train, broken) == [0]
+    assert pool.run(1, train, whole) == [0]
+    names = [hash_tensors(tmp_path / one / "iter_0000004", "weight") for one in ("broken", "whole")]
+    assert names[0] == names[1]
+    assert SCALES in names[0]
+    for name, flags in {"int8": ["--qat", "int8"], "none": []}.items():
+        words = [
+            *FLAGS,
+            *flags,
+            "--pretrained-checkpoint",
+            f"{tmp_path}/whole",
+            "--save",
+            f"{tmp_path}/{name}",
+        ]
+        assert pool.run(1, train, words) == [0]
+        found = hash_tensors(tmp_path / name / "iter_0000004", "weight")
+        assert (SCALES in found) == bool(flags)
 
 
 def weights_in_evaluation(rank: int, world_size: int, words: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
