@@ -191,8 +191,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"
-    if config.distillation.export_kd_teacher_load is not None:
-        yield "the host keeps the outputs of a teacher"
+    if derived.distillation is not None:
+        yield "the host keeps or reads the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
     yield from _obstacles_of_ranks(draft)
