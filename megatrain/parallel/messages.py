@@ -5,13 +5,17 @@
              rank 3 ─┘                                                      └─> rank 3
 
 A rank needs one connection, independent of the number of ranks, and a rank that waits here for a slow disk delays no collective.
+Among many ranks, every `FAN_IN`th collects the values of those that follow it, so that rank 0 reads few, large entries.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+FAN_IN: Final = 128
+"""Ranks whose values another one collects."""
 
 
 class Store(Protocol):
@@ -23,6 +27,10 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Wait for an entry, and read it."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Wait for entries, and read them in one round trip."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
@@ -51,19 +59,19 @@ class Messages:
         self._sent: list[str] = []
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on rank 0, in rank order; the others return an empty list and do not wait."""
+        """Return every rank's value on rank 0, in rank order; the others return an empty list, and wait only for values that they collect."""
         self.count += 1
-        text = json.dumps(value)
+        texts, step = [json.dumps(value)], 1
+        while step < self.size and self.rank % (step * FAN_IN) == 0:
+            senders = range(self.rank + step, min(self.rank + step * FAN_IN, self.size), step)
+            texts += self._take([f"{self.count}/{rank}" for rank in senders])
+            step *= FAN_IN
         if self.rank != 0:
-            self._put(f"{self.count}/{self.rank}", text)
+            self._put(f"{self.count}/{self.rank}", ",".join(texts))
             return []
-        found = [json.loads(text)]
-        for rank in range(1, self.size):
-            key = f"{self.count}/{rank}"
-            found.append(json.loads(self._read(key)))
-            self._remove(key)
-        while self._sent:  # a rank that has sent this value has read all earlier broadcasts
-            self._remove(self._sent.pop())
+        self._take(self._sent)  # a rank that has sent this value has read all earlier broadcasts
+        self._sent.clear()
+        found: list[Any] = json.loads(f"[{','.join(texts)}]")
         return found
 
     def broadcast(self, value: Any) -> Any:
@@ -73,7 +81,7 @@ class Messages:
         if self.size == 1:
             return json.loads(text)
         if self.rank != 0:
-            return json.loads(self._read(key))
+            return json.loads(self._read([key])[0])
         self._put(key, text)
         self._sent.append(key)
         return json.loads(text)
@@ -92,15 +100,24 @@ class Messages:
             self._store.set(f"{key}.{number}", part)
         self._store.set(key, f"{len(parts)} {parts[0]}")
 
-    def _read(self, key: str) -> str:
+    def _read(self, keys: list[str]) -> list[str]:
+        """Wait for entries; return their texts."""
         assert self._store is not None, "messages need a store"
-        num_parts, first = self._store.get(key).decode().split(" ", 1)
-        others = (self._store.get(f"{key}.{number}").decode() for number in range(1, int(num_parts)))
-        return "".join((first, *others))
+        texts = []
+        for key, entry in zip(keys, self._store.multi_get(keys), strict=True):
+            num_parts, first = entry.decode().split(" ", 1)
+            others = [f"{key}.{number}" for number in range(1, int(num_parts))]
+            texts.append(first + b"".join(self._store.multi_get(others) if others else []).decode())
+        return texts
 
-    def _remove(self, key: str) -> None:
+    def _take(self, keys: list[str]) -> list[str]:
+        """Wait for entries, and remove them; return their texts."""
+        if not keys:
+            return []
         assert self._store is not None, "messages need a store"
-        num_parts = int(self._store.get(key).split(b" ", 1)[0])
-        for number in range(1, num_parts):
-            self._store.delete_key(f"{key}.{number}")
-        self._store.delete_key(key)
+        texts = self._read(keys)
+        for key, text in zip(keys, texts, strict=True):
+            for number in range(1, len(range(0, len(text), self._part_bytes))):
+                self._store.delete_key(f"{key}.{number}")
+            self._store.delete_key(key)
+        return texts
