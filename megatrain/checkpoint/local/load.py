@@ -14,7 +14,8 @@ from megatrain.checkpoint.errors import DamagedError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME, node_files
 from megatrain.checkpoint.local.nodes import Node
 from megatrain.checkpoint.local.transfer import Transfer, raise_first, send
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, find_damage
 from megatrain.checkpoint.tensor_file import check_size
 from megatrain.optim.sharded import ShardedOptimizer
@@ -191,7 +192,7 @@ def _whole(path: Path, manifest: Manifest, names: Iterable[str]) -> set[str]:
     found = set()
     for name in names:
         with contextlib.suppress(OSError, DamagedError):
-            check_size(path / name, (path / name).lstat().st_size, manifest.files[name])
+            check_size(path / name, (path / name).lstat().st_size, manifest.files[name].num_bytes)
             found.add(name)
     return found
 

@@ -14,7 +14,8 @@ from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME
 from megatrain.checkpoint.local.nodes import Node
 from megatrain.checkpoint.local.transfer import Transfer, raise_first, send
-from megatrain.checkpoint.manifest import MANIFEST_NAME, encode, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, encode
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.save import (
     Save,
     begin_save,
@@ -125,7 +126,7 @@ class LocalSave(Save):
             files = read_manifest(self.temporary).files
             names = [name for name in files if (self.temporary / name).exists()]
             for name in names:
-                check_written(self.temporary / name, files[name])
+                check_written(self.temporary / name, files[name].num_bytes)
             write_file(self.disk, self.temporary / NODE_FILES_NAME, json.dumps(names).encode())
             self.disk.sync_folder(self.temporary)
         return names
