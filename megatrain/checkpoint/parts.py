@@ -8,8 +8,8 @@
 layout has changed, and then the parts of the tensors that it lacks. Tools read all parts.
 
 Rank 0 sees no chunk. That the chunks tile the tensors follows from sums of hashes: a box adds the hashes of its corners, with signs that
-alternate along each edge, and the box at a tensor's first element subtracts those of the whole tensor. The total is zero exactly if
-`tiling_problem` finds none (but for a collision of 64-bit hashes).
+alternate along each edge, and the box at a tensor's first element subtracts those of the whole tensor. If each tensor and kind has one
+such box, the total is zero exactly if `tiling_problem` finds none (but for a collision of 64-bit hashes).
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def tensors_of(reports: Reports) -> tuple[dict[str, StoredFile], dict[str, Store
     }
 
 
-def write_part(
-    folder: Path, rank: int, reports: Reports, config: Mapping[str, Any], disk: Disk
-) -> dict[str, Any] | None:
+def write_part(folder: Path, rank: int, reports: Reports, disk: Disk) -> dict[str, Any] | None:
     """Write the part of a rank; return its line for `merge_parts`, or None if the rank has no files."""
     if not reports:
         return None
@@ -91,28 +89,41 @@ def write_part(
         "bytes": len(text),
         "crc32": zlib.crc32(text),
         "files": {name: file.num_bytes for name, file in files.items()},
+        "name_keys": "".join(sorted({name_key(name) for name in tensors})),
         "tiling": _tiling_sum(tensors),
-        "weights": _keys(name for name, tensor in tensors.items() if WEIGHT in tensor.kinds),
-        "trained": _keys(name for name, tensor in tensors.items() if set(tensor.kinds) - {WEIGHT}),
-        "frozen": _keys(name for name in tensors if is_frozen_in(config, name)),
+        "origins": [
+            (name, kind)
+            for name, tensor in tensors.items()
+            for kind, stored in tensor.kinds.items()
+            for chunk in stored.chunks
+            if _is_first(chunk.box)
+        ],
     }
 
 
 def merge_parts(lines: Sequence[Mapping[str, Any] | None], **contents: Any) -> Manifest:
     """Return the root of all parts; assert that the chunks of all ranks cover every tensor."""
     found = [line for line in lines if line is not None]
-    weights, trained, frozen = (
-        set[str]().union(*(_split_keys(line[name]) for line in found))
-        for name in ("weights", "trained", "frozen")
-    )
-    assert trained in (set(), weights - frozen), "a tensor has no weight, or lacks its optimizer state"
+    origins = [(name, kind) for line in found for name, kind in line["origins"]]
+    assert len(set(origins)) == len(origins), "chunks overlap at the first element of a tensor"
+    kinds: dict[str, set[str]] = {}
+    for name, kind in origins:
+        kinds.setdefault(name, set()).add(kind)
+    has_optimizer = any(len(found) > 1 for found in kinds.values())
+    for name, of_name in kinds.items():
+        assert WEIGHT in of_name, f"{name} has {sorted(of_name)}"
+        assert (len(of_name) > 1) == (has_optimizer and not is_frozen_in(contents["config"], name)), (
+            f"{name} has {sorted(of_name)}"
+        )
+    keys = set[str]().union(*(_split_keys(line["name_keys"]) for line in found))
+    assert keys == {name_key(name) for name in kinds}, "a tensor lacks its first element"
     assert sum(line["tiling"] for line in found) % (1 << 64) == 0, "chunks overlap, or elements are missing"
     parts = {
         line["name"]: StoredPart(
             line["bytes"],
             line["crc32"],
             line["files"],
-            frozenset(_split_keys(line["weights"]) + _split_keys(line["trained"])),
+            frozenset(_split_keys(line["name_keys"])),
         )
         for line in found
     }
@@ -208,7 +219,7 @@ def _tiling_sum(tensors: Mapping[str, StoredTensor]) -> int:
             where = f"{name}\0{kind}\0{stored.dtype}\0{tensor.shape}\0".encode()
             for chunk in stored.chunks:
                 total += _corner_sum(where, chunk.box)
-                if not any(start for start, _ in chunk.box):
+                if _is_first(chunk.box):
                     total -= _corner_sum(where, whole)
     return total % (1 << 64)
 
@@ -222,8 +233,8 @@ def _corner_sum(where: bytes, box: Box) -> int:
     return total
 
 
-def _keys(names: Iterator[str]) -> str:
-    return "".join(sorted({name_key(name) for name in names}))
+def _is_first(box: Box) -> bool:
+    return not any(start for start, _ in box)
 
 
 def _split_keys(keys: str) -> list[str]:

@@ -162,14 +162,12 @@ class Save:
             CheckpointError: on all ranks; the files of this save are removed.
         """
         is_in_parts = self.grid.world.size > MAX_RANKS_OF_WHOLE
-        config, rank = self._contents["config"], self.grid.rank
+        rank = self.grid.rank
 
         def write() -> Any:
             with self._sized_errors():
                 reports = written()
-                return (
-                    write_part(self.temporary, rank, reports, config, self.disk) if is_in_parts else reports
-                )
+                return write_part(self.temporary, rank, reports, self.disk) if is_in_parts else reports
 
         def commit(found: list[Any]) -> int:
             manifest = (merge_parts if is_in_parts else merge_reports)(found, **self._contents)

@@ -14,6 +14,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from torch.distributed import DistStoreError
+
 FAN_IN: Final = 128
 """Ranks whose values another one collects."""
 
@@ -31,6 +33,10 @@ class Store(Protocol):
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Wait for entries, and read them in one round trip."""
+        ...
+
+    def add(self, key: str, number: int, /) -> int:
+        """Add to a counter, which begins at 0; return it."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
@@ -56,7 +62,10 @@ class Messages:
         self._part_bytes = part_bytes
         self.count = 0
         """Calls so far, the same on every rank."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called by a rank that waits longer than the store's timeout, because another one has announced progress."""
         self._sent: list[str] = []
+        self._progress = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on rank 0, in rank order; the others return an empty list, and wait only for values that they collect."""
@@ -91,6 +100,24 @@ class Messages:
         found = self.gather(value)
         return self.broadcast(conclude(found) if self.rank == 0 else None)
 
+    def announce_progress(self) -> None:
+        """Let the ranks that wait for this one go on waiting for the store's timeout; any thread may call it."""
+        assert self._store is not None, "messages need a store"
+        self._store.add("progress", 1)
+
+    def _wait(self, keys: list[str]) -> list[bytes]:
+        """Wait for entries as long as a rank announces progress. Raises DistStoreError."""
+        assert self._store is not None, "messages need a store"
+        while True:
+            try:
+                return self._store.multi_get(keys)
+            except DistStoreError:
+                progress = self._store.add("progress", 0)
+                if progress == self._progress:
+                    raise
+                self._progress = progress
+                self.on_progress()
+
     def _put(self, key: str, text: str) -> None:
         """Write an entry in parts, the first one last, with their number: readers wait for it."""
         assert self._store is not None, "messages need a store"
@@ -104,7 +131,7 @@ class Messages:
         """Wait for entries; return their texts."""
         assert self._store is not None, "messages need a store"
         texts = []
-        for key, entry in zip(keys, self._store.multi_get(keys), strict=True):
+        for key, entry in zip(keys, self._wait(keys), strict=True):
             num_parts, first = entry.decode().split(" ", 1)
             others = [f"{key}.{number}" for number in range(1, int(num_parts))]
             texts.append(first + b"".join(self._store.multi_get(others) if others else []).decode())
