@@ -331,7 +331,7 @@ def commit_save(
             pass
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
-    rename_whole(temporary, final, manifest, disk, replaces=replaces)
+    rename_whole(temporary, final, manifest.iteration, disk, replaces=replaces)
 
 
 def check_written(path: Path, num_bytes: int) -> None:
@@ -345,9 +345,7 @@ def check_written(path: Path, num_bytes: int) -> None:
         ) from error
 
 
-def rename_whole(
-    temporary: Path, final: Path, manifest: Manifest, disk: Disk, *, replaces: bool = True
-) -> None:
+def rename_whole(temporary: Path, final: Path, iteration: int, disk: Disk, *, replaces: bool = True) -> None:
     """Give a complete temporary folder its name, and name it in the tracker.
 
     Raises:
@@ -365,7 +363,7 @@ def rename_whole(
     disk.sync_folder(final.parent)
     tracker = final.with_name(TRACKER_NAME)
     new_tracker = _temporary_tracker(temporary)
-    write_file(disk, new_tracker, str(manifest.iteration).encode())
+    write_file(disk, new_tracker, str(iteration).encode())
     disk.rename(new_tracker, tracker)
     disk.sync_folder(final.parent)
 
