@@ -7,7 +7,7 @@
                                     {"file", "key", "box": [[start, stop], ...], "checksums"}]}}}},
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
-A checkpoint of many ranks is version 4, with `"parts"` instead of files and tensors: a part beside the shards of each rank has those of
+A checkpoint of many ranks is version 4, with `"parts"` instead of files and tensors: a part next to the shards of each rank has those of
 the rank (parts.py). Smaller ones are version 3.
 
 `checksums` has eight hexadecimal digits for each block of `block_bytes` of the chunk (block_checksums.py). In version 2 these are
@@ -104,7 +104,7 @@ class StoredPart:
     files: Mapping[str, int]
     """Size in bytes of each file that it describes."""
     name_keys: frozenset[str]
-    """`name_key` of each tensor of which it has chunks."""
+    """`name_key` of each tensor that it has chunks of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The manifest of many ranks in parts: each rank describes its own files beside them, and the root lists the parts.
+"""The manifest of many ranks in parts: each rank describes its own files next to them, and the root lists the parts.
 
     every rank: shards, fsync ─> part_00005.json, fsync ─> one line ─> rank 0: do all chunks tile all tensors? ─> manifest.json
     manifest.json    a manifest with "parts": {part: {"bytes", "crc32", "files": {file: bytes}, "name_keys"}}

@@ -101,7 +101,7 @@ class Messages:
         return self.broadcast(conclude(found) if self.rank == 0 else None)
 
     def announce_progress(self) -> None:
-        """Let the ranks that wait for this one go on waiting for the store's timeout; any thread may call it."""
+        """Extend the wait of the ranks that wait for this one by the store's timeout; any thread may call it."""
         assert self._store is not None, "messages need a store"
         self._store.add("progress", 1)
 

@@ -106,14 +106,12 @@ def build_samples(
 
     Args:
         plan, facts: equal on all ranks.
-        log, on_built: see `SplitBuilder`.
+        log, on_built, builds: see `SplitBuilder`.
         checks_files: compare the files with the facts, which another host gathered.
-        builds: build indices that are not cached.
 
     Raises:
         ConfigError: the data has fewer samples than requested.
         InputError: the files differ from the facts.
-        NotCachedError: an index is not cached, and `builds` is false.
     """
     data, derived = plan.config.data, plan.derived
     special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
@@ -134,12 +132,10 @@ def build_samples(
         test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,
     )
-    function = user_function(plan.config, "data.dataset")
-    if not builds and (data.image_data_path or function is not None):
-        raise NotCachedError  # only by building them is it known what is cached
     if data.image_data_path:
         digests = [one.digest for one in facts.datasets] if checks_files else None
         return image_conversations(plan, plans, log, digests)
+    function = user_function(plan.config, "data.dataset")
     if function is not None:
         return build_user_datasets(function, options, plans, data, plan.config.tokenizer)
     builder = SplitBuilder(
@@ -232,30 +228,29 @@ def _build_in_turns(
     All ranks read cached indices at once. Of what is missing, rank 0 builds it, then one rank of each host, then all others: later
     ranks read it from the cache, on a shared disk or on their host's.
     """
-    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
-    reads = reads or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
-    is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
+    data, waits = plan.config.data, _reads_samples(ranks, plan)
+    is_cached = data.data_cache_path is not None or data.dataset is not None
+    # Images and a user's datasets do not tell what is cached before they build it.
+    first_turn = 2 if data.dataset is not None or data.image_data_path else 0
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
-    may_read = reads
     splits, lengths = None, _Lengths(None, None, None)
     for turn in range(3 if takes_turns else 1):
         failure: Exception | None = None
-        if may_read:
+        if waits and turn >= min(own_turn, first_turn):
             try:
                 with _announced(ranks, plan):
                     splits = build_samples(
                         plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
                     )
-                may_read = False
+                waits = False
             except NotCachedError:
                 pass  # another rank builds it in this turn
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
                 failure = error
         answer = {
             "failed": failure is not None,
-            "waits": may_read,
+            "waits": waits,
             "lengths": vars(_Lengths.of(splits)) if splits else None,
         }
         found = ranks.grid.messages.gather_and_broadcast(answer, _conclusion)
@@ -266,6 +261,15 @@ def _build_in_turns(
         if not found["waits"]:
             break
     return splits, lengths
+
+
+def _reads_samples(ranks: Ranks, plan: Plan) -> bool:
+    """Return whether this rank needs tokens or document boundaries."""
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    is_at_end = placement.has_head(rank) or rank in embedding_ranks(
+        placement, is_tied=False, later_stage=later
+    )
+    return is_at_end or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class CountingStore:
 
 @pytest.mark.parametrize("size", [3, 4, 5, 9, 40, 64, 65])
 def test_rank_0_reads_few_entries_of_many_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values come in rank order through a tree; a rank waits once for each level, whatever the number of ranks."""
+    """Values come in rank order through a tree; a rank waits once for each level."""
     monkeypatch.setattr(messages, "FAN_IN", 4)
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))

@@ -42,7 +42,7 @@ WORTH_ROWS: Final = 1 << 16
 """Smaller indices are computed faster than a file is opened."""
 _DTYPES: Final = frozenset(np.dtype(code).str for code in np.typecodes["AllInteger"] + np.typecodes["Float"])
 CHECKED_PERIOD: Final = 86_389
-"""Of the whole seconds of about a day, one is the modification time of a checked file."""
+"""Seconds, about a day: one of them is the modification time of a checked file."""
 STALE_SECONDS: Final = 3600.0
 """Age after which a temporary file belongs to no running job."""
 

@@ -148,7 +148,7 @@ def _facts_of(
 def open_token_ids(
     prefix: str, *, mmap: bool = True, index_cache: str | None = None, cache_folder: str | Path | None = None
 ) -> IndexedDataset:
-    """Open a dataset, with a stamp in `cache_folder` or beside it. Raises InputError unless its elements are integers."""
+    """Open a dataset, with a stamp in `cache_folder` or next to it. Raises InputError unless its elements are integers."""
     folders = [Path(prefix).parent / "index_cache"]
     if cache_folder is not None:
         folders.insert(0, Path(cache_folder))

@@ -90,7 +90,7 @@ def has_infiniband() -> bool:
 
 
 def check_limits(open_files: int = 0) -> Iterator[Finding]:
-    """Check open files, of which a process needs `open_files`, and locked memory."""
+    """Check open files and locked memory. `open_files`: files that this process needs."""
     files = read_limit(resource.RLIMIT_NOFILE)
     needed = max(MIN_OPEN_FILES, open_files)
     if 0 <= files < needed:

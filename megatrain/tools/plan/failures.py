@@ -1,4 +1,4 @@
-"""What a run of some size loses a day to failures and saves, and its best save interval.
+"""Losses of a run to failures and saves, and its best save interval.
 
     lost = saves a day x wait of a save + failures a day x (detect + restart + computed again: half a save interval)
 

@@ -56,7 +56,7 @@ def start(monkeypatch: pytest.MonkeyPatch, caches: Caches) -> list[Any]:
     monkeypatch.setattr(batches, "embedding_ranks", lambda *_, **__: ())
     monkeypatch.setattr(batches, "first_digests", lambda _: [])
     config = SimpleNamespace(
-        data=SimpleNamespace(data_cache_path="cache", dataset=None, has_documents=False),
+        data=SimpleNamespace(data_cache_path="cache", dataset=None, image_data_path=(), has_documents=False),
         model=SimpleNamespace(model_family="gpt"),
     )
     plan: Any = SimpleNamespace(
