@@ -239,13 +239,12 @@ def _build_in_turns(
         failure: Exception | None = None
         if waits and turn >= min(own_turn, first_turn):
             try:
-                with _announced(ranks, plan):
+                # What is not cached, another rank builds in this turn.
+                with contextlib.suppress(NotCachedError), _announced(ranks, plan):
                     splits = build_samples(
                         plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
                     )
-                waits = False
-            except NotCachedError:
-                pass  # another rank builds it in this turn
+                    waits = False
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
                 failure = error
         answer = {
