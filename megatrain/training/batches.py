@@ -230,7 +230,7 @@ def _build_in_turns(
     """
     data, waits = plan.config.data, _reads_samples(ranks, plan)
     is_cached = data.data_cache_path is not None or data.dataset is not None
-    # Images and a user's datasets do not tell what is cached before they build it.
+    # Images and datasets of a user must be built before it is known what is cached.
     first_turn = 2 if data.dataset is not None or data.image_data_path else 0
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
@@ -239,7 +239,7 @@ def _build_in_turns(
         failure: Exception | None = None
         if waits and turn >= min(own_turn, first_turn):
             try:
-                # What is not cached, another rank builds in this turn.
+                # Another rank builds in this turn what is not cached.
                 with contextlib.suppress(NotCachedError), _announced(ranks, plan):
                     splits = build_samples(
                         plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
