@@ -44,7 +44,7 @@ from megatrain.training.liveness.watch_server import (
     read_location,
 )
 
-_SECONDS_TO_CONNECT = 60.0
+_SECONDS_TO_CONNECT = 120.0
 _SECONDS_TO_ANSWER = 5.0
 """A connection without an answer after this time may be one that the kernel of rank 0 has dropped: all ranks connect at once. The
 time doubles with each attempt, so that a server that is slow is not asked ever more."""
