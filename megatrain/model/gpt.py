@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -472,9 +473,24 @@ def _layer(context: LayerContext) -> TransformerLayer:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:
         return ParallelLayer(branches)
-    if context.tp.peers is not None and context.tp.size == 2:
-        _leave_sums_to_residual(branches)
+    if context.tp.peers is not None:
+        _halve_gradients(branches)
+        if context.tp.size == 2:
+            _leave_sums_to_residual(branches)
     return TransformerLayer(branches)
+
+
+def _halve_gradients(branches: Sequence[nn.Module]) -> None:
+    """Let half of the weight gradient of an MLP overlap the gather of the attention before it, whose GEMM is too small to hide it."""
+    for branch, after in itertools.pairwise(branches):
+        if (
+            isinstance(branch, Attention)
+            and isinstance(branch.proj, LocalRowLinear)
+            and branch.proj.fp8 is None
+        ):
+            first = after.fc1 if isinstance(after, Mlp) else None
+            if isinstance(first, LocalColumnLinear) and first.fp8 is None:
+                first.tp = dataclasses.replace(first.tp, halves_gradients=True)
 
 
 def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:

@@ -1,6 +1,6 @@
 """Micro-batches of a run on one rank: builds a loader for each split of the plan.
 
-    rank 0 builds the samples and caches large indices ──> one rank per host ──> all others
+    all ranks map cached indices ──> rank 0 builds what is missing ──> one rank per host, if it does not see it ──> all others
     samples + sampler ──> BatchLoader; ranks in the middle of a pipeline read nothing
 
 Only the first and last pipeline stages, and that of multi-token prediction, need tokens; the stages between need document boundaries at most.
@@ -8,7 +8,10 @@ Only the first and last pipeline stages, and that of multi-token prediction, nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,6 +26,7 @@ from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
+from megatrain.data.samples.index_cache import NotCachedError
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
@@ -33,6 +37,9 @@ from megatrain.training.build import build_pipeline
 from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.planning.packs import pack_loader
+
+_COMPUTED_SECONDS = 1.0
+"""Processor time since the last announcement without which a rank that builds samples makes no progress."""
 
 
 class Batches(Protocol):
@@ -97,12 +104,13 @@ def build_samples(
     on_built: Callable[[BuiltIndex], None] | None = None,
     *,
     checks_files: bool = False,
+    builds: bool = True,
 ) -> SplitDatasets:
     """Build the samples of a plan.
 
     Args:
         plan, facts: equal on all ranks.
-        log, on_built: see `SplitBuilder`.
+        log, on_built, builds: see `SplitBuilder`.
         checks_files: compare the files with the facts, which another host gathered.
 
     Raises:
@@ -146,6 +154,7 @@ def build_samples(
         log=log,
         on_built=on_built,
         masked=masked_samples(plan.config),
+        builds=builds,
     )
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
@@ -222,30 +231,80 @@ def _build_in_turns(
 ) -> tuple[SplitDatasets | None, _Lengths]:
     """Return the samples, or None on a rank that reads none, and their number.
 
-    Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
-    shared disk or on their host's.
+    All ranks read cached indices at once. Of what is missing, rank 0 builds it, then one rank of each host, then all others: later
+    ranks read it from the cache, on a shared disk or on their host's.
     """
-    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
-    reads = reads or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
-    is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
+    data, waits = plan.config.data, _reads_samples(ranks, plan)
+    is_cached = data.data_cache_path is not None or data.dataset is not None
+    # Images and datasets of a user must be built before it is known what is cached.
+    first_turn = 2 if data.dataset is not None or data.image_data_path else 0
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)
     for turn in range(3 if takes_turns else 1):
         failure: Exception | None = None
-        if turn == own_turn and reads:
+        if waits and turn >= min(own_turn, first_turn):
             try:
-                splits = build_samples(plan, ranks.facts, log, checks_files=not ranks.is_main)
+                # Another rank builds in this turn what is not cached.
+                with contextlib.suppress(NotCachedError), _announced(ranks, plan):
+                    splits = build_samples(
+                        plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
+                    )
+                    waits = False
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
                 failure = error
-        answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
+        answer = {
+            "failed": failure is not None,
+            "waits": waits,
+            "lengths": vars(_Lengths.of(splits)) if splits else None,
+        }
         found = ranks.grid.messages.gather_and_broadcast(answer, _conclusion)
         _raise_together(ranks, failure, found["first_failed"])
         if found["first_other"] is not None:
             raise _other_samples(ranks, plan, found["first_other"])
         lengths = _Lengths(**found["lengths"])
+        if not found["waits"]:
+            break
     return splits, lengths
+
+
+def _reads_samples(ranks: Ranks, plan: Plan) -> bool:
+    """Return whether this rank needs tokens or document boundaries."""
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    is_at_end = placement.has_head(rank) or rank in embedding_ranks(
+        placement, is_tied=False, later_stage=later
+    )
+    return is_at_end or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
+
+
+@contextlib.contextmanager
+def _announced(ranks: Ranks, plan: Plan) -> Iterator[None]:
+    """Let the other ranks wait while this one computes in the context, however long it does."""
+    messages, heartbeat = ranks.grid.messages, None if ranks.watch is None else ranks.watch.heartbeat
+    if messages.size == 1:
+        yield
+        return
+
+    def is_alive() -> None:
+        if heartbeat is not None:
+            heartbeat.stalled_seconds = 0.0
+
+    def announce() -> None:
+        computed = time.process_time()
+        while not ended.wait(plan.derived.startup_timeout_seconds / 10):
+            if time.process_time() > computed + _COMPUTED_SECONDS:
+                computed = time.process_time()
+                messages.announce_progress()
+                is_alive()
+
+    ended, messages.on_progress = threading.Event(), is_alive
+    thread = threading.Thread(target=announce, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -253,7 +312,12 @@ def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
     failed = (rank for rank, answer in enumerate(answers) if answer["failed"])
     lengths = answers[0]["lengths"]
     others = (rank for rank, answer in enumerate(answers) if answer["lengths"] not in (None, lengths))
-    return {"first_failed": next(failed, None), "first_other": next(others, None), "lengths": lengths}
+    return {
+        "first_failed": next(failed, None),
+        "first_other": next(others, None),
+        "waits": any(answer["waits"] for answer in answers),
+        "lengths": lengths,
+    }
 
 
 def _other_samples(ranks: Ranks, plan: Plan, rank: int) -> ConfigError:

@@ -13,7 +13,7 @@ from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.optim.loss_scale import DynamicLossScaler
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
