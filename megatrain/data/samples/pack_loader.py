@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatrain.config.errors import MegatrainError
@@ -136,13 +137,12 @@ class PackLoader:
         length = domain.num_rows(pack.num_tokens, pack.size) * pack.size
         tokens, labels, positions, token_ids = (np.zeros((1, length), np.int64) for _ in range(4))
         loss_mask = np.zeros((1, length), np.float32)
+        wholes: tuple[npt.NDArray[Any], ...] = (tokens, labels, loss_mask, positions)
         starts, end = [], 0
         for document, sample in zip(pack.documents, samples, strict=True):
             assert isinstance(sample, Sample), "packs are of a GPT's samples"
             rows = slice(end, end + len(sample.tokens))
-            for whole, own in zip(
-                (tokens, labels, loss_mask, positions), sample.arrays.values(), strict=True
-            ):
+            for whole, own in zip(wholes, sample.arrays.values(), strict=True):
                 whole[0, rows] = own
             token_ids[0, rows] = (first + document) * limit + np.arange(len(sample.tokens))
             starts += (end + sample.document_starts).tolist()
