@@ -41,6 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.dropout import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -451,6 +452,7 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
 def _layer(context: LayerContext) -> TransformerLayer:
     layer = context.model.all_layers[context.number]
     branches = [build_part(part, context) for part in layer.parts]
+    leave_sums_to_biases(branches)
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:
