@@ -86,13 +86,15 @@ def checked_position(values: Any) -> Position:
 
 def main_thread_frames() -> Frames:
     """Return the stack of this process's main thread, or of the backward pass that has its turn."""
-    by_thread = sys._current_frames()  # noqa: SLF001 (the documented way)
-    main = by_thread.pop(threading.main_thread().ident or 0, None)
-    return _with_turn([_frames(frame) for frame in (*by_thread.values(), main)])
+    # No variable holds a frame: a cycle through this one would keep the tensors of all threads until the next garbage collection.
+    stacks = {thread: _frames(frame) for thread, frame in sys._current_frames().items()}  # noqa: SLF001 (the documented way)
+    main = stacks.pop(threading.main_thread().ident or 0, [])
+    return _with_turn([*stacks.values(), main])
 
 
-def _frames(frame: FrameType | None) -> Frames:
+def _frames(top: FrameType) -> Frames:
     frames: Frames = []
+    frame: FrameType | None = top
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
