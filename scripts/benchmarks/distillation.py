@@ -164,7 +164,7 @@ def train(flags: list[str], metrics: Path) -> float:
         trainer.train()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = [row["iteration_ms"] for row in rows if "iteration_ms" in row]
-    return statistics.median(times[-REPEATS:])
+    return float(statistics.median(times[-REPEATS:]))
 
 
 def main() -> int:
