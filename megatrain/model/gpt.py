@@ -146,8 +146,7 @@ def build_model(
         recompute: activations to recompute.
         communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
-        stages: numbers of the layers of each virtual stage; None: equally many.
-        tower_stages: the same of a vision tower; None: the first has them all.
+        stages, tower_stages: numbers of each virtual stage's layers; None: equally many, the whole tower in the first.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         qat: format that linear layers are rounded to (--qat).
@@ -169,10 +168,8 @@ def build_model(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
-    builder = _StageBuilder(
-        spec, placement, stages, placement.num_stages - 1 if mtp_stage is None else mtp_stage, builder_of, ranks,
-        contexts, recompute, user_loss, others, tower_stages,
-    )  # fmt: skip
+    split = (placement, stages, tower_stages, placement.num_stages - 1 if mtp_stage is None else mtp_stage)
+    builder = _StageBuilder(spec, *split, builder_of, ranks, contexts, recompute, user_loss, others)
     segments, chunks = builder.chunks(grid.pp.rank)
     biases = _expert_biases(spec, segments, dtype, device)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
@@ -224,6 +221,8 @@ class _StageBuilder:
     placement: Placement
     stages: Sequence[range]
     """Numbers of the layers of each virtual stage."""
+    tower_stages: Sequence[range] | None
+    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
     builder_of: Callable[[int], ModuleBuilder]
@@ -233,8 +232,6 @@ class _StageBuilder:
     recompute: Recompute
     user_loss: UserLoss | None
     others: OtherModules | None
-    tower_stages: Sequence[range] | None
-    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:

@@ -19,9 +19,11 @@ CASES = [
     ("--decoder-num-layers 3", "", ("--decoder-num-layers 3", "--model-family is t5 or vlm")),
     ("--dataloader-seq-length 20", "", ("--dataloader-seq-length 20", "--model-family is vlm")),
     ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --vision-num-attention-heads 4", "",
-     ("--vision-num-attention-heads 4", "--vision-model-type is clip or siglip")),
+     ("--vision-num-attention-heads 4", "--vision-model-type is clip or siglip or internvit300M")),
     ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --image-processor siglip", "",
      ("--image-processor siglip", "without --image-data-path")),
+    ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --pixel-shuffle-factor 3", "",
+     ("--pixel-shuffle-factor 3", "without --pixel-shuffle")),
     ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --max-num-tiles 3", "",
      ("--max-num-tiles 3", "without --use-tiling")),
     (("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --tokenizer-type NullTokenizer --image-data-path talks.jsonl"
