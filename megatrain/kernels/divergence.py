@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.fused import divergence as fused
+from megatrain.kernels.fused import cross_entropy as fused
 from megatrain.kernels.fused.launching import is_fused
 
 _EXCLUDED = -1e30
@@ -33,7 +33,7 @@ def statistics(
         num_real: columns from here on are padding.
     """
     if is_fused(student):
-        return fused.statistics(student, teacher, temperature, num_real, is_reversed=is_reversed)
+        return fused.divergence_statistics(student, teacher, temperature, num_real, is_reversed=is_reversed)
     return statistics_reference(student, teacher, temperature, num_real, is_reversed=is_reversed)
 
 
@@ -99,7 +99,7 @@ def divergence_gradient(
     arguments = (student, teacher, log_sums, losses, scale, temperature, num_real)
     if not is_fused(student):
         return gradient_reference(*arguments, is_reversed=is_reversed)
-    fused.write_gradient(*arguments, is_reversed=is_reversed)
+    fused.write_divergence_gradient(*arguments, is_reversed=is_reversed)
     return teacher
 
 

@@ -156,18 +156,15 @@ class DrawnTeachers:
         return time.perf_counter()
 
 
-def train(flags: list[str], metrics: Path) -> tuple[float, float]:
-    """Train; return the median time of a step in ms, and the peak memory in 10^9 bytes."""
+def train(flags: list[str], metrics: Path) -> float:
+    """Train; return the median time of a step in ms."""
     with joined_ranks(parse([*flags, "--metrics-file", str(metrics)])) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
         trainer.train()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [row for row in rows if "iteration_ms" in row]
-    return (
-        statistics.median(row["iteration_ms"] for row in rows[-REPEATS:]),
-        max(row["max_memory_bytes"] or 0 for row in rows) / 1e9,
-    )
+    times = [row["iteration_ms"] for row in rows if "iteration_ms" in row]
+    return float(statistics.median(times[-REPEATS:]))
 
 
 def main() -> int:
@@ -178,47 +175,28 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--iterations", type=int, default=10, help="of each run [10]")
     arguments, more = parser.parse_known_args()
-    flags = [
-        *FLAGS.split(),
-        *(TINY_STUDENT if arguments.tiny else STUDENT).split(),
-        "--device",
-        arguments.device,
-    ]
-    flags += ["--train-iters", str(arguments.iterations), *more]
-    results: list[tuple[str, float, float, float | None]] = []
-
-    def add(name: str, found: tuple[float, float], of: float | None = None) -> None:
-        results.append((name, *found, of))
-        print(_line(*results[-1]), flush=True)
-
+    student = [*FLAGS.split(), *(TINY_STUDENT if arguments.tiny else STUDENT).split(), *more]
+    flags = [*student, "--device", arguments.device, "--train-iters", str(arguments.iterations)]
     with tempfile.TemporaryDirectory() as name, DrawnTeachers() as teachers:
         folder = Path(name)
         (folder / "teacher").mkdir()
         (TINY_TEACHER if arguments.tiny else LLAMA_8B).write(folder / "teacher")
         taught = [*flags, "--export-kd-teacher-load", f"hf:{folder / 'teacher'}"]
         distilled = train(taught, folder / "distilled.jsonl")
-        sizes = flags[flags.index("--micro-batch-size") + 1], flags[flags.index("--global-batch-size") + 1]
-        passes = int(sizes[1]) // int(sizes[0])
-        teacher = passes * teachers.milliseconds()
+        micro, whole = (int(flags[flags.index(f"--{one}-batch-size") + 1]) for one in ("micro", "global"))
+        teacher = whole // micro * teachers.milliseconds()
         alone = train(flags, folder / "alone.jsonl")
-        add("student alone", alone)
-        add("teacher alone", (teacher, 0.0))
-        add("distillation", distilled, alone[0] + teacher)
+        mixed = train([*taught, "--no-kd-skip-lm-loss"], folder / "mixed.jsonl")
         with joined_ranks(parse(taught)) as ranks:
             write_cache(ranks, folder / "logits", 64, "fp16")
         cached = train([*flags, "--logits-load-dir", str(folder / "logits")], folder / "cached.jsonl")
-        add("cached logits", cached, alone[0])
-        mixed = train([*taught, "--no-kd-skip-lm-loss"], folder / "mixed.jsonl")
-        add("with the LM loss", mixed, alone[0] + teacher)
-    print(f"\n{'':<20} {'ms':>9} {'peak GB':>8} {'':>8}")
-    for row in results:
-        print(_line(*row))
+    print(f"\n{'':<20} {'ms':>9}")
+    print(f"{'student alone':<20} {alone:9.1f}")
+    print(f"{'teacher alone':<20} {teacher:9.1f}")
+    print(f"{'distillation':<20} {distilled:9.1f} {distilled / (alone + teacher) - 1:+8.1%}")
+    print(f"{'with the LM loss':<20} {mixed:9.1f} {mixed / (alone + teacher) - 1:+8.1%}")
+    print(f"{'cached logits':<20} {cached:9.1f} {cached / alone - 1:+8.1%}")
     return 0
-
-
-def _line(name: str, milliseconds: float, gigabytes: float, of: float | None) -> str:
-    share = "" if of is None else f"{milliseconds / of - 1:+8.1%}"
-    return f"{name:<20} {milliseconds:9.1f} {gigabytes:8.1f} {share}"
 
 
 if __name__ == "__main__":

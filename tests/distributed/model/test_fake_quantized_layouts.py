@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from canonical_weights import hash_tensors
+from canonical_weights import dequantized, hash_tensors
 from everyday import only
-from quantized_folders import dequantized
 from run_here import MODEL, trainer_of_command_line
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import everyday
 import numpy as np
 import pytest
 import torch
-from quantized_folders import dequantized, tensors_of
+from canonical_weights import dequantized, tensors_of
 from tiny_models import VOCAB, tiny_model, write
 from torch import Tensor
 
