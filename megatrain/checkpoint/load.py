@@ -21,11 +21,10 @@ from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchE
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
-from megatrain.checkpoint.manifest import Manifest, name_key
+from megatrain.checkpoint.manifest import OF_TRAINING, Manifest, name_key
 from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
-from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, LoadTarget, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
@@ -240,7 +239,7 @@ def check_no_unused_tensors(
         keys = set(unused)
         unused = sorted(name for name in read_manifest(reader.path).tensors if name_key(name) in keys)
     unused = unused if adaptation is None else adaptation.unused(unused)
-    unused = [name for name in unused if not name.startswith(PROJECTION_PREFIX)]  # serve a distillation alone
+    unused = [name for name in unused if not name.startswith(OF_TRAINING)]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(

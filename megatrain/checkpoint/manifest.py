@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -34,6 +34,7 @@ from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.stored_values import check_stored_values, make_lists
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
+from megatrain.config.schema.quantization import SCALE_PREFIX
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
 
@@ -58,6 +59,10 @@ _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
 _PART_NAME = re.compile(r"part_[0-9]{5,9}\.json")
 _NAME_KEYS = re.compile(r"([0-9a-f]{8})*")
+
+
+OF_TRAINING: Final = (PROJECTION_PREFIX, SCALE_PREFIX)
+"""Starts of the names of tensors that serve a training alone: projections of a distillation, scales of --qat."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,8 @@ class Manifest:
 
     @property
     def model_tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors of the model: all but the projections of a distillation."""
-        return {
-            name: tensor for name, tensor in self.tensors.items() if not name.startswith(PROJECTION_PREFIX)
-        }
+        """Tensors of the model: all but those that serve the training alone."""
+        return {name: one for name, one in self.tensors.items() if not name.startswith(OF_TRAINING)}
 
 
 def name_key(name: str) -> str:

@@ -36,6 +36,7 @@ from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.planning.packs import pack_loader
 
 _COMPUTED_SECONDS = 1.0
 """Processor time since the last announcement without which a rank that builds samples makes no progress."""
@@ -62,14 +63,17 @@ class EvaluationSet:
     dataset: str | None
     """Name of the dataset; None for a whole split."""
     batches: Batches
-    sampler: Sampler
+    sampler: Sampler | None
+    """None: micro-batches are packs of whole samples."""
     num_microbatches: int
     """Micro-batches of each rank in one evaluation."""
     is_whole: bool
     """Each evaluation reads all samples, from the first one."""
 
-    def num_samples(self, consumed_samples: int, num_microbatches: int) -> list[int]:
-        """Return the samples of each of the rank's micro-batches, without padding."""
+    def num_samples(self, consumed_samples: int, num_microbatches: int) -> list[int] | None:
+        """Return the samples of each of the rank's micro-batches, without padding; None: it has none."""
+        if self.sampler is None:
+            return None
         return [len(self.sampler.indices(consumed_samples, number)) for number in range(num_microbatches)]
 
     @property
@@ -125,6 +129,8 @@ def build_samples(
         reset_attention_mask=data.reset_attention_mask,
         inter_document_masking=data.dataloader_inter_document_masking,
         conversations=data.sft,
+        packs_documents=data.pack_documents,
+        mock_lengths=data.varlen_mock_dataset_config_json,
     )
     plans = SamplePlans(
         train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
@@ -345,6 +351,7 @@ class _LoaderBuilder:
         self.ranks = ranks
         self.plan = plan
         self.config = plan.config
+        self.has_packs = self.config.data.pack_documents
         dp = ranks.grid.dp
         self.shard = DataShard(
             micro_batch_size=self.config.training.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size
@@ -361,7 +368,8 @@ class _LoaderBuilder:
             whole = FullSampler(self.shard, length)
             sampler: Sampler = whole if is_whole else self._sampler(length)
             count = whole.num_microbatches if is_whole else per_evaluation
-            return EvaluationSet(split, name, self._batches(samples, sampler), sampler, count, is_whole)
+            batches = self._batches(samples, sampler, length)
+            return EvaluationSet(split, name, batches, None if self.has_packs else sampler, count, is_whole)
 
         evaluations = []
         if lengths.valid is not None:
@@ -373,7 +381,7 @@ class _LoaderBuilder:
             evaluations.append(evaluation("test", None, splits.test, lengths.test, is_whole=False))
         train = None
         if lengths.train is not None:
-            train = self._batches(splits.train, self._sampler(lengths.train))
+            train = self._batches(splits.train, self._sampler(lengths.train), lengths.train)
         return RunBatches(train, tuple(evaluations))
 
     def _sampler(self, length: int) -> Sampler:
@@ -382,9 +390,11 @@ class _LoaderBuilder:
             return CyclicSampler(self.shard, length, data_sharding=not data.no_data_sharding)
         return SingleSampler(self.shard, length)
 
-    def _batches(self, samples: SampleDataset | None, sampler: Sampler) -> Batches:
+    def _batches(self, samples: SampleDataset | None, sampler: Sampler, length: int) -> Batches:
         if samples is None:
             return _EmptyBatches(self.ranks.device)
+        if self.has_packs:
+            return pack_loader(self.plan, self.ranks.grid, self.ranks.device, samples, length)
         model = self.config.model
         return BatchLoader(
             samples,

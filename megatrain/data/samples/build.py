@@ -35,6 +35,7 @@ from megatrain.data.samples.conversations import (
     build_conversation_index,
 )
 from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
+from megatrain.data.samples.document_dataset import DocumentDataset, build_document_index
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import LengthFacts, build_index
 from megatrain.data.samples.index_cache import Arrays, IndexCache
@@ -163,7 +164,8 @@ class SplitBuilder:
         """
         if not blends:
             assert self.masked is None, "the rule `sentences_come_from_files` reports it"
-            mock = MockSequences(vocab_size=self.options.vocab_size or 1, eod=self.options.eod or 0)
+            vocab_size, eod = self.options.vocab_size or 1, self.options.eod or 0
+            mock = MockSequences(vocab_size=vocab_size, eod=eod, lengths=self.options.mock_lengths)
             return self._divide([mock], None, MOCK_SPLIT, plans)
         if "all" in blends:
             blend = blends["all"]
@@ -360,13 +362,16 @@ class SplitBuilder:
 
     def _dataset(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
-    ) -> GPTDataset | ConversationDataset | MaskedDataset:
+    ) -> GPTDataset | ConversationDataset | DocumentDataset | MaskedDataset:
         """Return the samples of a split of a dataset, of the kind that the run reads."""
         order: dict[str, Any] = {"seed": seed, "num_samples": num_samples, "cache": self.cache}
         if self.masked is not None:
             assert isinstance(source, IndexedDataset), "mock data has no sentences"
             return build_masked_dataset(source, part, self.masked, **order)
         order["seq_length"] = self.options.seq_length
+        if self.options.packs_documents:
+            del order["cache"]  # the index is a few sums
+            return DocumentDataset(source, build_document_index(source.lengths, part, **order), self.options)
         if not self.options.conversations:
             facts = LengthFacts.of(source, part)
             return GPTDataset(source, build_index(source.lengths, part, facts=facts, **order), self.options)

@@ -273,6 +273,7 @@ def grid_shape(plan: Plan) -> GridShape:
         is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
+        pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
     )
