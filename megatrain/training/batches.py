@@ -118,20 +118,7 @@ def build_samples(
         InputError: the files differ from the facts.
     """
     data, derived = plan.config.data, plan.derived
-    special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
-    options = SampleOptions(
-        seq_length=text_length(plan.config),
-        eod=derived.eod_id,
-        pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
-        vocab_size=derived.vocab_size,
-        eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        inter_document_masking=data.dataloader_inter_document_masking,
-        conversations=data.sft,
-        packs_documents=data.pack_documents,
-        mock_lengths=data.varlen_mock_dataset_config_json,
-    )
+    options = _sample_options(plan, facts)
     plans = SamplePlans(
         train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
         valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
@@ -169,6 +156,25 @@ def build_samples(
         _require(splits.valid, derived.requested_valid_samples, "validation", "fewer --eval-iters")
         _require(splits.test, derived.requested_test_samples, "test", "fewer --eval-iters")
     return splits
+
+
+def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
+    """Return the options of all samples of a GPT."""
+    data, derived = plan.config.data, plan.derived
+    special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
+    return SampleOptions(
+        seq_length=text_length(plan.config),
+        eod=derived.eod_id,
+        pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
+        vocab_size=derived.vocab_size,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        inter_document_masking=data.dataloader_inter_document_masking,
+        conversations=data.sft,
+        packs_documents=data.pack_documents,
+        mock_lengths=data.varlen_mock_dataset_config_json,
+    )
 
 
 def _phases(plan: Plan, facts: Facts) -> list[PhaseSamples]:
