@@ -117,10 +117,9 @@ class CheckpointReader(TensorReader):
         self._hold = hold(path)
         self._parts: Parts | None = None
         try:
-            if rank is None:
+            self._manifest = manifest or read_root(path)
+            if rank is None and self._manifest.parts:
                 self._manifest = read_manifest(path)
-            else:
-                self._manifest = manifest or read_root(path)
             if rank is not None and self._manifest.parts:
                 self._parts = Parts(path, self._manifest)
                 self._manifest = replace(self._manifest, files=self._parts.files, tensors=self._parts.tensors)

@@ -117,7 +117,8 @@ def build_samples(
         ConfigError: the data has fewer samples than requested.
         InputError: the files differ from the facts.
     """
-    data, derived, options = plan.config.data, plan.derived, _sample_options(plan, facts)
+    data, derived = plan.config.data, plan.derived
+    options = _sample_options(plan, facts)
     plans = SamplePlans(
         train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
         valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
@@ -158,6 +159,7 @@ def build_samples(
 
 
 def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
+    """Return the options of all samples of a GPT."""
     data, derived = plan.config.data, plan.derived
     special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
     return SampleOptions(

@@ -32,6 +32,7 @@ from megatrain.config.errors import NoCheckpointError
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.storage.disk import Disk
+from megatrain.tools.main import main
 
 SHAPE = GridShape(tp=2, dp=2)
 SPEC = small_spec(tied=False, vocab=29, padded=32, num_layers=2)
@@ -160,7 +161,9 @@ def swap(path: Path) -> None:
     other.write_bytes(mine)
 
 
-@pytest.mark.parametrize("harm", [drop, flip, shorten, link, swap])
+@pytest.mark.parametrize(
+    "harm", [drop, flip, *(pytest.param(one, marks=pytest.mark.nightly) for one in (shorten, link, swap))]
+)
 def test_a_harmed_part_makes_all_ranks_load_the_older_checkpoint(
     folder: Path, ranks: list[Rank], harm
 ) -> None:
@@ -268,3 +271,11 @@ def test_the_work_of_rank_0_grows_with_its_lines_alone(
     with CheckpointReader(path, rank=3) as opened:
         assert len(opened.manifest.files) == 1
         assert opened._parts is not None
+
+
+def test_the_tools_know_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    assert "are on this node" not in capsys.readouterr().out
+    (folder / "iter_0000010" / "part_00001.json").unlink()
+    assert main(["checkpoint", "verify", str(folder)]) == 3
+    assert "part_00001.json" in capsys.readouterr().out

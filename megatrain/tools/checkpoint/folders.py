@@ -94,7 +94,7 @@ def entries_of(folder: Path) -> Iterator[Entry]:
 
 
 def _elsewhere(path: Path, manifest: Manifest) -> str | None:
-    here, total = len(node_files(path, manifest)), len(manifest.files)
+    here, total = len(node_files(path, manifest)), len(manifest.sizes)
     return None if here == total else f"{here} of {total} files are on this node, the others on other nodes"
 
 
