@@ -1,9 +1,9 @@
 """Mamba-2's scan in chunks: `kernels.mamba2.mamba2_scan` on GPUs, forward and backward.
 
-    decays           a chunk of some heads              -> sums of log decays
+    decays_of_chunks                                    -> sums of log decays
     states           a head, chunk by chunk             -> the state S before each chunk, and the last state
     outputs          a chunk of some heads of a group   -> y                                                     forward
-    decays, states   again
+    states           again
     states           in reverse, from dy and C          -> dS after each chunk
     outputs          in reverse, from dy and dS         -> dx, a part of ddt
     step_gradients   a chunk of some heads of a group   -> ddt, parts of dA and dD
@@ -29,6 +29,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import mamba2_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.decays import Decays, decays_of_chunks
 from megatrain.kernels.qkv import Place
 
 CHUNK = 64
@@ -40,8 +41,6 @@ _HEADS = 8
 """Heads of a program that share B and C, at most."""
 _STATE_BLOCK = 128
 """Columns of states in a program of `group_gradients`, which also has the gradients of the scores between tokens."""
-_DECAY_HEADS = 16
-"""Heads of a program of `decays`."""
 
 
 class Tile(NamedTuple):
@@ -52,13 +51,6 @@ class Tile(NamedTuple):
 
 
 STATES, OUTPUTS, STEP_GRADIENTS, GROUP_GRADIENTS = Tile(4, 3), Tile(4, 3), Tile(4, 2), Tile(8, 2)
-
-
-class Decays(NamedTuple):
-    """Steps dt and the running sums of log decays of chunks, [b, chunks, n, CHUNK] in fp32."""
-
-    steps: Tensor
-    sums: Tensor
 
 
 class Inputs(NamedTuple):
@@ -113,7 +105,7 @@ def _by_rows(
 
 def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return y [b, s, n, p], and in fp32 the last state [b, n, p, m]."""
-    decays, y = _decays(inputs), like(inputs.x.transpose(0, 1))
+    decays, y = decays_of_chunks(inputs.dt, inputs.a, CHUNK), like(inputs.x.transpose(0, 1))
     before, last_state = _states(inputs, decays, inputs.x, inputs.b, state, is_reverse=False)
     _outputs(inputs, decays, inputs.x, before, y, decays.sums, is_reverse=False)
     return y, last_state
@@ -131,7 +123,7 @@ def scan_backward(
     dy, first, decays = (
         with_contiguous_channels(dy.to(x.dtype)),
         a if first is None else first,
-        _decays(inputs),
+        decays_of_chunks(inputs.dt, inputs.a, CHUNK),
     )
     before, _ = _states(inputs, decays, x, b, state, is_reverse=False)
     after, dstate = _states(inputs, decays, dy, c, dlast, is_reverse=True)
@@ -163,17 +155,6 @@ def _gradients(tensors: Sequence[Tensor], places: Sequence[Place] | None) -> lis
         place().unflatten(-1, tensor.shape[2:]).transpose(0, 1)
         for tensor, place in zip(tensors, places, strict=True)
     ]
-
-
-def _decays(inputs: Inputs) -> Decays:
-    dt, a = inputs.dt, inputs.a
-    s, samples, n = dt.shape
-    decays = Decays(*(a.new_empty(samples, cdiv(s, CHUNK), n, CHUNK, dtype=torch.float32) for _ in range(2)))
-    launch(
-        kernels.decays, (cdiv(n, _DECAY_HEADS), cdiv(s, CHUNK), samples), dt, a, *decays, dt.stride(), s, n,
-        CHUNK=CHUNK, HEADS=_DECAY_HEADS, num_warps=4,
-    )  # fmt: skip
-    return decays
 
 
 def _states(

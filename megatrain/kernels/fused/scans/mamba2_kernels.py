@@ -24,33 +24,9 @@ from megatrain.kernels.fused.scans.chunks import (
     store_rows,
     store_values,
 )
+from megatrain.kernels.fused.scans.decays import load_chunk, load_sums
 
 _kernel = functools.partial(jit, any_value=("s", "n", "chunks", "heads", "heads_per_group"))
-
-
-@_kernel
-def decays(DT, A, STEPS, SUMS, dt_at, s, n, CHUNK: tl.constexpr, HEADS: tl.constexpr):
-    """Write dt and the running sums of a chunk's log decays for HEADS heads: programs (heads, chunk, sample).
-
-    STEPS and SUMS are [b, chunks, n, CHUNK].
-    """
-    row, head = tl.arange(0, CHUNK)[:, None], tl.program_id(0) * HEADS + tl.arange(0, HEADS)[None, :]
-    chunk, sample = tl.program_id(1), tl.program_id(2)
-    start, inside = tl.cast(chunk, tl.int64) * CHUNK, head < n
-    pointer = DT + tl.cast(sample, tl.int64) * dt_at[1] + (start + row) * dt_at[0] + head * dt_at[2]
-    dt = tl.load(pointer, mask=inside & (start + row < s), other=0).to(tl.float32)
-    a = tl.load(A + head, mask=inside, other=0).to(tl.float32)
-    place = ((tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head) * CHUNK + row
-    tl.store(STEPS + place, dt, mask=inside)
-    tl.store(SUMS + place, tl.cumsum(dt * (a * 1.4426950408889634), 0), mask=inside)
-
-
-@jit
-def _load_decays(STEPS, SUMS, place, CHUNK: tl.constexpr):
-    """Return dt, the sums and their total, of a chunk of a head."""
-    row = tl.arange(0, CHUNK)
-    dt, sums = tl.load(STEPS + place * CHUNK + row), tl.load(SUMS + place * CHUNK + row)
-    return dt, sums, tl.load(SUMS + place * CHUNK + CHUNK - 1)
 
 
 @_kernel
@@ -80,7 +56,7 @@ def states(
         store_block(STATES + place * (P * M) + column, state, 0, M, P, width, ALL_P, BLOCK)
         x = load_rows(X, start, x_at[0], s, CHUNK, P, ALL_P)
         b = load_block(B, start, b_at[0], s, width, CHUNK, BLOCK)
-        dt, sums, total = _load_decays(STEPS, SUMS, place, CHUNK)
+        dt, (sums, total) = load_chunk(STEPS, place, CHUNK), load_sums(SUMS, place, CHUNK)
         first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
         if IS_REVERSE:
             weight = decays_from_start(sums, first, start, HAS_FIRST)
@@ -113,7 +89,7 @@ def outputs(
         place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
         x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
         state = load_state(STATES + place * (P * M), P, M, ALL_P, ALL_M)
-        dt, sums, total = _load_decays(STEPS, SUMS, place, CHUNK)
+        dt, (sums, total) = load_chunk(STEPS, place, CHUNK), load_sums(SUMS, place, CHUNK)
         pairs = scores * decays_between(sums, first, start, CHUNK, HAS_FIRST)
         if IS_REVERSE:
             other = load_rows(head_at(OTHER, other_at, sample, head), start, other_at[0], s, CHUNK, P, ALL_P)
@@ -152,7 +128,7 @@ def step_gradients(
         x = load_rows(head_at(X, x_at, sample, head), start, x_at[0], s, CHUNK, P, ALL_P)
         before = load_state(BEFORE + place * (P * M), P, M, ALL_P, ALL_M)
         after = load_state(AFTER + place * (P * M), P, M, ALL_P, ALL_M)
-        dt, sums, total = _load_decays(STEPS, SUMS, place, CHUNK)
+        dt, (sums, total) = load_chunk(STEPS, place, CHUNK), load_sums(SUMS, place, CHUNK)
         read = tl.dot(c, tl.trans(before), input_precision=PRECISION)
         dsums = tl.sum(read * dy.to(tl.float32), 1) * decays_from_start(sums, first, start, HAS_FIRST)
         of_state = decay_of_chunk(total, last, start, HAS_FIRST)
@@ -162,7 +138,7 @@ def step_gradients(
         pairs *= scores * decays_between(sums, first, start, CHUNK, HAS_FIRST)
         of_tokens = tl.sum(pairs, 0)
         dsums += tl.sum(pairs * dt[None, :], 1) - of_tokens * dt
-        ends = tl.load(ENDS + place * CHUNK + tl.arange(0, CHUNK))
+        ends = load_chunk(ENDS, place, CHUNK)
         da = decay_gradient(dsums, ends * dt, of_state)
         ddt = ends + of_tokens + tl.load(A + head).to(tl.float32) * da
         store_values(DDT + (tl.cast(sample, tl.int64) * n + head) * s, ddt, start, 1, s, CHUNK)
@@ -193,7 +169,7 @@ def group_gradients(
         dy = load_rows(head_at(DY, dy_at, sample, head), start, dy_at[0], s, CHUNK, P, ALL_P)
         before = load_block(BEFORE + place * (P * M) + column, 0, M, P, width, ALL_P, BLOCK)
         after = load_block(AFTER + place * (P * M) + column, 0, M, P, width, ALL_P, BLOCK)
-        dt, sums, total = _load_decays(STEPS, SUMS, place, CHUNK)
+        dt, (sums, total) = load_chunk(STEPS, place, CHUNK), load_sums(SUMS, place, CHUNK)
         of_pairs = tl.dot(dy, tl.trans(x), input_precision=PRECISION)
         dbetween += of_pairs * (decays_between(sums, first, start, CHUNK, HAS_FIRST) * dt[None, :])
         from_start = decays_from_start(sums, first, start, HAS_FIRST)
