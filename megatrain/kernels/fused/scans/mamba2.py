@@ -37,7 +37,7 @@ CHUNK = 64
 _PROGRAMS = 256
 """Programs that fill an H200; fewer divide the columns of states, down to _MIN_BLOCK."""
 _MIN_BLOCK = 32
-_HEADS = 8
+_HEADS = 16
 """Heads of a program that share B and C, at most."""
 _STATE_BLOCK = 128
 """Columns of states in a program of `group_gradients`, which also has the gradients of the scores between tokens."""
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-STATES, OUTPUTS, STEP_GRADIENTS, GROUP_GRADIENTS = Tile(4, 3), Tile(4, 3), Tile(4, 2), Tile(8, 2)
+STATES, OUTPUTS, STEP_GRADIENTS, GROUP_GRADIENTS = Tile(4, 3), Tile(4, 3), Tile(4, 3), Tile(8, 2)
 
 
 class Inputs(NamedTuple):
