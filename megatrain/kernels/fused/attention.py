@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }

@@ -235,13 +235,14 @@ def forward(
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                if STORES_MASK:
-                    probs = tl.where(
-                        kept, probs, -1
-                    )  # to read the mask from; else a second one is computed to store
-                    kept = (probs < 0) == 0
-                    store_kept(KEPT, kept, row, sq, start_key, kept_width, KEYS)
-                probs = tl.where(kept, probs, 0)
+                if (
+                    STORES_MASK
+                ):  # from the signs of probabilities; else the compiler computes a second mask to store
+                    probs = tl.where(kept, probs, -1)
+                    store_kept(KEPT, probs, row, sq, start_key, kept_width, KEYS)
+                    probs = tl.maximum(probs, 0)
+                else:  # a product, as the compiler selects after the cast to 16 bits, which takes more instructions
+                    probs *= tl.where(kept, 1.0, 0.0)
             v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
