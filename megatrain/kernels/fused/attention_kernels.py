@@ -53,11 +53,18 @@ def _load(
 
 
 @jit
-def _store(X, x, start, stride, rows, CHANNELS: tl.constexpr):
-    """Store the tile of the rows from `start` on."""
+def _store(
+    X, x, start, stride, rows, CHANNELS: tl.constexpr, SUMS=None, place=0, HAS_SUMS: tl.constexpr = False
+):
+    """Store the tile of the rows from `start` on, and their sums, of which there are `place` heads before these."""
     row, channel = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
-    tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < CHANNELS))
+    x = x.to(X.dtype.element_ty)
+    tl.store(pointer, x, mask=(start + row < rows) & (channel < CHANNELS))
+    if HAS_SUMS:
+        sums = tl.sum(tl.where(start + row < rows, x.to(tl.float32), 0), 0)
+        column = tl.arange(0, x.shape[1])
+        tl.store(SUMS + place * CHANNELS + column, sums, mask=column < CHANNELS)
 
 
 @jit
@@ -267,11 +274,11 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
@@ -340,7 +347,8 @@ def dq_of_queries(
                 if part < 3:
                     tl.store(near + start_key, dscores.to(k.dtype), mask=is_far == 0)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS)
+    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
     if HAS_BIAS:
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
@@ -349,11 +357,11 @@ def dq_of_queries(
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
     K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
@@ -411,8 +419,10 @@ def dkdv_of_keys(
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
-    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS)
-    _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
+    groups = tl.num_programs(1)
+    place = (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * groups + group
+    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS, SUMS, place, HAS_SUMS)
+    _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS, SUMS, place + groups, HAS_SUMS)
 
 
 @jit
