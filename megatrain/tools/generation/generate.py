@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.images.pixels import require_pillow
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.engine import Completion
-from megatrain.inference.image_vectors import pixels_of, with_places
+from megatrain.inference.image_vectors import PromptImages, prompt_images, with_places
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
 from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
@@ -132,11 +130,14 @@ def run(arguments: argparse.Namespace) -> int:
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
         images = [_images(loaded, prompt) for prompt in prompts]
-        ids = [_encode(loaded, prompt) for prompt in prompts]
+        ids = [
+            _encode(loaded, prompt.text, of_prompt) for prompt, of_prompt in zip(prompts, images, strict=True)
+        ]
         start = decoder_start(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings, start)
-        texts = [engine.submit(*one) for one in zip(ids, samplings, images, strict=True)]
+        tiles = [one and one.tiles for one in images]
+        texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
         (_run_to_json if arguments.json else _run_to_text)(
@@ -230,8 +231,8 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     return Prompt(value["prompt"], tuple(path.parent / one for one in images))
 
 
-def _images(loaded: LoadedModel, prompt: Prompt) -> Tensor | None:
-    """Return the images of a prompt, [k, 3, height, width]."""
+def _images(loaded: LoadedModel, prompt: Prompt) -> PromptImages | None:
+    """Return the images of a prompt."""
     if not prompt.images:
         return None
     require_pillow()
@@ -241,16 +242,15 @@ def _images(loaded: LoadedModel, prompt: Prompt) -> Tensor | None:
             files.append((path.read_bytes(), str(path)))
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}", fix="name a readable image") from error
-    return pixels_of(files, loaded.model.spec, loaded.image_processor)
+    return prompt_images(files, loaded.model.spec, loaded.tiling)
 
 
-def _encode(loaded: LoadedModel, given: Prompt) -> list[int]:
-    prompt, vision = given.text, loaded.model.spec.vision
+def _encode(loaded: LoadedModel, prompt: str, images: PromptImages | None) -> list[int]:
     try:
         ids = (
             encode_prompt(loaded.tokenizer, prompt)
-            if vision is None or not given.images
-            else with_places(prompt, len(given.images), loaded.tokenizer, vision.tokens_per_image)
+            if images is None
+            else with_places(prompt, images.tokens, loaded.tokenizer)
         )
     except ValueError as error:
         raise ConfigError(

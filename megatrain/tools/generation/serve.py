@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat = ChatFormat(
             loaded.model.spec,
             loaded.tokenizer,
-            loaded.image_processor,
+            loaded.tiling,
             next(iter(end_ids), None),
             arguments.image_folder,
         )
