@@ -11,9 +11,9 @@ from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, used = Layout.of(f"hiddendropout {model}"), 0
+    layout, used = Layout.of(model), 0
 
     def gradients() -> torch.Tensor:
         engine = engine_of(tiny_plan(layout, 1), 0)
