@@ -187,7 +187,7 @@ class _ScoreGradients(NamedTuple):
     far: Tensor
     """Sums over the tiles with one bias before and after each query, fp32 [b, n, 2, sq]."""
     near: Tensor
-    """Those of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
+    """Gradients of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
     near_at: tuple[int, int]
     """The width, and the first key less the first query of a tile."""
 

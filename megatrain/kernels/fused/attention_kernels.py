@@ -272,6 +272,19 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
     tl.store(TOKENS + 2 * sample + 1, end)
 
 
+@jit
+def _near(NEAR, near_at, sample, tile, head, end, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return pointers of a tile's gradients of scores near the diagonal, to which its first key is added; set tiles without any to 0."""
+    first = tile * QUERIES + near_at[1]
+    own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    row, key = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+    near = NEAR + own * QUERIES * near_at[0] - first + (row * near_at[0] + key)
+    for start_key in tl.range(first, first + near_at[0], KEYS):
+        if (start_key < 0) | (start_key >= end):
+            tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
+    return near
+
+
 @_kernel
 def dq_of_queries(
     Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
@@ -304,15 +317,8 @@ def dq_of_queries(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
-    if HAS_BIAS:  # gradients of scores near the diagonal; 0 where there are none
-        first_near = tile * QUERIES + near_at[1]
-        own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-        near = NEAR + own * QUERIES * near_at[0] - first_near + (
-            tl.arange(0, QUERIES)[:, None] * near_at[0] + tl.arange(0, KEYS)[None, :]
-        )  # fmt: skip
-        for start_key in tl.range(first_near, first_near + near_at[0], KEYS):
-            if (start_key < 0) | (start_key >= bounds[3]):
-                tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
+    if HAS_BIAS:
+        near = _near(NEAR, near_at, sample, tile, head, bounds[3], QUERIES, KEYS)
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
         3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,

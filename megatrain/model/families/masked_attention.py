@@ -43,7 +43,7 @@ class MaskedAttention(ShardedModule):
         self.kernel = context.builder.attention
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
         self.dx_sums: tuple[ColumnSums, ...] = ()
-        """Of the gradients of q, k and v, see `fused_masked_attention`."""
+        """Sums of the gradients of q, k and v, see `fused_masked_attention`."""
         self.has_bias = isinstance(spec, AttentionSpec) and spec.relative is not None
         if isinstance(spec, AttentionSpec) and spec.relative is not None:
             self.tied_to = (context.relative_positions,)
