@@ -56,7 +56,7 @@ def _load(
 def _store(
     X, x, start, stride, rows, CHANNELS: tl.constexpr, SUMS=None, place=0, HAS_SUMS: tl.constexpr = False
 ):
-    """Store the tile of the rows from `start` on, and their sums, of which there are `place` heads before these."""
+    """Store the tile of the rows from `start` on, and their sums after those of `place` heads."""
     row, channel = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
     x = x.to(X.dtype.element_ty)
@@ -285,6 +285,18 @@ def _near(NEAR, near_at, sample, tile, head, end, QUERIES: tl.constexpr, KEYS: t
     return near
 
 
+@jit
+def _of_bias(
+    dscores, near, start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_NEAR: tl.constexpr
+):  # fmt: skip
+    """Store the gradients of a tile near the diagonal; return the sums of those of a tile with one bias, before and after the queries."""
+    is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
+    if HAS_NEAR:
+        tl.store(near + start_key, dscores.to(near.dtype.element_ty), mask=is_far == 0)
+    far = tl.where(is_far, tl.sum(dscores, 1), 0)
+    return tl.where(start_key < start_row, far, 0), tl.where(start_key < start_row, 0, far)
+
+
 @_kernel
 def dq_of_queries(
     Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
@@ -346,12 +358,8 @@ def dq_of_queries(
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
-                is_far = _is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS)
-                far = tl.where(is_far, tl.sum(dscores, 1), 0)
-                before += tl.where(start_key < tile * QUERIES, far, 0)
-                after += tl.where(start_key < tile * QUERIES, 0, far)
-                if part < 3:
-                    tl.store(near + start_key, dscores.to(k.dtype), mask=is_far == 0)
+                sums = _of_bias(dscores, near, tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS, part < 3)
+                before, after = before + sums[0], after + sums[1]
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
     _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
