@@ -27,6 +27,12 @@ CASES = [
     (("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --tokenizer-type NullTokenizer --image-data-path talks.jsonl"
       " --use-tiling"), "--mock-data", ("--use-tiling", "with --images-per-sample 1")),
     ("--use-packed-sequence", "", ("--use-packed-sequence has no effect with --model-family gpt",)),
+    ("--max-seqlen-per-dp-cp-rank 64 --sequence-packing-scheduler first_fit", "",
+     ("--max-seqlen-per-dp-cp-rank 64", "--sequence-packing-scheduler first_fit", "without --pack-documents")),
+    ("--data-path d --tokenizer-type NullTokenizer --varlen-mock-dataset-config-json lengths.json", "--mock-data",
+     ("--varlen-mock-dataset-config-json lengths.json", "without --mock-data")),
+    ("--min-dynamic-context-parallel-size 2", "",
+     ("--min-dynamic-context-parallel-size 2", "--sequence-packing-scheduler is default_dynamic_cp")),
     ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type is cyclic")),
     ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
     ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
