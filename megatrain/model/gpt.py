@@ -23,7 +23,6 @@ from torch import nn
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model.bias_sums import leave_sums_to_biases
 from megatrain.model.contexts import PackContexts, SampleContexts
 from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
@@ -42,6 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.bias_sums import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
