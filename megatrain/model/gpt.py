@@ -41,7 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
-from megatrain.model.implementations.dropout import leave_sums_to_biases
+from megatrain.model.implementations.bias_sums import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
