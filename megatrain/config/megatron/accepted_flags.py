@@ -97,11 +97,12 @@ ACCEPTED_FLAGS: Final = (
         " --disable-tp-comm-bulk-wgrad",
     ),
     accepted(
-        "NCCL is configured by its own environment variables",
+        "NCCL is configured by its own environment variables (NCCL_ALGO, NCCL_NVLS_ENABLE, NCCL_COLLNET_ENABLE)",
         "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
         " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
         " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
         " --use-ring-exchange-p2p",
+        grade="cost",
     ),
     accepted(
         "the PyTorch flight recorder is configured by its own environment variables (TORCH_NCCL_TRACE_BUFFER_SIZE)",

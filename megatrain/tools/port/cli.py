@@ -18,6 +18,7 @@ from typing import Any, Final
 from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
+from megatrain.config.plan_note import GRADES, by_grade
 from megatrain.tools.port.evaluate import Evaluation, evaluate
 from megatrain.tools.port.launch import (
     FAMILIES,
@@ -225,12 +226,12 @@ def _text(
         " \\\n  ".join([f"{launcher} pretrain.py", *(flag.line for flag in translation.flags)]),
     )
     ranks = "1 rank" if size == 1 else f"{size} ranks"
-    sections = {title: list(lines) for title, lines in source.sections.items()}
+    sections: dict[str, Sequence[str]] = dict(source.sections)
     if given_size is None and source.world_size is None:
         line = f"{ranks}, the smallest number for this layout: --world-size sets another"
         sections["assumed"] = [*sections.get("assumed", ()), line]
     sections["changed"] = [*sections.get("changed", ()), *translation.changed]
-    sections["left out"] = [*sections.get("left out", ()), *translation.left_out]
+    sections["left out"] = [*sections.get("left out", ()), *translation.repeated]
     sections["with Slurm"] = (
         list(
             slurm_line(
@@ -243,7 +244,8 @@ def _text(
         if source.launch
         else []
     )
-    sections["notes of the plan"] = list(plan.notes) if plan else []
+    notes = by_grade((*translation.ignored, *(plan.notes if plan else ())))
+    sections |= {GRADES[grade]: those for grade, those in notes.items()}
     for title, lines in sections.items():
         if lines:
             yield f"#\n# {title}"

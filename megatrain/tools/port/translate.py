@@ -12,6 +12,7 @@ from megatrain.config import ConfigError, Facts, Plan, Problem, parse, resolve
 from megatrain.config.cli.command_line import flag_values, modern_name, takes, target
 from megatrain.config.cli.flag_words import FlagWords, is_flag, list_words
 from megatrain.config.megatron.flags import GivenFlag, answer_to, answers
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import settings
 from megatrain.tools.port.words import Part, Word, plain, quoted
@@ -53,7 +54,10 @@ class Translation:
 
     flags: tuple[PortedFlag, ...]
     changed: tuple[str, ...]
-    left_out: tuple[str, ...]
+    repeated: tuple[str, ...]
+    """Flags that are left out since they are given again later."""
+    ignored: tuple[PlanNote, ...]
+    """Flags that are left out since they have no effect."""
 
     @property
     def argv(self) -> list[str]:
@@ -122,7 +126,7 @@ def translate(flags: Sequence[PortedFlag]) -> Translation:
         for old, after in zip(flags, new, strict=True)
         if old.flag and after.flag and after.flag.flag != old.flag.flag
     )
-    return Translation(tuple(kept), changed, (*answers(ignored)[0], *repeated))
+    return Translation(tuple(kept), changed, tuple(repeated), tuple(answers(ignored)[0]))
 
 
 def _modern(item: PortedFlag) -> PortedFlag:
@@ -140,7 +144,7 @@ def _without_effect(flag: FlagWords) -> GivenFlag | None:
     """Return a flag of Megatron-LM that changes nothing here; None for other flags."""
     for item in flag_values(flag):
         if isinstance(item, GivenFlag) and item.flag.answer.kind != "pending":
-            return item if isinstance(answer_to(item), str) else None
+            return item if isinstance(answer_to(item), PlanNote) else None
     return None
 
 

@@ -80,7 +80,7 @@ def to_dict(found: DryRun) -> dict[str, Any]:
         "config": plan.config.to_dict(),
         "derived": dataclasses.asdict(plan.derived),
         "origins": {path: str(origin) for path, origin in plan.origins.items()},
-        "notes": list(plan.notes),
+        "notes": [{"grade": note.grade, "text": note} for note in plan.notes],
     }
     return {"plan": shown} | {name: _plain(value) for name, value in values.items()} | {"memory": memory}
 
