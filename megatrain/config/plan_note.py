@@ -20,16 +20,18 @@ GRADES: Final[dict[Grade, str]] = {
 class PlanNote(str):
     """The text of a line, with its grade."""
 
-    __slots__ = ("grade",)
+    __slots__ = ("grade", "saves_memory")
     grade: Grade
+    saves_memory: bool
+    """True: the note is on a flag without effect that would save memory."""
 
-    def __new__(cls, text: str, grade: Grade) -> Self:
+    def __new__(cls, text: str, grade: Grade, saves_memory: bool = False) -> Self:
         note = super().__new__(cls, text)
-        note.grade = grade
+        note.grade, note.saves_memory = grade, saves_memory
         return note
 
-    def __getnewargs__(self) -> tuple[str, Grade]:  # type: ignore[override]
-        return str(self), self.grade
+    def __getnewargs__(self) -> tuple[str, Grade, bool]:  # type: ignore[override]
+        return str(self), self.grade, self.saves_memory
 
 
 def graded(text: str, grade: Grade) -> PlanNote:

@@ -21,6 +21,8 @@ class Answer:
     """The missing feature of a pending flag."""
     grade: Grade = "nothing"
     """The grade of a note on the flags."""
+    saves_memory: bool = False
+    """True: in Megatron-LM the flags save memory."""
 
     @property
     def is_refusal(self) -> bool:
@@ -40,9 +42,17 @@ def accepted(text: str, flags: str, *, instead: str = "", grade: Grade = "nothin
     return Answer(kind="accepted", text=text, flags=flags, instead=instead, grade=grade)
 
 
-def pending(feature: str, text: str, flags: str, *, instead: str = "") -> Answer:
+def pending(feature: str, text: str, flags: str, *, instead: str = "", saves_memory: bool = False) -> Answer:
     """Ignore these flags with a note until the feature is there; results are the same without it."""
-    return Answer(kind="pending", text=text, flags=flags, feature=feature, instead=instead, grade="cost")
+    return Answer(
+        kind="pending",
+        text=text,
+        flags=flags,
+        feature=feature,
+        instead=instead,
+        grade="cost",
+        saves_memory=saves_memory,
+    )
 
 
 def refused(text: str, flags: str, *, instead: str = "remove the flag") -> Answer:

@@ -98,7 +98,7 @@ def answers(given: Iterable[GivenFlag]) -> tuple[list[PlanNote], list[Problem]]:
         else:
             notes.setdefault(answer, []).append(str(item))
     return (
-        [PlanNote(_joined(flags, text), text.grade) for text, flags in notes.items()],
+        [PlanNote(_joined(flags, text), text.grade, text.saves_memory) for text, flags in notes.items()],
         [Problem(_joined(flags, text), fix) for (text, fix), flags in problems.items()],
     )
 
@@ -149,7 +149,7 @@ def _note(flag: MegatronFlag) -> PlanNote:
         text = f" has no effect so far: {answer.feature} is missing, and {answer.text}"
     else:
         text = f" {'is ignored' if answer.kind == 'accepted' else 'has no effect'}: {answer.text}"
-    return PlanNote(text, answer.grade)
+    return PlanNote(text, answer.grade, answer.saves_memory)
 
 
 def _refusal(flag: MegatronFlag) -> Problem:

@@ -153,7 +153,7 @@ def _memory(found: DryRun) -> Iterator[str]:
     ):
         yield f"  host memory: {found.host_use}"
     largest = max(stage.total for stage in found.memory)
-    compared = comparison(found.plan, largest, found.device_memory_bytes)
+    compared = comparison(found.plan, largest, found.device_memory_bytes, found.assumed_gpu)
     if compared is not None:
         yield f"  {compared}"
 
