@@ -23,6 +23,7 @@ from megatrain.training.launch.facts import gather_facts, plan_on_any_device
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.assumed_gpu import GpuKind, assumed_gpu, with_gpu
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
+from megatrain.training.planning.duration import Duration, duration_of
 from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
 from megatrain.training.planning.memory_limit import HostUse, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
@@ -109,6 +110,7 @@ class DryRun:
     ranks: RankLayout
     data: tuple[DatasetUse, ...]
     timeline: Timeline
+    duration: Duration
     pipeline: Pipeline
     host_memory: HostMemory | None
     """Host memory of --async-save; None: the run does not save in the background."""
@@ -141,11 +143,14 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     warning = memory_warning(plan, largest, device_bytes, on_host, gpu.name if gpu else None)
     if warning is not None and device_bytes is not None and largest > device_bytes:
         _check_ignored_flags(plan, warning)
+    timeline = timeline_of(plan, facts, data)
+    model = model_tree(
+        [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
+    )
+    device_name = facts.device_name if gpu is None else gpu.name
     return DryRun(
         plan=plan,
-        model=model_tree(
-            [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
-        ),
+        model=model,
         flops=_flops(plan),
         memory=tuple(memory),
         assumed_gpu=gpu.name if gpu and plan.config.training.device == "cuda" else None,
@@ -153,7 +158,8 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         memory_warning=warning,
         ranks=_rank_layout(plan, reason),
         data=data,
-        timeline=timeline_of(plan, facts, data),
+        timeline=timeline,
+        duration=duration_of(plan, engines[0], model.parameters, timeline.checkpoints, device_name),
         pipeline=pipeline,
         host_memory=copies,
         host_use=on_host,

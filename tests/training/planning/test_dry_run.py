@@ -100,7 +100,7 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds() -> None:
 def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
-        "plan", "model", "flops", "memory", "assumed_gpu", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline",
+        "plan", "model", "flops", "memory", "assumed_gpu", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "duration", "pipeline",
         "host_memory", "host_use",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
@@ -383,3 +383,25 @@ def test_host_memory_is_that_of_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (planned.per_rank, planned.per_host) == ((allocated[0],), allocated[0])
     assert examined({"--save": str(tmp_path / "other")}).host_memory is None
     assert examined({"--async-save": ""}).host_memory is None
+
+
+def test_the_end_of_the_timeline_has_days_bytes_and_the_cost_of_a_failure(tmp_path: Path) -> None:
+    flags = {
+        "--device": "cuda",
+        "--save": str(tmp_path),
+        "--save-interval": "10",
+        "--train-iters": "100",
+        "--bf16": "",
+    }
+    found = examined(flags)
+    assert found.duration.checkpoint_bytes == 12 * found.model.parameters  # fp32 weights and moments
+    assert found.duration.kept_checkpoints == 10
+    peak = 989e12 * 0.4 * found.ranks.world_size
+    assert found.duration.seconds_per_iteration == pytest.approx(found.flops.per_iteration / peak)
+    week = dataclasses.replace(found.duration, seconds_per_iteration=6048.0, checkpoint_bytes=847 * 10**9)
+    text = as_text(dataclasses.replace(found, duration=week))
+    assert "847 GB each, all 8.5 TB (--keep-last 3: 2.5 TB)" in text
+    assert "duration: about 7.0 days, 6.05e+03 s an iteration" in text
+    assert "failure: 16.8 hours between saves; one loses 8.4 hours on average" in text
+    assert examined({**flags, "--keep-last": "3"}).duration.kept_checkpoints == 3
+    assert examined({"--device": "cpu"}).duration.seconds_per_iteration is None
