@@ -104,13 +104,6 @@ ACCEPTED_FLAGS: Final = (
         " --use-ring-exchange-p2p",
         grade="cost",
     ),
-    accepted(
-        "the PyTorch flight recorder is configured by its own environment variables (TORCH_NCCL_TRACE_BUFFER_SIZE)",
-        "--flight-recorder-dump-path=* --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size=*"
-        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
-        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
-        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
-    ),
     accepted("the model is always built after the process groups", "--lazy-mpu-init"),
     accepted(
         "the PyTorch allocator keeps freed memory for the next step (PYTORCH_CUDA_ALLOC_CONF configures it)",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import conflict, none_of, one_of
+from megatrain.config.schema.needs import conflict, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -123,6 +123,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Evaluate on all validation samples, instead of --eval-iters batches."""
     multiple_validation_sets: bool = setting(False, conflicts=_NEEDS_FILES[1])
     """Evaluate on each validation dataset separately."""
+    validation_set_names: tuple[str, ...] = setting(
+        (), on_resume=SAFE, needs=on("data.multiple_validation_sets")
+    )
+    """Names of the validation sets in logs, in the order of --valid-data-path. Default: the names of their files."""
     reset_position_ids: bool = setting(
         False,
         needs=(
@@ -161,3 +165,8 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             or self.sft
             or self.use_packed_sequence
         )
+
+    @property
+    def separate_validation_sets(self) -> tuple[str, ...] | None:
+        """Return the names of validation sets that are evaluated separately; empty: by their files; None: they are one set."""
+        return self.validation_set_names if self.multiple_validation_sets else None

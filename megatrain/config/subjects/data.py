@@ -183,6 +183,12 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
             "--multiple-validation-sets requires separate validation data",
             "name the sets with --valid-data-path or --per-split-data-args-path",
         )
+    names, sets = data.validation_set_names, [one for one in draft.facts.datasets if one.split == "valid"]
+    if names and sets and (len(names) != len(sets) or len(set(names)) < len(names)):
+        yield Problem(
+            f"--validation-set-names {' '.join(names)} does not name the {len(sets)} validation sets one by one",
+            f"give --validation-set-names {len(sets)} different names",
+        )
 
 
 @note("result")
