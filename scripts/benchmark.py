@@ -7,7 +7,7 @@
     python3 scripts/benchmark.py --case B1 --gpus 2 -- --global-batch-size 8
 
 A case is `configs/benchmarks/<case>.yaml`. Flags after `--` are passed to pretrain.py; each --also measures every case once
-more with its flags. Figures are medians of the last iterations. Other programs' figures hold for the case's own shape and
+more with its flags. V1's language model and vision tower are measured alone, too. Figures are medians of the last iterations. Other programs' figures hold for the case's own shape and
 number of GPUs; the ratio to Megatron-LM compares TFLOP/s, by its formula. `roofline` is the speed that `scripts/roofline.py`
 computes and the fraction reached. S1 is compared with a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call.
 --profile profiles two more iterations at the end and prints a table of where the time goes; nothing overlaps the last weight all-gathers.
@@ -54,6 +54,20 @@ class Case:
     """True if `scripts/plain_gpt2.py` trains the same model."""
     has_sentences: bool = False
     """Its samples are made of sentences, for which there is no mock data (`scripts/benchmarks/sentences.py`)."""
+    parts: tuple[str, ...] = ()
+    """Flags that leave one part of the model each: the step is compared with the sum of their steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of the table and the milliseconds of a step."""
+
+    text: str
+    ms: float
+
+
+LANGUAGE_ALONE = "--model-family gpt --seq-length 2048"
+TOWER_ALONE = "--num-layers 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 1 --seq-length 8 --vocab-size 100"
 
 
 CASES = {
@@ -70,6 +84,7 @@ CASES = {
     "E2": Case(1, has_sentences=True),
     "H1": Case(1),
     "S1": Case(1, 417_000, 333, 52.4, has_plain_loop=True),
+    "V1": Case(1, parts=(LANGUAGE_ALONE, TOWER_ALONE)),
 }
 
 
@@ -91,18 +106,28 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
     arguments = parser.parse_args()
     variants = [arguments.flags, *([*arguments.flags, *shlex.split(flags)] for flags in arguments.also)]
-    rows = [measure(name, flags, arguments) for name in arguments.case for flags in variants]
+    rows, ratios = [], []
+    for name in arguments.case:
+        for flags in variants:
+            parts = [[*flags, *shlex.split(part)] for part in CASES[name].parts]
+            whole, *own = [measure(name, of_part, arguments) for of_part in (flags, *parts)]
+            rows += [whole, *own]
+            if whole and all(own) and own:
+                total = sum(one.ms for one in own if one)
+                ratios.append(
+                    f"{name}: {whole.ms:.0f} ms, its parts alone {total:.0f} ms: x{whole.ms / total:.3f}"
+                )
     print(
         f"\n{'case':<5} {'ms':>8} {'tokens/s/GPU':>13} {'TFLOP/s':>8} {'MFU':>6} {'peak GB':>8} {'first s':>8}"
         f"   {'roofline':>15} {'Megatron-LM':>20} {'torchtitan':>11} {'bare step':>10} {'plain PyTorch':>16}"
     )
-    for row in rows:
-        print(row)
+    for line in [row.text if row else "failed" for row in rows] + ratios:
+        print(line)
     return 0 if all(rows) else 1
 
 
-def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
-    """Run a case; return its row of the table, or an empty string if the run failed."""
+def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> Measured | None:
+    """Run a case; return its row of the table, or None if the run failed."""
     case = CASES[name]
     num_gpus = arguments.gpus or case.num_gpus
     limit = roofline_of(name, flags, world_size=num_gpus).tokens_per_second
@@ -135,11 +160,12 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
                     first = time.perf_counter() - began
         if process.returncode:
             print(f"case {name}: exit code {process.returncode}", file=sys.stderr)
-            return ""
+            return None
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     plain = plain_tokens_per_second(iterations) if case.has_plain_loop else None
     kept = [line for line in lines if "iteration_ms" in line][:iterations]
-    return f"{row(name, case, kept, first or 0.0, limit, plain)}   {shlex.join(flags)}".rstrip()
+    text = f"{row(name, case, kept, first or 0.0, limit, plain)}   {shlex.join(flags)}".rstrip()
+    return Measured(text, median_of(kept, "iteration_ms"))
 
 
 def launcher(num_gpus: int) -> list[str]:
@@ -160,6 +186,11 @@ def plain_tokens_per_second(iterations: int) -> float:
     return float(found[1].replace(",", ""))
 
 
+def median_of(lines: list[dict[str, Any]], key: str) -> float:
+    """Return the median of a figure over all iterations but the first five."""
+    return statistics.median(line[key] or 0.0 for line in lines[min(5, len(lines) - 1) :])
+
+
 def row(
     name: str,
     case: Case,
@@ -168,11 +199,10 @@ def row(
     limit: float,
     plain: float | None = None,
 ) -> str:
-    """Return a row of the table: medians over all iterations but the first five."""
-    steady = lines[min(5, len(lines) - 1) :]
+    """Return a row of the table."""
 
     def median(key: str) -> float:
-        return statistics.median(line[key] or 0.0 for line in steady)
+        return median_of(lines, key)
 
     speed, memory = (
         median("tokens_per_second_per_gpu"),

@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.vision import CHANNELS
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,7 +118,7 @@ def moved_by(part: Part, *, has_rope: bool) -> int:
 
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
-    h, s, spec = model.hidden_size, plan.config.data.seq_length, derived.model_spec
+    h, s, spec = model.hidden_size, sample_length(plan.config), derived.model_spec
     has_rope = model.position_embedding_type == "rope" or model.multi_latent_attention
     attention = linear = weights = experts = inactive = moved = 0.0
     for stack in spec.stacks:
@@ -132,6 +134,22 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
             moved += (
                 own / s * sum((8 * 2 + 7) * h + moved_by(part, has_rope=has_rope) for part in layer.parts)
             )
+    if (vision := spec.vision) is not None:  # patches and layers, then the projector; all of them are trained
+        width, of_patch = vision.hidden_size, CHANNELS * vision.patch_size**2
+        tower = sum(one.active_weights for layer in vision.layers for one in layer.linears(width))
+        projector = sum(one.active_weights for one in vision.projector.linears(h))
+        weights += tower + projector + width * of_patch
+        in_tower, in_text = (
+            vision.images_per_sample * n / s for n in (vision.num_positions, vision.tokens_per_image)
+        )
+        linear += in_tower * (tower + width * of_patch) + in_text * projector
+        attention += in_tower * vision.num_positions * sum(layer.pair_channels for layer in vision.layers)
+        of_parts = (
+            (8 * 2 + 7) * width + moved_by(part, has_rope=False)
+            for layer in vision.layers
+            for part in layer.parts
+        )
+        moved += in_tower * sum(of_parts)
     of_head = (spec.head.max_labels or spec.stacks[-1].seq_length or s) / s
     head = h * model.padded_vocab_size
     moved += of_head * 6 * model.padded_vocab_size
@@ -155,7 +173,22 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "A2", "S1", "B1", "B3", "B4", "B5", "B6", "B7", "B8", "E1", "E2", "H1"]
+    names = sys.argv[1:] or [
+        "A1",
+        "A2",
+        "S1",
+        "B1",
+        "B3",
+        "B4",
+        "B5",
+        "B6",
+        "B7",
+        "B8",
+        "E1",
+        "E2",
+        "H1",
+        "V1",
+    ]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

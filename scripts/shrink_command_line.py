@@ -33,6 +33,9 @@ _LIMITS: Final = {
     "--seq-length": 64,
     "--encoder-seq-length": 64,
     "--decoder-seq-length": 32,
+    "--dataloader-seq-length": 60,  # and an image of 4 patches
+    "--img-h": 28,
+    "--img-w": 28,
     "--max-position-embeddings": 64,
     "--q-lora-rank": 32,
     "--kv-lora-rank": 16,

@@ -7,6 +7,7 @@ pytest --families=/path/to/families        uses recordings of BERT, T5 and other
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ LAUNCHERS = (
 )
 """Beginnings of the variables that start a run on several ranks."""
 
+gc.disable()  # until `pytest_collection_finish`: nothing that is imported or collected is garbage
 for variable in [name for name in os.environ if name.startswith(LAUNCHERS)]:
     del os.environ[variable]  # as in a job of Slurm: tests and the processes that they start set their own
 
@@ -105,6 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=nightly)
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported and collected out of later collections of garbage: they would search it, and in a
+    forked process copy the pages that it lies on."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,23 +11,22 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 PORTS = range(20_000, 32_000, 50)
 """First ports of the blocks."""
 
 
 @functools.cache
-def _block() -> tuple[IO[str], Iterator[int]]:
+def _block() -> tuple[int, Iterator[int]]:
     """Return the lock of a block, which is held as long as this process lives, and its ports, again and again."""
     folder = Path(tempfile.gettempdir()) / f"megatrain-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     for first in PORTS:
-        file = (folder / str(first)).open("w")
+        file = os.open(folder / str(first), os.O_WRONLY | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.close()
+            os.close(file)
             continue
         return file, itertools.cycle(range(first, first + PORTS.step))
     raise AssertionError(f"{folder}: all {len(PORTS)} blocks of ports are held")

@@ -112,6 +112,8 @@ class Derived(CheckedSection):
     """Virtual stage of multi-token prediction; None: there is none."""
     pipeline_layers: tuple[int, ...] = OPEN
     """Layers of each virtual stage: pp * chunks."""
+    tower_layers: tuple[int, ...] = OPEN
+    """Layers of the vision tower of each virtual stage; empty: the first has them all."""
     cuda_graphs: bool = OPEN
     """True if the passes of training are CUDA graphs."""
     tokens_per_iteration: int = OPEN

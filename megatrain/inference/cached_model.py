@@ -26,7 +26,7 @@ from megatrain.inference.cached_attention import (
     DecodePass,
     DecodeRows,
 )
-from megatrain.inference.image_vectors import CachedImages
+from megatrain.inference.image_vectors import CachedImages, shifted
 from megatrain.inference.memory_attention import CachedBias, CachedMemory, PackedAttention
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.decoder_start import DecoderStart
@@ -161,7 +161,7 @@ class CachedModel:
         assert self.model.spec.vision is not None
         for part in parts:
             first = self.model.spec.vision.tokens_per_image * sum(map(len, images))
-            found.append([token - first if token < 0 else token for token in part.tokens])
+            found.append(shifted(part.tokens, first))
             if part.images is not None and any(token < 0 for token in part.tokens):
                 images.append(part.images)
         self._images.compute(images, self.device)

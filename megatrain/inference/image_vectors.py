@@ -7,13 +7,15 @@ images [k, 3, height, width] ─> tower, projector ─> vectors [k n, h]  in eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.data.images.pixels import Processor, Tiling, decode
+from megatrain.config.model_spec.vision import NEWLINE
+from megatrain.data.images.pixels import Tiling, read_image, tokens_of
 from megatrain.data.images.rows import MARK
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.model.families.vision import ImagesInText, put_vectors
@@ -63,38 +65,20 @@ class CachedImages(nn.Module):
         x: Tensor = embedding.output(embedding.embed(text, info), info)
         if self.vectors is None:
             return x
-        return put_vectors(x, self.vectors.to(x.dtype).unsqueeze(1), batch.tokens.t())
+        vectors = self.vectors.to(x.dtype).unsqueeze(1)
+        return put_vectors(x, vectors, batch.tokens.t(), self.joined.newline)
 
 
-def with_places(
-    text: str, num_images: int, tokenizer: Tokenizer, tokens_per_image: int, before: Sequence[int] = ()
-) -> list[int]:
-    """Return the tokens of a text, with those of its images at the marks <image>, or first if it has none.
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt: their tiles [k, 3, height, width], and the tokens of the vectors of each image."""
 
-    Args:
-        before: tokens before the text; its images follow theirs.
-
-    Raises:
-        ValueError: it has another number of marks, or is not text of this tokenizer.
-    """
-    text.encode()
-    pieces = text.split(MARK)
-    if len(pieces) == 1:
-        pieces = [*([""] * num_images), text]
-    if len(pieces) != num_images + 1:
-        raise ValueError(f"{len(pieces) - 1} {MARK} for {num_images} images")
-    ids: list[int] = []
-    start = min([-1, *(token - 1 for token in before)])
-    for number, piece in enumerate(pieces):
-        if number:
-            first = start - (number - 1) * tokens_per_image
-            ids += range(first, first - tokens_per_image, -1)
-        ids += tokenizer.encode(piece) if piece else []
-    return ids
+    tiles: Tensor
+    tokens: list[list[int]]
 
 
-def pixels_of(files: Sequence[tuple[bytes, str]], spec: ModelSpec, processor: Processor) -> Tensor:
-    """Return images [k, 3, height, width] of files, each its content and its name.
+def prompt_images(files: Sequence[tuple[bytes, str]], spec: ModelSpec, tiling: Tiling) -> PromptImages:
+    """Return the images of files, each its content and its name. They share the tiles of a sample, those of LLaVA-NeXT have as many each.
 
     Raises:
         ConfigError: the model reads no images.
@@ -102,6 +86,33 @@ def pixels_of(files: Sequence[tuple[bytes, str]], spec: ModelSpec, processor: Pr
     """
     if spec.vision is None:
         raise ConfigError("images are given, and the model reads text alone", fix="remove the images")
-    height, width = spec.vision.image_size
-    tiling = Tiling(processor=processor, height=height, width=width)
-    return torch.cat([torch.from_numpy(tiling.tiles(decode(data, name), 1)) for data, name in files])
+    sharing = len(files) if tiling.anyres is None else 1
+    most = max(1, spec.vision.images_per_sample // sharing)
+    read = [read_image(data, name, tiling, most) for data, name in files]
+    tiles = torch.cat([torch.from_numpy(one.tiles) for one in read])
+    return PromptImages(tiles, [one.tolist() for one in tokens_of(read, tiling)])
+
+
+def with_places(text: str, images: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text, with those of its images at the marks <image>, or first if it has none.
+
+    Raises:
+        ValueError: it has another number of marks, or is not text of this tokenizer.
+    """
+    text.encode()
+    pieces = text.split(MARK)
+    if len(pieces) == 1:
+        pieces = [*([""] * len(images)), text]
+    if len(pieces) != len(images) + 1:
+        raise ValueError(f"{len(pieces) - 1} {MARK} for {len(images)} images")
+    ids: list[int] = []
+    for number, piece in enumerate(pieces):
+        if number:
+            ids += images[number - 1]
+        ids += tokenizer.encode(piece) if piece else []
+    return ids
+
+
+def shifted(tokens: Sequence[int], first: int) -> list[int]:
+    """Return tokens whose vectors follow `first` others."""
+    return [token - first if NEWLINE < token < 0 else token for token in tokens]

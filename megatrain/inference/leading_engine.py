@@ -39,8 +39,9 @@ class LeadingEngine(TextEngine):
         device: torch.device,
         end_ids: Collection[int],
         messages: Messages,
+        start_id: int | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, plan, device, end_ids)
+        super().__init__(model, tokenizer, plan, device, end_ids, start_id)
         self._messages = messages
         self._actions: list[Any] = []
         self._numbers = itertools.count()

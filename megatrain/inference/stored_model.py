@@ -34,7 +34,7 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
-from megatrain.data.images.pixels import Processor
+from megatrain.data.images.pixels import Tiling, tiling_of
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers
@@ -89,8 +89,8 @@ class LoadedModel:
     dtype: torch.dtype
     path: Path
     iteration: int
-    image_processor: Processor = "clip"
-    """How images are resized and normalized."""
+    tiling: Tiling
+    """How images are resized, cut and normalized."""
     skipped: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that is damaged."""
 
@@ -145,7 +145,7 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
         dtype=options.dtype,
         path=path,
         iteration=manifest.iteration,
-        image_processor=stored_section(path, manifest.config, "vision", VisionConfig).image_processor,
+        tiling=tiling_of(stored_section(path, manifest.config, "vision", VisionConfig)),
     )
 
 

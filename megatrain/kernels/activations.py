@@ -10,7 +10,8 @@ accumulation dtype.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import activations as fused
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.sums import ColumnSums, column_sums_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Activation:
     """Upper bound of the gate, and bound of the absolute value of `up`; None: none."""
     offset: float = 0.0
     """Constant added to `up`."""
+    dx_sums: ColumnSums | None = field(default=None, compare=False)
+    """The backward pass leaves the column sums of the gradient of x there."""
 
     @property
     def kernel_args(self) -> tuple[str, bool, float | None, float]:
@@ -61,8 +65,14 @@ def activate_backward(
         overwrites_x: the gradient may take the memory of x.
     """
     if is_fused(x) and activation.fn.has_kernel:
-        return fused.activate_backward(dy, x, recomputed, *activation.kernel_args, overwrites_x=overwrites_x)
+        options: dict[str, Any] = {"overwrites_x": overwrites_x, "has_sums": activation.dx_sums is not None}
+        dx, sums = fused.activate_backward(dy, x, recomputed, *activation.kernel_args, **options)
+        if activation.dx_sums is not None:
+            activation.dx_sums.value = sums
+        return dx
     dx = activate_backward_reference(dy, x, activation)
+    if activation.dx_sums is not None:
+        activation.dx_sums.value = column_sums_reference(dx)
     if recomputed is not None:
         recomputed.copy_(activate_reference(x, activation))
     return dx

@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused import random as fused
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.sums import ColumnSums, column_sums_reference
 
 WORDS = 4
 """Random words per counter: numbers 4 c to 4 c + 3 of a stream come from counter c."""
@@ -96,38 +97,66 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
     return kept.view(*rows.shape, num_columns)
 
 
-def drop(x: Tensor, rows: Tensor, *, key: int, p: float) -> Tensor:
+def drop(
+    x: Tensor,
+    rows: Tensor,
+    residual: Tensor | None = None,
+    *,
+    key: int,
+    p: float,
+    dx_sums: ColumnSums | None = None,
+) -> Tensor:
     """Return x times 1 / (1 - p) where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
 
     Args:
         x: [..., columns].
         rows: number in the run of each row, int64 [...].
+        residual: added to the result, which has its dtype; None: nothing is.
         key: from `stream_key`.
+        dx_sums: the backward pass leaves the column sums of the gradient of x there.
     """
-    out: Tensor = _Drop.apply(x, rows, key, p)
+    out: Tensor = _Drop.apply(x, rows, residual, key, p, dx_sums)
     return out
 
 
-def drop_reference(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+def drop_reference(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
     """Compute it with torch operators."""
-    return (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    dropped = (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    return dropped if residual is None else residual + dropped
 
 
 class _Drop(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        residual: Tensor | None,
+        key: int,
+        p: float,
+        dx_sums: ColumnSums | None,
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.key, ctx.p = key, p
-        return _dropped(x, rows, key, p)
+        ctx.key, ctx.p, ctx.dtype, ctx.adds, ctx.dx_sums = key, p, x.dtype, residual is not None, dx_sums
+        return (
+            fused.drop(x, rows, key, p, residual)
+            if is_fused(x)
+            else drop_reference(x, rows, key, p, residual)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return _dropped(grads[0], rows, ctx.key, ctx.p), None, None, None
-
-
-def _dropped(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
-    return (fused.drop if is_fused(x) else drop_reference)(x, rows, key, p)
+        dy, sums = grads[0].to(ctx.dtype), ctx.dx_sums
+        if not is_fused(dy):
+            dx = drop_reference(dy, rows, ctx.key, ctx.p)
+            if sums is not None:
+                sums.value = column_sums_reference(dx)
+        elif sums is None:
+            dx = fused.drop(dy, rows, ctx.key, ctx.p)
+        else:
+            dx, sums.value = fused.drop_with_sums(dy, rows, ctx.key, ctx.p)
+        return dx, None, grads[0] if ctx.adds else None, None, None, None
 
 
 def attention_dropout_threshold(p: float) -> int:

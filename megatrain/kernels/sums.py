@@ -6,12 +6,29 @@ device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import sums as fused
 from megatrain.kernels.fused.launching import is_fused
+
+
+@dataclass
+class ColumnSums:
+    """Column sums of a gradient, left by the kernel that wrote it to the layer that needs them for its bias.
+
+    None: it left none. A kernel that has them in its registers saves a pass over memory.
+    """
+
+    value: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        """Return the sums once."""
+        value, self.value = self.value, None
+        return value
 
 
 def add_column_sums(total: Tensor, x: Tensor) -> None:
@@ -22,9 +39,14 @@ def add_column_sums(total: Tensor, x: Tensor) -> None:
         x: [rows, columns], in any float dtype.
     """
     if is_fused(x):
-        fused.add_column_sums(total, x)
+        fused.column_sums(x, total)
     else:
         add_column_sums_reference(total, x)
+
+
+def column_sums_reference(x: Tensor) -> Tensor:
+    """Return the sums of the columns of [..., columns], in the accumulation dtype."""
+    return x.flatten(0, -2).sum(0, dtype=accumulation_dtype(x.dtype))
 
 
 def add_column_sums_reference(total: Tensor, x: Tensor) -> None:

@@ -41,6 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
+from megatrain.model.implementations.dropout import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -125,6 +126,7 @@ def build_model(
     communication: ExpertCommunication = ExpertCommunication(),  # noqa: B008 (frozen)
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
+    tower_stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
     fp8: Fp8Recipes | None = None,
     qat: QuantizationFormat | None = None,
@@ -146,6 +148,7 @@ def build_model(
         communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
+        tower_stages: the same of a vision tower; None: the first has them all.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         qat: format that linear layers are rounded to (--qat).
@@ -170,8 +173,9 @@ def build_model(
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
     builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others
-    )
+        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others,
+        tower_stages,
+    )  # fmt: skip
     segments, chunks = builder.chunks(grid.pp.rank)
     freeze(segments, spec)
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
@@ -218,6 +222,8 @@ class _StageBuilder:
     recompute: Recompute
     user_loss: UserLoss | None
     others: OtherModules | None
+    tower_stages: Sequence[range] | None
+    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -240,9 +246,10 @@ class _StageBuilder:
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""
         found: list[nn.Module] = []
-        if stage == 0:
-            embedding = self._embedding(self._embedding_output("embedding"))
-            found += [embedding] if self.spec.vision is None else self._vision(embedding)
+        if self.spec.vision is not None:
+            found += self._vision(stage)
+        elif stage == 0:
+            found.append(self._embedding(self._embedding_output("embedding")))
         first = len(self.spec.stacks[0].layers)
         of_encoder, of_decoder = layers, range(0)
         if len(self.spec.stacks) > 1:
@@ -286,11 +293,16 @@ class _StageBuilder:
             hidden_dtype=self.hidden_dtype,
         )
 
-    def _vision(self, embedding: Embedding) -> list[nn.Module]:
-        """Build the segments of the vision tower and the projector, which embed the text too."""
+    def _vision(self, stage: int) -> list[nn.Module]:
+        """Build a virtual stage's segments of the vision tower and the projector, which embed the text too."""
+        assert self.spec.vision is not None
+        stages = self.tower_stages or [range(len(self.spec.vision.layers))]
+        last = max(number for number, layers in enumerate(stages) if layers)
+        if stage > last:
+            return []
+        embedding = self._embedding(self._embedding_output("embedding")) if stage == last else None
         whole, tower = self.ranks.split.tp, tower_of(self.spec)
         alone = RankGroup("alone", (whole.group.ranks[whole.rank],), 0)
-        assert self.spec.vision is not None
         shares = ImageShares(whole, self.ranks.split.cp.group, self.spec.vision.is_spread_over_tp)
         tp = dataclasses.replace(whole, sequence_parallel=False, peers=None)
         if shares.spreads_over_tp:
@@ -304,9 +316,9 @@ class _StageBuilder:
         def context(number: int) -> LayerContext:
             return LayerContext(tower, number, builder, ranks, lambda _: None, self.recompute)
 
-        layers = [_layer(context(number)) for number in range(len(tower.layers))]
-        segments = layer_segments(layers, self.recompute)
-        return vision_segments(self.spec, embedding, segments, context(0), builder, shares)
+        segments = layer_segments([_layer(context(number)) for number in stages[stage]], self.recompute)
+        parts = (self.spec, embedding, segments, context(0), builder, shares)
+        return vision_segments(*parts, is_first=stage == 0, hidden_dtype=self.hidden_dtype)
 
     def _layer(self, number: int) -> nn.Module:
         builder = self.builder_of(number)
@@ -443,6 +455,7 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
 def _layer(context: LayerContext) -> TransformerLayer:
     layer = context.model.all_layers[context.number]
     branches = [build_part(part, context) for part in layer.parts]
+    leave_sums_to_biases(branches)
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:

@@ -74,9 +74,9 @@ class LatentAttention(nn.Module):
         self.proj = context.row_linear(context.linears(spec)["proj"], has_bias=spec.has_bias)
         self.output = branch_output(spec, context)
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, latents = self.down(residual, delta, info)
-        return residual, self.output(self.proj(self.attention(*latents, info), info), info)
+        return self.output.add_to(residual, self.proj(self.attention(*latents, info), info), info)
 
 
 class DownProjection(nn.Module):

@@ -5,7 +5,7 @@ hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projecti
                                                                                 └───────────────────── + ──────────────────┘── hidden
 
 "Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
-one kernel does this addition and the norm; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
+one kernel does this addition and the norm, unless dropout did it; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from megatrain.model import functions
 from megatrain.model.attention_parts import core_attention, gate_output, qk_norm
 from megatrain.model.implementations.module_builder import Pointwise
 from megatrain.model.layer_context import LayerContext
-from megatrain.model.layouts import (
-    norm_weights,
-)
+from megatrain.model.layouts import norm_weights
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.tensor_overlap.terms import add_terms
@@ -85,13 +83,13 @@ class Attention(nn.Module):
         self.proj = context.row_linear(linears["proj"], has_bias=spec.has_bias)
         self.output = branch_output(spec, context)
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, qkv = self.qkv(residual, delta, info)
         q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_dim)), info)
         heads = self.core(q, k, v, info)
         for gate in gates:
             heads = gate_output(heads, gate.flatten(2))
-        return residual, self.output(self.proj(heads, info), info)
+        return self.output.add_to(residual, self.proj(heads, info), info)
 
     def split_heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
         """Split [s, b, heads, d] into queries, keys, values and, if there is one, the gate; queries and keys get norm and RoPE."""
@@ -118,9 +116,9 @@ class Mlp(nn.Module):
         self.fc2 = context.builder.activation_row_linear(spec, weights)
         self.output = branch_output(spec, context)
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, x = self.fc1(residual, delta, info)
-        return residual, self.output(self.fc2(x, info), info)
+        return self.output.add_to(residual, self.fc2(x, info), info)
 
 
 class RotaryEmbedding(nn.Module):
@@ -160,7 +158,22 @@ class Sequential(nn.Module):
         return x
 
 
-def branch_output(part: Part, context: LayerContext) -> Sequential:
+class BranchOutput(Sequential):
+    """The norm and the dropout that end a branch, if it has them."""
+
+    adds = False  # True: dropout also adds to the residual stream
+
+    def add_to(self, residual: Tensor, x: Tensor, info: PassInfo) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream and the output, None if it has been added."""
+        if not self.adds:
+            return residual, self(x, info)
+        *norms, dropout = self.steps
+        for norm in norms:
+            x = norm(x, info)
+        return dropout(x, info, residual), None
+
+
+def branch_output(part: Part, context: LayerContext) -> BranchOutput:
     """Build the norm and the dropout that end the branch of a part, if it has them."""
     modules: list[Pointwise] = []
     spec, name = context.model, context.name(part)
@@ -169,4 +182,6 @@ def branch_output(part: Part, context: LayerContext) -> Sequential:
         modules.append(context.builder.norm(weights, spec.norm))
     if spec.hidden_dropout:
         modules.append(context.builder.dropout(spec.hidden_dropout, f"{name}.hidden"))
-    return Sequential(modules)
+    output = BranchOutput(modules)
+    output.adds = bool(spec.hidden_dropout) and not spec.all_layers[context.number].is_parallel
+    return output

@@ -74,7 +74,7 @@ class LinearAttention(nn.Module):
         self.proj = context.row_linear(linears["proj"])
         self.output = branch_output(spec, context)
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, projected = self.projections(residual, delta, info)
         (qkv, gate, strengths), places = split_channels(projected, self.sizes)
         out = self.norm(self.core(qkv, strengths, info, places[0]), info).flatten(2).to(qkv.dtype)
@@ -82,7 +82,7 @@ class LinearAttention(nn.Module):
             out = gate_output(out, gate, has_silu=True, place=places[1])
         else:
             out = (out * self.activation.value(gate.to(accumulation_dtype(gate.dtype)))).to(qkv.dtype)
-        return residual, self.output(self.proj(out, info), info)
+        return self.output.add_to(residual, self.proj(out, info), info)
 
 
 class DeltaRule(ShardedModule):

@@ -54,11 +54,11 @@ class Mamba(nn.Module):
         self.proj = context.row_linear(linears["proj"])
         self.output = branch_output(spec, context)
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, projected = self.projections(residual, delta, info)
         (z, mixed, dt), places = split_channels(projected, self.sizes)
         y = self.core(z, mixed, dt, info, places)
-        return residual, self.output(self.proj(y, info), info)
+        return self.output.add_to(residual, self.proj(y, info), info)
 
 
 class MambaScan(ShardedModule):

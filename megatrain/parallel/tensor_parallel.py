@@ -32,7 +32,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.linear import linear
-from megatrain.kernels.sums import add_column_sums
+from megatrain.kernels.sums import ColumnSums, add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
@@ -121,6 +121,7 @@ class Bias(NamedTuple):
 
     value: Tensor
     grad: Tensor | None
+    dy_sums: ColumnSums | None = None
 
 
 def column_linear(
@@ -331,8 +332,9 @@ class AddBias(Function):
 
 
 def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+    sums = None if bias is None or bias.dy_sums is None else bias.dy_sums.take()
     if bias is not None and bias.grad is not None:
-        add_column_sums(bias.grad, dy.flatten(0, -2))
+        add_column_sums(bias.grad, dy.flatten(0, -2)) if sums is None else bias.grad.add_(sums)
 
 
 def _accumulate_weight_gradient(

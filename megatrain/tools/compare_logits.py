@@ -9,11 +9,13 @@ An encoder before a decoder reads the same tokens from the last to the first. Wi
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
 from megatrain.config.model_spec.vision import VisionSpec
+from megatrain.data.images.anyres import AnyRes
+from megatrain.data.images.vectors import vector_tokens
 from megatrain.inference.cached_model import hidden_states
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.model.families.cross_attention import split_memory
@@ -53,7 +57,8 @@ def compare_logits(
     tokens = torch.arange(num_tokens)[None] * 7919 % vocab_size  # a prime: tokens of the whole vocabulary
     model, images, other = _our_model(reader, vocab_size, dtype), None, _load(folder, auto_class)
     if model.spec.vision is not None:
-        tokens, images = with_image(tokens, model.spec.vision, other.config.image_token_id)
+        pinpoints = getattr(other.config, "image_grid_pinpoints", None)
+        tokens, images = with_image(tokens, model.spec.vision, other.config.image_token_id, pinpoints)
     theirs = logits_of_transformers(other, tokens, images)
     ours = logits_of_heads(model, tokens, images)
     error = max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
@@ -67,18 +72,33 @@ def compare_logits(
     return found
 
 
-def with_image(tokens: Tensor, vision: VisionSpec, image_token: int) -> tuple[Tensor, Tensor]:
-    """Return tokens with those of an image after the first one, [b, s + n], and an image for each row, [b, 1, 3, height, width].
+def with_image(
+    tokens: Tensor, vision: VisionSpec, image_token: int, pinpoints: Sequence[Sequence[int]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return tokens with those of an image after the first one, [b, s + n], and an image for each row, [b, tiles, 3, height, width].
 
     Args:
         image_token: token of transformers for an image, which no text has.
+        pinpoints: heights and widths of LLaVA-NeXT; None: an image is one tile.
     """
     b = len(tokens)
     tokens = torch.where(tokens == image_token, int(image_token == 0), tokens)
-    places = -1 - torch.arange(vision.tokens_per_image).expand(b, -1)
-    shape = (b, *replace(vision, images_per_sample=1).image_shape)
+    rows, num_tiles = np.arange(vision.tokens_per_image), 1
+    if pinpoints:
+        sizes = AnyRes(tuple((height, width) for height, width in pinpoints), vision.image_size)
+        image, most = _high_image(vision.image_size), 1 << 30
+        side = vision.patch_size * vision.shuffle_side
+        rows = sizes.rows(image, most, (vision.image_size[0] // side, vision.image_size[1] // side))
+        num_tiles = sizes.num_tiles(image, most)
+    places = torch.from_numpy(vector_tokens(rows, 0)).expand(b, -1)
+    shape = (b, *replace(vision, images_per_sample=num_tiles).image_shape)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return torch.cat((tokens[:, :1], places, tokens[:, 1:]), dim=1), images
+
+
+def _high_image(tile: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of an image that leaves borders in most sizes."""
+    return 2 * tile[0], 3 * tile[1] // 5
 
 
 def _our_model(reader: CheckpointReader, vocab_size: int, dtype: str | None) -> Model:
@@ -114,7 +134,11 @@ def logits_of_transformers(model: Any, tokens: Tensor, images: Tensor | None = N
     """Return the logits of each head of a model of transformers: [b, s, v], and [b, 2] of a next-sentence head."""
     if images is not None:
         ids = torch.where(tokens < 0, model.config.image_token_id, tokens)
-        return [model.eval()(ids, pixel_values=images.flatten(0, 1), use_cache=False).logits]
+        kind, more = model.config.model_type, {}
+        if kind == "llava_next":
+            more["image_sizes"] = torch.tensor([_high_image(images.shape[-2:])] * len(images))
+        pixels = images if kind in ("idefics3", "smolvlm", "llava_next") else images.flatten(0, 1)
+        return [model.eval()(ids, pixel_values=pixels, use_cache=False, **more).logits]
     if model.config.is_encoder_decoder:
         return [model.eval()(tokens.flip(1), decoder_input_ids=tokens, use_cache=False).logits]
     if not hasattr(model.config, "type_vocab_size"):

@@ -21,6 +21,7 @@ from megatrain.config.subjects.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_
 from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
+from megatrain.model.families.vision import message_rows
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
 from megatrain.model.recompute import Recompute
@@ -83,6 +84,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         recompute=_recompute(plan),
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
+        tower_stages=layer_ranges(plan.derived.tower_layers) or None,
         mtp_stage=plan.derived.mtp_stage,
         fp8=_fp8_recipes(plan, grid, device),
         qat=plan.derived.qat,
@@ -261,9 +263,14 @@ def build_executor(
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:
     """Return the rows that a virtual stage receives in evaluation and in training.
 
-    They are the rows of a sample, with its depths of prediction in training, or of decoder and memory.
+    They are the rows of a sample, with its depths of prediction in training, of decoder and memory, or a message of the tower.
     """
     spec, mtp_stage = plan.derived.model_spec, plan.derived.mtp_stage
+    if any(plan.derived.tower_layers[stage:]) and stage > 0:
+        shares = plan.config.parallel.context_parallel_size * (
+            tp.size if plan.config.vision.spread_images else 1
+        )
+        return (message_rows(spec, plan.config.training.micro_batch_size, shares),) * 2
     if mtp_stage is not None and stage == mtp_stage + 1:
         return rows, rows * (1 + spec.num_depths)
     start, length = plan.decoder_stage, spec.stacks[-1].seq_length

@@ -9,10 +9,9 @@ from megatrain.config import Config, Plan
 from megatrain.config.derive.vision import image_shape, sample_length, text_length, tokens_per_image
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import MASKED_FAMILIES
-from megatrain.config.schema.vision import VisionConfig
 from megatrain.data.images.build import ImageBuilder
 from megatrain.data.images.conversations import Encoder, ImageSamples, Unread
-from megatrain.data.images.pixels import Tiling, require_pillow
+from megatrain.data.images.pixels import require_pillow, tiling_of
 from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset
@@ -63,17 +62,6 @@ def with_mock_images(splits: SplitDatasets, config: Config) -> SplitDatasets:
     return replace(splits, train=add(splits.train), valid=add(splits.valid), test=add(splits.test))
 
 
-def tiling_of(vision: VisionConfig) -> Tiling:
-    """Return how images become tiles."""
-    return Tiling(
-        processor=vision.image_processor,
-        height=vision.img_h,
-        width=vision.img_w,
-        max_tiles=vision.max_num_tiles if vision.use_tiling else 1,
-        has_thumbnail=vision.use_thumbnail,
-    )
-
-
 def image_conversations(
     plan: Plan, plans: SamplePlans, log: Callable[[str], None], digests: Sequence[str] | None
 ) -> SplitDatasets:
@@ -92,7 +80,6 @@ def image_conversations(
     vision, tokenizer = config.vision, load_tokenizer(config.tokenizer)
     options = ImageSamples(
         image_shape=shape,
-        tokens_per_image=tokens_per_image(vision),
         text_length=text_length(config),
         length=sample_length(config),
         tiling=tiling_of(vision),

@@ -119,7 +119,8 @@ def test_a_run_resumes_from_the_disks_of_its_nodes(
         assert last[0] == last[1]
 
 
-@pytest.mark.parametrize("lost", one_in(2, [1, 0]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [1, 0])
 def test_without_copies_a_lost_disk_costs_the_local_checkpoint(run: Run, tmp_path: Path, lost: int) -> None:
     run("--exit-interval", "16", code=75)
     shutil.rmtree(tmp_path / "run" / "iter_0000016")
@@ -133,6 +134,7 @@ def test_without_copies_a_lost_disk_costs_the_local_checkpoint(run: Run, tmp_pat
     assert "run/iter_0000010: iteration 10" in printed
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_one_node_has_not_committed_does_not_count(run: Run, tmp_path: Path) -> None:
     """As after a kill between the renames of two nodes: the one before is still there on both."""
     run("--exit-interval", "13", code=75)

@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from everyday import nightly
 from forked_job import ForkedJob
 
 from megatrain.config.user_function import UserFunction
@@ -22,15 +23,23 @@ def losses(folder: Path, num_ranks: int, flags: str = "") -> dict[str, float]:
     return {name: float(loss) for name, loss in re.findall(r"(.+): loss ([\d.]+)", job.output(0))}
 
 
-def test_the_loop_gives_the_same_losses_under_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("split", "num_ranks"),
+    [
+        ("--tensor-model-parallel-size 2", 2),
+        nightly("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+    ],
+)
+def test_the_loop_gives_the_same_losses_under_every_layout(
+    tmp_path: Path, split: str, num_ranks: int
+) -> None:
     save = f"--save {tmp_path / 'save'}"
     alone = losses(tmp_path, 1)
     assert list(alone) == [*(f"iteration {number}" for number in range(1, 9)), "validation"]
     assert alone["iteration 8"] < 0.95 * alone["iteration 1"]
-    split = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    first = losses(tmp_path, 4, f"{split} --train-iters 4 {save}")
+    first = losses(tmp_path, num_ranks, f"{split} --train-iters 4 {save}")
     del first["validation"]
-    rest = losses(tmp_path, 4, f"--context-parallel-size 2 --load {tmp_path / 'save'}")
+    rest = losses(tmp_path, num_ranks, f"--context-parallel-size 2 --load {tmp_path / 'save'}")
     assert first | rest == pytest.approx(alone, rel=1e-5)
 
 

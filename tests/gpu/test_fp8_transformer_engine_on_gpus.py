@@ -48,6 +48,11 @@ FLAGS = (
     " --vocab-size 1000 --micro-batch-size 4 --global-batch-size 12 --train-iters 24 --lr 1e-3 --bf16"
     " --eval-interval 4 --eval-iters 1 --log-interval 100"
 )
+HYBRID = (
+    "--model-family hybrid --hybrid-layer-pattern M*G- --position-embedding-type none --mamba-num-heads 16 --mamba-head-dim 64"
+    " --mamba-num-groups 2 --mamba-state-dim 64 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 64"
+    " --linear-value-head-dim 64"
+)
 SLOW = "--lr 1e-4"
 """With 1e-3 the loss falls by a tenth per iteration: a run that is late by a fifth of an iteration would differ by 2 %."""
 PLANTED = "import sys, test_fp8_transformer_engine_on_gpus as here; sys.exit(here.run_with_stale_casts(sys.argv[1:]))"
@@ -92,6 +97,15 @@ def test_losses_are_near_those_of_bf16(bf16: list[float], tmp_path: Path, flags:
     found = run(tmp_path, f"{flags} {SLOW}")
     assert found != bf16
     assert statistics.mean(found[-8:]) == pytest.approx(statistics.mean(bf16[-8:]), rel=0.02)
+
+
+def test_losses_of_hybrids_are_near_those_of_bf16(tmp_path: Path) -> None:
+    bf16, fp8 = (
+        run(tmp_path / name, f"{flags} {HYBRID} {SLOW}")
+        for name, flags in (("bf16", ENGINE), ("fp8", f"{FP8} --fp8-recipe tensorwise"))
+    )
+    assert fp8 != bf16
+    assert statistics.mean(fp8[-8:]) == pytest.approx(statistics.mean(bf16[-8:]), rel=0.02)
 
 
 def test_recomputation_changes_no_scale(tmp_path: Path) -> None:

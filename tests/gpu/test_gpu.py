@@ -36,6 +36,11 @@ MANY_EXPERTS = (
     "--num-experts 32 --moe-router-topk 8 --moe-ffn-hidden-size 512 --hidden-size 1024 --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 2 --seq-length 2048"
 )
+HYBRID = (
+    "--model-family hybrid --hybrid-layer-pattern M*GE --position-embedding-type none --mamba-num-heads 16 --mamba-head-dim 16 "
+    "--mamba-num-groups 2 --mamba-state-dim 32 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 32 "
+    f"--linear-value-head-dim 32 --seq-length 192 {SOME_EXPERTS}"
+)
 EXPERTS = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2"
 
 
@@ -105,6 +110,8 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
         f"--bf16 --fp8-format hybrid --fp8-recipe tensorwise --seq-length 64 {SOME_EXPERTS}",
         f"--bf16 {SOME_EXPERTS} --moe-input-jitter-eps 0.1 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
         f"--bf16 {SOME_EXPERTS} --moe-router-force-load-balancing --mtp-num-layers 1 --global-batch-size 12",
+        f"--bf16 {HYBRID} --reset-attention-mask",
+        f"--bf16 {HYBRID} --fp8-format hybrid --fp8-recipe delayed",
     ],
 )
 def test_cuda_graphs_change_no_bit(flags: str) -> None:

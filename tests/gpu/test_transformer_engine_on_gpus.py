@@ -61,8 +61,9 @@ def _differences(_rank: int, _world_size: int) -> list[str]:
             "tp2 sp",
             "tp2 sp mup tied",
         ),
-        *("gpt2", "olmo2", "gemma2", "gpt-oss", "qwen", "mixtral", "deepseek"),  # with leaves of local
-        *("tp2 gpt2", "tp2 sp mixtral", "cp2 llama", "cp2 documents"),
+        # with modules of local:
+        *("gpt2", "olmo2", "gemma2", "gpt-oss", "qwen", "mixtral", "deepseek", "hybrid"),
+        *("tp2 gpt2", "tp2 sp mixtral", "tp2 sp hybrid", "cp2 llama", "cp2 documents"),
     ],
 )
 def test_losses_and_gradients_match_local_within_rounding(comparer: LowPrecisionComparer, words: str) -> None:

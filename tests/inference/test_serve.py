@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_messages import hostile_messages, send_and_leave
+from tiny_models import tiny_model, write
 
 import pretrain
 from megatrain.tools.main import main
@@ -187,6 +188,28 @@ def test_completions_are_those_of_the_command(
     for number, one in enumerate(expected):
         assert "".join(piece["text"] for piece in pieces if piece["index"] == number) == one["text"]
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 2
+
+
+def test_an_encoder_reads_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder = write(tiny_model("T5 v1.1"), tmp_path / "theirs")
+    prompts, flags = ["68 71 71", "9 30 12 5"], ["--temperature", "0", "--max-new-tokens", "9", "--json"]
+    assert main(["generate", "--load", str(folder), "--prompt", *prompts, *flags]) == 0
+    expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    server = Server(folder, tmp_path / "log.txt", "--max-context", "5")
+    try:
+        status, found = server.complete(prompts, max_tokens=9, temperature=0)
+        assert status == 200
+        assert [one["text"] for one in found["choices"]] == [one["text"] for one in expected]
+        assert found["usage"]["prompt_tokens"] == 7
+        for fields, param in (({"echo": True}, "echo"), ({"max_tokens": 10_000}, "prompt")):
+            status, found = server.complete("68 71", **fields)
+            assert (status, found["error"]["param"]) == (400, param)
+        status, found = server.complete("1 2 3 4 5 6")
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    finally:
+        server.stop()
+    assert server.exit_code() == 0, server.output
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.nightly)])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import parse
+from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
@@ -36,10 +37,12 @@ LANGUAGE = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
     "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28]]
 KINDS = {
     "CLIP, Llama": ("CLIPVisionConfig", "LlamaConfig", {}),
     "CLIP, whole": ("CLIPVisionConfig", "Qwen2Config", {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}),
     "SigLIP, Llama": ("SiglipVisionConfig", "LlamaConfig", {"vision_feature_select_strategy": "full", "vision_feature_layer": 1}),
+    "NeXT, Mistral": ("CLIPVisionConfig", "MistralConfig", {"image_grid_pinpoints": PINPOINTS}),
 }  # fmt: skip
 
 
@@ -54,13 +57,40 @@ def randomised(model: Any) -> Any:
 def llava(kind: str) -> Any:
     tower, language, keys = KINDS[kind]
     torch.manual_seed(0)
-    config = transformers.LlavaConfig(
+    config_class = transformers.LlavaNextConfig if "NeXT" in kind else transformers.LlavaConfig
+    config = config_class(
         vision_config=getattr(transformers, tower)(**TOWER),
         text_config=getattr(transformers, language)(**LANGUAGE, tie_word_embeddings=False),
         image_token_index=IMAGE_TOKEN,
         **keys,
     )
-    return randomised(transformers.LlavaForConditionalGeneration(config))
+    model = (
+        transformers.LlavaNextForConditionalGeneration
+        if "NeXT" in kind
+        else transformers.LlavaForConditionalGeneration
+    )
+    return randomised(model(config))
+
+
+SHUFFLED = {
+    "Idefics3": ("Idefics3Config", {"scale_factor": 2}, {}),
+    "SmolVLM": ("SmolVLMConfig", {"scale_factor": 4}, {}),
+    "InternVL": ("InternVLConfig", {"tie_word_embeddings": False}, {"attention_bias": True}),
+}
+
+
+def shuffled(kind: str) -> Any:
+    """Return a model whose projector reads squares of patches."""
+    name, keys, of_tower = SHUFFLED[kind]
+    torch.manual_seed(0)
+    language = "qwen2" if kind == "InternVL" else "llama"
+    config = getattr(transformers, name)(
+        vision_config={**TOWER, "image_size": 56, **of_tower},
+        text_config={"model_type": language, **LANGUAGE, "tie_word_embeddings": False},
+        image_token_id=IMAGE_TOKEN,
+        **keys,
+    )
+    return randomised(getattr(transformers, name.replace("Config", "ForConditionalGeneration"))(config))
 
 
 def write(model: Any, folder: Path) -> Path:
@@ -97,18 +127,19 @@ def canonical(checkpoint: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SHUFFLED])
 def test_a_model_has_the_same_logits_here_and_comes_back(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The names in the files are those of the hub; the layers after the feature layer stay out."""
-    theirs = llava(kind)
+    theirs = llava(kind) if kind in KINDS else shuffled(kind)
     source = write(theirs, tmp_path / "theirs")
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     model = model_of(tmp_path / "ours" / "iter_0000000")
     text = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     assert model.spec.vision is not None
-    tokens, images = with_image(text, model.spec.vision, IMAGE_TOKEN)
+    sizes = PINPOINTS if "NeXT" in kind else None
+    tokens, images = with_image(text, model.spec.vision, IMAGE_TOKEN, sizes)
     [expected], [found] = (
         logits_of_transformers(theirs, tokens, images),
         logits_of_heads(model, tokens, images),
@@ -122,6 +153,12 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     output = capsys.readouterr().out
     assert "largest error" in output
     assert "not read" not in output, output
+    if kind in SHUFFLED:  # the scales of InternVL come back as 1
+        again = type(theirs).from_pretrained(back)
+        torch.testing.assert_close(
+            logits_of_transformers(again, tokens, images)[0], expected, rtol=0, atol=1e-5
+        )
+        return
     stored = tensors(source)
     for name, one in tensors(back).items():
         if "post_layernorm" not in name:
@@ -194,6 +231,28 @@ def test_other_models_are_refused_by_name(
     (copy / "config.json").write_text(json.dumps(changed))
     assert main(["convert", "hf-to-megatrain", str(copy), str(tmp_path / "ours")]) == 2
     assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"use_qk_norm": True}, "InternViT-6B"), ({"norm_type": "rms_norm"}, "InternViT-6B"),
+        ({"attention_bias": False}, "InternViT-6B"), ({"use_mean_pooling": False}, "a norm after the layers"),
+    ],
+)  # fmt: skip
+def test_other_towers_of_internvl_are_refused_by_name(
+    keys: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    from megatrain.config.errors import InputError
+    from megatrain.interop.hf.config_file import ConfigFile
+    from megatrain.interop.hf.families.table import family_of
+    from megatrain.interop.hf.settings import read_settings
+
+    config = shuffled("InternVL").config.to_dict()
+    config["vision_config"] |= keys
+    source = ConfigFile(tmp_path, {**config, "architectures": ["InternVLForConditionalGeneration"]})
+    with pytest.raises(InputError, match=word):
+        read_settings(family_of(source), source)
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +382,31 @@ def test_text_after_an_image_is_that_of_transformers(
     single = f"generate --load hf:{folder} --image {tmp_path}/0.png --json --temperature 0 --max-new-tokens 8 --termination-id 99"
     assert main([*single.split(), "--device", "cpu", "--prompt", texts[0]]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == expected[0]
+
+
+def test_text_after_tiles_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two images of other shapes in a prompt of LLaVA-NeXT, whose files give their tiles."""
+    image = pytest.importorskip("PIL.Image")
+    model, colours = llava("NeXT, Mistral"), torch.Generator().manual_seed(3)
+    folder, sizes = write(model, tmp_path / "theirs"), [(60, 25), (30, 31)]
+    for number, (height, width) in enumerate(sizes):
+        pixels = torch.randint(0, 256, (height, width, 3), generator=colours, dtype=torch.uint8)
+        image.fromarray(pixels.numpy()).save(tmp_path / f"{number}.png")
+    theirs = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=PINPOINTS
+    )
+    read = theirs([image.open(tmp_path / f"{number}.png") for number in range(2)], return_tensors="pt")
+    anyres = AnyRes(tuple((height, width) for height, width in PINPOINTS), (28, 28))
+    counts = [len(anyres.rows(one, 99, (2, 2))) for one in sizes]
+    ids = [5, *[IMAGE_TOKEN] * counts[0], 6, *[IMAGE_TOKEN] * counts[1], 7]
+    found = model.generate(
+        torch.tensor([ids]), **read, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    prompt = {"prompt": "5 <image> 6 <image> 7", "images": ["0.png", "1.png"]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt))
+    words = f"generate --load hf:{folder} --prompt-file {tmp_path}/prompts.jsonl --json --temperature 0 --max-new-tokens 6"
+    assert main([*words.split(), "--termination-id", "99", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == found[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize(

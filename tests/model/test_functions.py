@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megatrain.kernels.activations import QUICK_GELU, Activation
 from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
-from megatrain.model.implementations.local import LocalDropout
+from megatrain.model.implementations.dropout import LocalDropout
 from megatrain.model.implementations.split_norm import split_rms_norm
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
@@ -101,7 +101,16 @@ def test_dropout_applies_its_mask_and_scales_the_rest() -> None:
     expected = keep_mask(rows, 16, key=5, p=0.25) / 0.75
     torch.testing.assert_close(out, expected.double())
     torch.testing.assert_close(x.grad, expected.double())
-    assert torch.equal(dropout(x, PassInfo(first_sample=4, is_training=False)), x)
+    for is_training in (True, False):
+        info = PassInfo(first_sample=4, is_training=is_training)
+        own, residual = x.detach().requires_grad_(), torch.rand_like(x, requires_grad=True)
+        total, upstream = dropout(own, info, residual), torch.rand_like(x)
+        total.backward(upstream)
+        factor = expected if is_training else 1
+        torch.testing.assert_close(total, residual + own * factor)
+        torch.testing.assert_close(own.grad, upstream * factor)
+        assert torch.equal(residual.grad, upstream)
+    assert torch.equal(dropout(x, info), x)
 
 
 def test_dropout_of_a_part_of_the_sequence_is_a_part_of_the_whole() -> None:

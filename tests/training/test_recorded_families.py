@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.config import parse
 from megatrain.config.schema.data import MASKED_FAMILIES
-from megatrain.data.images.vectors import place_images
+from megatrain.data.images.vectors import place_images, vector_tokens
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
@@ -155,7 +155,8 @@ def with_images(arrays: dict[str, Tensor], case: Case, first: int = 0) -> dict[s
             images[number] = generator.standard_normal(shape[2:])
     names = ("tokens", "labels", "loss_mask", "position_ids")
     rows = zip(*(arrays[one].flatten(0, 1).numpy() for one in names), strict=True)
-    placed = [place_images(*row, tokens_per_image=count, length=length - 1 + count) for row in rows]
+    vectors = [vector_tokens(np.arange(count), 0)]
+    placed = [place_images(*row, vectors=vectors, length=length - 1 + count) for row in rows]
     found = {one: torch.from_numpy(np.stack([sample[one] for sample in placed])) for one in names}
     return {
         one: x.unflatten(0, (steps, samples))

@@ -34,6 +34,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("B8", 53_600),
         ("H1", 26_580),
         ("S1", 613_000),
+        ("V1", 14_190),
     ],
 )
 def test_a_case_has_the_roofline_counted_by_hand(

@@ -1,13 +1,15 @@
 """The vision tower and the projector that settings describe (`--model-family vlm`), and the lengths of samples with images.
 
     like_language   width, heads, norm, activation and biases of the language model: Megatron-LM's pretrain_vlm.py
-    clip, siglip    those of these towers, with LLaVA's projector: two linear layers with biases and an exact GELU
+    clip, siglip, internvit300M    those of these towers, with LLaVA's projector: two linear layers with biases and an exact GELU
 
 Source: Megatron-LM, pretrain_vlm.py, core/models/multimodal, core/models/vision.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -28,8 +30,12 @@ if TYPE_CHECKING:
 
 TOWER, PROJECTOR = "vision", "vision.projector"
 """Prefixes of the names of their tensors."""
-_ACTIVATIONS: Final[dict[str, Activation]] = {"clip": "quick_gelu", "siglip": "gelu_tanh"}
-_EPSILONS: Final = {"clip": 1e-5, "siglip": 1e-6}
+_ACTIVATIONS: Final[dict[str, Activation]] = {
+    "clip": "quick_gelu",
+    "siglip": "gelu_tanh",
+    "internvit300M": "gelu",
+}
+_EPSILONS: Final = {"clip": 1e-5, "siglip": 1e-6, "internvit300M": 1e-6}
 
 
 def text_length(config: Config) -> int:
@@ -57,7 +63,27 @@ def sample_length(config: Config) -> int:
     """Return the tokens of a sample in the first stack of the model: those of its text, and of its images."""
     if config.model.model_family != "vlm":
         return config.data.seq_length
-    return text_length(config) + config.vision.images_per_sample * tokens_per_image(config.vision)
+    return text_length(config) + tokens_of_images(config.vision)
+
+
+def tokens_of_images(vision: VisionConfig) -> int:
+    """Return the most tokens of the images of a sample, with those that end rows of patches."""
+    return vision.images_per_sample * tokens_per_image(vision) + _most_newlines(vision)
+
+
+def pinpoints(vision: VisionConfig) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of --image-grid-pinpoints, height and width; a rule refuses others."""
+    found = (re.fullmatch(r"(\d+)x(\d+)", one) for one in vision.image_grid_pinpoints)
+    return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
+
+
+def _most_newlines(vision: VisionConfig) -> int:
+    """Return the most rows of patches of the tiles of a sample; an image of one tile has one newline."""
+    rows, most = vision.img_h // (vision.patch_dim * shuffle_side(vision)), 1.0
+    for height, width in pinpoints(vision):
+        down, across = height // vision.img_h, width // vision.img_w
+        most = max(most, down * rows / (1 + down * across))
+    return math.ceil(vision.images_per_sample * most) if vision.image_grid_pinpoints else 0
 
 
 def num_positions(config: Config) -> int | None:
@@ -68,8 +94,14 @@ def num_positions(config: Config) -> int | None:
 
 def tokens_per_image(vision: VisionConfig) -> int:
     """Return the vectors of an image in the language model."""
-    patches = (vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim)
+    side = vision.patch_dim * shuffle_side(vision)
+    patches = (vision.img_h // side) * (vision.img_w // side)
     return patches + (vision.vision_model_type != "siglip" and not vision.disable_vision_class_token)
+
+
+def shuffle_side(vision: VisionConfig) -> int:
+    """Return the side of the squares of patches that are one vector in the language model."""
+    return vision.pixel_shuffle_factor if vision.pixel_shuffle else 1
 
 
 def image_shape(config: Config) -> tuple[int, int, int, int] | None:
@@ -116,10 +148,12 @@ def vision_spec(model: ModelConfig, vision: VisionConfig, layer: LayerSpec, norm
         images_per_sample=vision.images_per_sample,
         has_class_token=kind != "siglip",
         keeps_class_token=kind == "siglip" or not vision.disable_vision_class_token,
-        has_patch_bias=kind == "siglip",
-        has_pre_norm=kind != "siglip",
+        has_patch_bias=kind in ("siglip", "internvit300M"),
+        has_pre_norm=kind in ("like_language", "clip"),
+        has_newline=bool(vision.image_grid_pinpoints),
+        shuffle_side=shuffle_side(vision),
         has_final_norm=vision.vision_final_norm,
-        projector=_projector(model, vision, hidden_size, own),
+        projector=_projector(model, vision, hidden_size * shuffle_side(vision) ** 2, own, norm),
         is_spread_over_tp=vision.spread_images,
         is_tower_frozen=vision.freeze_vit,
         is_language_frozen=vision.freeze_lm,
@@ -154,14 +188,18 @@ def _own_layer(vision: VisionConfig) -> LayerSpec:
     return LayerSpec(parts=(attention, mlp))
 
 
-def _projector(model: ModelConfig, vision: VisionConfig, inputs: int, layer: LayerSpec) -> ProjectorSpec:
+def _projector(
+    model: ModelConfig, vision: VisionConfig, inputs: int, layer: LayerSpec, norm: NormSpec
+) -> ProjectorSpec:
     is_like_language = vision.vision_model_type == "like_language"
     mlp: MlpSpec | None = layer.dense
     if not is_like_language:
         mlp = MlpSpec(ffn_hidden_size=model.hidden_size, activation="gelu", has_bias=True)
+    is_mlp = vision.vision_projection_type == "mlp"
+    own_norm = norm if is_like_language else NormSpec(kind="LayerNorm", epsilon=1e-5)
     return ProjectorSpec(
         inputs=inputs,
-        mlp=mlp if vision.vision_projection_type == "mlp" else None,
-        has_norm=vision.vision_projection_norm,
-        has_bias=not (is_like_language and model.disable_bias_linear),
+        mlp=mlp if is_mlp else None,
+        norm=own_norm if vision.vision_projection_norm else None,
+        has_bias=(is_mlp and not is_like_language) or not model.disable_bias_linear,
     )

@@ -199,7 +199,9 @@ class ModelSpec:
             flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
         depths = self.num_depths
         head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
-        images = 0 if self.vision is None else num_samples * self.vision.flops_per_sample(self.hidden_size)
+        images = (
+            0 if self.vision is None else num_samples * sum(self.vision.flops_of_layers(self.hidden_size))
+        )
         return flops + 6 * tokens * head + images
 
     def flops_per_token(self, length: int) -> tuple[list[int], int]:
@@ -223,9 +225,12 @@ class ModelSpec:
         mtp = of_depth + 6 * self._projection_weights + head
         return layers, head * (self.stacks[-1].seq_length or length) // length + self.num_depths * mtp
 
-    def vision_flops_per_token(self, length: int) -> int:
-        """Return the FLOPs of the vision tower and the projector per token of a sample, forward and backward."""
-        return 0 if self.vision is None else self.vision.flops_per_sample(self.hidden_size) // length
+    def vision_flops_per_token(self, length: int) -> tuple[int, ...]:
+        """Return the FLOPs per token of a sample of each layer of the vision tower; a frozen one is not split."""
+        if self.vision is None:
+            return ()
+        flops = self.vision.flops_of_layers(self.hidden_size)
+        return tuple(one // length for one in ([sum(flops)] if self.vision.is_tower_frozen else flops))
 
     @property
     def _projection_weights(self) -> int:

@@ -20,6 +20,8 @@ from megatrain.config.model_spec.part import Part, Role
 
 CHANNELS = 3
 """Colours of an image."""
+NEWLINE = -(1 << 30)
+"""Token of the trained vector after a row of patches; tokens from -1 down to it are vectors of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,11 @@ class ProjectorSpec(Part):
     role: ClassVar[Role] = "mlp"
 
     inputs: int
-    """Width of the tower."""
+    """Width of the tower, of all patches of a square that is one vector."""
     mlp: MlpSpec | None
     """None: one linear layer, `affine`."""
-    has_norm: bool = False
+    norm: NormSpec | None = None
+    """Of its inputs; None: there is none."""
     has_bias: bool = True
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
@@ -68,6 +71,10 @@ class VisionSpec:
     has_patch_bias: bool = False
     has_pre_norm: bool = True
     has_final_norm: bool = False
+    has_newline: bool = False
+    """A trained vector follows each row of patches of a tiled image."""
+    shuffle_side: int = 1
+    """Patches in a row of a square that is one vector."""
     is_spread_over_tp: bool = False
     """Tensor ranks hold the tower and the projector whole, and share the images of a micro-batch."""
     is_tower_frozen: bool = False
@@ -86,19 +93,23 @@ class VisionSpec:
     @property
     def tokens_per_image(self) -> int:
         """Vectors of an image in the language model."""
-        return self.num_patches + (self.has_class_token and self.keeps_class_token)
+        squares = self.num_patches // self.shuffle_side**2
+        return squares + (self.has_class_token and self.keeps_class_token)
 
     @property
     def image_shape(self) -> tuple[int, int, int, int]:
         """Shape of the images of a sample: [images, channels, height, width]."""
         return self.images_per_sample, CHANNELS, *self.image_size
 
-    def flops_per_sample(self, hidden_size: int) -> int:
-        """Return the FLOPs of a sample's images, forward and backward; a frozen tower has no backward pass."""
-        tokens, h = self.num_positions, self.hidden_size
-        weights = sum(layer.active_weights(h) for layer in self.layers)
-        tower = 2 * tokens * weights + tokens**2 * sum(layer.pair_channels for layer in self.layers)
-        tower += 2 * self.num_patches * CHANNELS * self.patch_size**2 * h
+    def flops_of_layers(self, hidden_size: int) -> list[int]:
+        """Return the FLOPs of a sample's images in each layer, forward and backward; a frozen tower has no backward pass.
+
+        The first layer counts with the patches, the last one with the projector.
+        """
+        tokens, h, passes = self.num_positions, self.hidden_size, 1 if self.is_tower_frozen else 3
+        layers = [2 * tokens * one.active_weights(h) + tokens**2 * one.pair_channels for one in self.layers]
+        layers[0] += 2 * self.num_patches * CHANNELS * self.patch_size**2 * h
+        found = [passes * flops for flops in layers]
         projector = sum(one.active_weights for one in self.projector.linears(hidden_size))
-        per_image = tower * (1 if self.is_tower_frozen else 3) + 6 * self.tokens_per_image * projector
-        return self.images_per_sample * per_image
+        found[-1] += 6 * self.tokens_per_image * projector
+        return [self.images_per_sample * flops for flops in found]

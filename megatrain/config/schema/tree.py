@@ -26,7 +26,7 @@ from megatrain.config.schema.resume_class import SAFE, ResumeClass
 from megatrain.config.schema.setting import Section
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
-from megatrain.config.schema.values import AUTO, REQUIRED, Range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, Range
 from megatrain.config.schema.vision import VisionConfig
 
 
@@ -64,7 +64,7 @@ class Config:
     def raw(self, path: str) -> Any:
         """Return the value at a path, AUTO, REQUIRED and INVALID included."""
         section, name = path.split(".")
-        return getattr(self, section).raw(name)
+        return CheckedSection.raw(getattr(self, section), name)  # without the checks of the attribute `raw`
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy with these values, by path."""
@@ -141,11 +141,11 @@ class Setting:
     conflicts: tuple[Conflict, ...] = ()
     """Settings with which it is not supported."""
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         return f"{self.section}.{self.name}"
 
-    @property
+    @functools.cached_property
     def flag(self) -> str:
         return flag_of(self.name)
 

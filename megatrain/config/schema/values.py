@@ -54,7 +54,7 @@ class CheckedSection:
 
     def raw(self, name: str) -> Any:
         """Return the value of a field, stand-ins included."""
-        return vars(self)[name]
+        return object.__getattribute__(self, name)
 
     def replaced(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with these values; `dataclasses.replace` would read the INVALID ones."""

@@ -75,10 +75,28 @@ def pipeline_layers(draft: Draft) -> DerivedValue:
     """Derive the number of layers of each virtual stage."""
     try:
         counts, reason = _layers(draft)
-        _check_stages(counts, draft.derived.mtp_stage)
+        _check_stages(counts, draft.derived.mtp_stage, _tower_layers(draft))
     except PipelineError as error:
         raise UnresolvedError from error
     return DerivedValue(counts, reason)
+
+
+@derives("derived.tower_layers")
+def tower_layers(draft: Draft) -> DerivedValue:
+    """Derive the number of layers of the vision tower of each virtual stage."""
+    try:
+        return DerivedValue(found := _tower_layers(draft), "balanced by FLOPs" if found else "no split tower")
+    except PipelineError as error:
+        raise UnresolvedError from error
+
+
+def _tower_layers(draft: Draft) -> tuple[int, ...]:
+    """Return the layers of the vision tower of each virtual stage; empty: the first has them all."""
+    vision, pp = draft.derived.model_spec.vision, draft.config.parallel.pipeline_model_parallel_size
+    if vision is None or vision.is_tower_frozen or pp == 1 or not _is_balanced(draft):
+        return ()
+    found = _balanced(draft, pp * draft.derived.pipeline_chunks)[0]
+    return found if any(found[1:]) else ()
 
 
 @derives("derived.mtp_stage")
@@ -224,8 +242,8 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
         return (layers,), "one stage"
     if of_pattern := _stages_of_pattern(draft):
         return of_pattern, "--hybrid-layer-pattern"
-    if layout == "auto" or _fastest(draft):
-        return _balanced(draft, stages), "balanced by FLOPs, with the head"
+    if _is_balanced(draft):
+        return _balanced(draft, stages)[1], "balanced by FLOPs, with the head"
     if layout is not None:
         return _counts_of_layout(layout, layers), "--pipeline-model-parallel-layout"
     if first is not None or last is not None:
@@ -251,6 +269,10 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
     counts[-1] -= parallel.account_for_loss_in_pipeline_split
     return tuple(counts), f"{units} / {stages} stages{_besides(draft)}"
+
+
+def _is_balanced(draft: Draft) -> bool:
+    return draft.config.parallel.pipeline_model_parallel_layout == "auto" or bool(_fastest(draft))
 
 
 def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:
@@ -352,10 +374,10 @@ def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
     return (found[0], "m in --pipeline-model-parallel-layout") if found else (last, "the last virtual stage")
 
 
-def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
-    """Return the split whose most expensive stage is cheapest and, among those, the most even one.
+def _balanced(draft: Draft, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers of the vision tower and the others by stage, of the split whose most expensive stage is cheapest and, among those, the most even one.
 
-    Costs are FLOPs per token; the head counts as part of the last stage, and a vision tower as part of the first.
+    Costs are FLOPs per token; the head counts as part of the last stage. The layers of a vision tower precede the others.
     """
     spec, length = draft.derived.model_spec, sample_length(draft.config)
     layers, head = spec.flops_per_token(length)
@@ -369,18 +391,20 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
     return balanced_split(layers, head, stages, tower=spec.vision_flops_per_token(length))
 
 
-def balanced_split(layers: Sequence[int], head: int, stages: int, *, tower: int = 0) -> tuple[int, ...]:
-    """Return the number of layers of each stage; see `_balanced`. There are at least stages - 1 layers.
+def balanced_split(
+    layers: Sequence[int], head: int, stages: int, *, tower: Sequence[int] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers of a vision tower and the others by stage; see `_balanced`. There are at least stages - 1 others.
 
     Args:
-        layers, head, tower: costs; the tower precedes the layers, and 0 is none.
+        layers, head, tower: costs.
     """
-    before = [tower] if tower else []
-    costs = [*before, *layers, head]
-    counts = [b - a for a, b in pairwise([*_balanced_starts(costs, stages), len(costs)])]
-    counts[0] -= len(before)
+    costs = [*tower, *layers, head]
+    edges = list(pairwise([*_balanced_starts(costs, stages), len(costs)]))
+    of_tower = tuple(max(min(end, len(tower)) - start, 0) for start, end in edges)
+    counts = [end - start - own for (start, end), own in zip(edges, of_tower, strict=True)]
     counts[-1] -= 1
-    return tuple(counts)
+    return of_tower, tuple(counts)
 
 
 def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
@@ -418,10 +442,12 @@ def _num_runs(costs: Sequence[int], most: int) -> float:
     return runs
 
 
-def _check_stages(counts: Sequence[int], mtp_stage: int | None) -> None:
+def _check_stages(counts: Sequence[int], mtp_stage: int | None, tower: Sequence[int] = ()) -> None:
     """Raise PipelineError for a stage between first and last with neither layers nor `mtp_stage`, or for negative counts."""
     for stage, count in enumerate(counts):
-        if count < 0 or (count == 0 and 0 < stage < len(counts) - 1 and stage != mtp_stage):
+        has_tower = bool(tower) and tower[stage] > 0
+        is_between = 0 < stage < len(counts) - 1 and stage != mtp_stage and not has_tower
+        if count < 0 or (count == 0 and is_between):
             raise PipelineError(
                 f"virtual stage {stage} (from 0) would have no layers: {' '.join(map(str, counts))}",
                 "use --pipeline-model-parallel-layout auto, or fewer stages (--pipeline-model-parallel-size,"

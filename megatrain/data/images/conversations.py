@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatrain.config.errors import InputError
 from megatrain.data.images.packing import RowOrder
-from megatrain.data.images.pixels import Tiling, decode, open_image
+from megatrain.data.images.pixels import ReadImage, Tiling, open_image, read_image, tokens_of
 from megatrain.data.images.rows import MARK, Row, Rows
 from megatrain.data.images.vectors import IMAGE_TOKEN, NO_LABEL, place_images
 from megatrain.data.samples.dataset import MaskedSample
@@ -45,8 +45,6 @@ class ImageSamples:
     """Sizes of samples, and how images are read."""
 
     image_shape: tuple[int, int, int, int]
-    tokens_per_image: int
-    """Vectors of a tile."""
     text_length: int
     """Tokens of the text of a sample; later ones are cut off."""
     length: int
@@ -88,37 +86,36 @@ class Encoder:
 
     def lengths(self, row: Row) -> tuple[int, int]:
         """Return the tokens of the text of a row in a sample, and its tiles, from the headers of its images."""
-        tokens, _ = self._tokens(row, [self._num_tiles(row, one) for one in row.images])
+        tokens, _ = self._tokens(row)
         num_images = int((tokens == IMAGE_TOKEN).sum())
-        return len(tokens) - num_images, num_images
+        return len(tokens) - num_images, sum(self._num_tiles(row, one) for one in row.images[:num_images])
 
-    def conversation(self, row: Row) -> tuple[dict[str, Ids], list[npt.NDArray[np.float32]]]:
-        """Return the arrays of a row, with one entry for each token and tile, and its tiles."""
-        read = [self._tiles(row, one) for one in row.images]
-        tokens, labels = self._tokens(row, [1 if one is None else len(one) for one in read])
+    def conversation(self, row: Row) -> tuple[dict[str, Ids], list[ReadImage]]:
+        """Return the arrays of a row, with one entry for each token and image, and its images."""
+        read = [self._image(row, one) for one in row.images]
+        tokens, labels = self._tokens(row)
         # The label of a token is the one after it; the last one has none.
         following = np.append(labels[1:], NO_LABEL)
         is_learned = (following >= 0) & all(one is not None for one in read)
         blank = np.zeros((1, *self.options.image_shape[1:]), np.float32)
-        tiles = [tile for one in read for tile in (blank if one is None else one)]
+        unread = ReadImage(blank, np.arange(self.options.tiling.num_vectors))
         arrays = {
             "tokens": tokens,
             "labels": following,
             "loss_mask": is_learned,
             "position_ids": np.arange(len(tokens)),
         }
-        return arrays, tiles[: int((tokens == IMAGE_TOKEN).sum())]
+        return arrays, [one or unread for one in read[: int((tokens == IMAGE_TOKEN).sum())]]
 
-    def _tokens(self, row: Row, num_tiles: Sequence[int]) -> tuple[Ids, Ids]:
-        """Return the tokens, with one for each tile, and the labels at their own places."""
+    def _tokens(self, row: Row) -> tuple[Ids, Ids]:
+        """Return the tokens, with one for each image, and the labels at their own places."""
         tokens: list[int] = []
         labels: list[int] = []
-        left = list(num_tiles)
         for turn in row.turns:
             is_learned = turn.role in _LEARNED
             pieces = written(turn.role, turn.text).split(MARK)
             for number, piece in enumerate(pieces):
-                images = [IMAGE_TOKEN] * (left.pop(0) if number else 0)
+                images = [IMAGE_TOKEN] if number else []
                 ids = self.tokenizer.encode(piece) if piece else []
                 tokens += images + ids
                 labels += [NO_LABEL] * len(images) + (ids if is_learned else [NO_LABEL] * len(ids))
@@ -136,17 +133,17 @@ class Encoder:
 
     def _num_tiles(self, row: Row, image: str) -> int:
         tiling = self.options.tiling
-        if tiling.max_tiles == 1:
+        if tiling.is_single:
             return 1
         try:
             return tiling.num_tiles(open_image(_bytes_of(row, image), image).size, self._most_tiles(row))
-        except InputError:  # `_tiles` reports it
+        except InputError:  # `_image` reports it
             return 1
 
-    def _tiles(self, row: Row, image: str) -> npt.NDArray[np.float32] | None:
-        """Return the tiles of an image; None, and a line in the log, if it cannot be read."""
+    def _image(self, row: Row, image: str) -> ReadImage | None:
+        """Return an image; None, and a line in the log, if it cannot be read."""
         try:
-            return self.options.tiling.tiles(decode(_bytes_of(row, image), image), self._most_tiles(row))
+            return read_image(_bytes_of(row, image), image, self.options.tiling, self._most_tiles(row))
         except InputError as error:
             problem = error.problems[0]
             if self.options.stops:
@@ -187,16 +184,19 @@ class ImageConversations:
         if not 0 <= k < self.count:
             raise IndexError(f"sample {k} of {self.count}")
         options = self.encoder.options
-        found, tiles, starts = [], [], [0]
+        found: list[dict[str, Ids]] = []
+        read: list[ReadImage] = []
+        starts = [0]
         for row in self.rows(k):
             arrays, of_row = self.encoder.conversation(row)
             found.append(arrays)
-            tiles += of_row
-            starts.append(starts[-1] + len(arrays["tokens"]) + len(of_row) * (options.tokens_per_image - 1))
+            read += of_row
+            starts.append(starts[-1] + len(arrays["tokens"]) + sum(len(one.rows) - 1 for one in of_row))
         joined: dict[str, Any] = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
-        placed = place_images(**joined, tokens_per_image=options.tokens_per_image, length=options.length)
+        vectors = tokens_of(read, options.tiling)
+        placed = place_images(**joined, vectors=vectors, length=options.length)
         images = np.zeros(options.image_shape, np.float32)
-        for place, tile in enumerate(tiles):
+        for place, tile in enumerate(tile for one in read for tile in one.tiles):
             images[place] = tile
         return MaskedSample({**placed, "images": images}, np.array(starts[:-1], np.int64))
 

@@ -2,6 +2,7 @@
 
     clip      the shorter side fills the image, the middle of the longer one is kept     means and deviations of CLIP
     siglip    each side is scaled to that of the model, without a cut                    (x - 0.5) / 0.5
+    internvl  the same                                                                   means and deviations of ImageNet
     tiles     the image is scaled to the grid of tiles whose shape is most like its own, and cut row by row; the whole image,
               scaled to one tile, may follow
 
@@ -12,21 +13,36 @@ Source: tiles are those of InternVL, as in Megatron-LM's examples/multimodal and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.config.derive.vision import pinpoints, shuffle_side
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.data.images.anyres import AnyRes
+from megatrain.data.images.vectors import vector_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Processor = Literal["clip", "siglip"]
-_MEANS: Final = {"clip": (0.48145466, 0.4578275, 0.40821073), "siglip": (0.5, 0.5, 0.5)}
-_DEVIATIONS: Final = {"clip": (0.26862954, 0.26130258, 0.27577711), "siglip": (0.5, 0.5, 0.5)}
+    from megatrain.config.schema.vision import VisionConfig
+
+Processor = Literal["clip", "siglip", "internvl"]
+_MEANS: Final = {
+    "clip": (0.48145466, 0.4578275, 0.40821073),
+    "siglip": (0.5, 0.5, 0.5),
+    "internvl": (0.485, 0.456, 0.406),
+}
+_DEVIATIONS: Final = {
+    "clip": (0.26862954, 0.26130258, 0.27577711),
+    "siglip": (0.5, 0.5, 0.5),
+    "internvl": (0.229, 0.224, 0.225),
+}
 
 
 def require_pillow() -> None:
@@ -77,15 +93,43 @@ class Tiling:
     """1: an image is one tile, cut as its processor does."""
     has_thumbnail: bool = False
     """The whole image follows several tiles."""
+    anyres: AnyRes | None = None
+    """Tiles of LLaVA-NeXT, in place of these."""
+    vectors: tuple[int, int] = (1, 1)
+    """Rows and columns of the vectors of a tile."""
+    has_class_token: bool = False
+    """A tile has a vector more, before them."""
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of a tile."""
+        return self.vectors[0] * self.vectors[1] + self.has_class_token
+
+    @property
+    def is_single(self) -> bool:
+        """An image is one tile."""
+        return self.max_tiles == 1 and self.anyres is None
+
+    def rows(self, size: tuple[int, int], most: int) -> npt.NDArray[np.int64]:
+        """Return the vectors of an image of `size` (width, height) in their order in the text: numbers over its tiles, and `NEWLINE`."""
+        if self.anyres is not None:
+            return self.anyres.rows(size[::-1], most, self.vectors)
+        return np.arange(self.num_tiles(size, most) * self.num_vectors)
 
     def num_tiles(self, size: tuple[int, int], most: int) -> int:
         """Return the tiles of an image of `size` (width, height), of at most `most`, with the thumbnail."""
+        if self.anyres is not None:
+            return self.anyres.num_tiles(size[::-1], most)
+        if self.is_single:
+            return 1
         columns, rows = self._grid(size, most)
         return columns * rows + (self.has_thumbnail and columns * rows > 1)
 
     def tiles(self, image: Image, most: int) -> npt.NDArray[np.float32]:
         """Return the pixels of an image in RGB, [tiles, channels, height, width]."""
-        if self.max_tiles == 1:
+        if self.anyres is not None:
+            return self._normalized(self.anyres.tiles(image, most))
+        if self.is_single:
             return self._normalized([self._fitted(image)])
         columns, rows = self._grid(image.size, most)
         width, height = self.width, self.height
@@ -115,7 +159,7 @@ class Tiling:
 
     def _fitted(self, image: Image) -> Image:
         width, height = self.width, self.height
-        if self.processor == "siglip":
+        if self.processor != "clip":
             return _resized(image, width, height)
         old = image.width, image.height
         is_wide = width / image.width < height / image.height
@@ -134,6 +178,41 @@ class Tiling:
         values = pixels.transpose(1, 2, 0) * _DEVIATIONS[self.processor] + _MEANS[self.processor]
         found: npt.NDArray[np.uint8] = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
         return found
+
+
+@dataclass(frozen=True)
+class ReadImage:
+    """The pixels of an image, [tiles, channels, height, width], and its vectors; see `Tiling.rows`."""
+
+    tiles: npt.NDArray[np.float32]
+    rows: npt.NDArray[np.int64]
+
+
+def read_image(data: bytes, name: str, tiling: Tiling, most: int) -> ReadImage:
+    """Decode an image into at most so many tiles. Raises InputError, which starts with the name, if it is damaged."""
+    image = decode(data, name)
+    return ReadImage(tiling.tiles(image, most), tiling.rows(image.size, most))
+
+
+def tokens_of(images: Sequence[ReadImage], tiling: Tiling) -> list[npt.NDArray[np.int64]]:
+    """Return the tokens of the vectors of each image of a sample."""
+    firsts = accumulate((len(one.tiles) * tiling.num_vectors for one in images), initial=0)
+    return [vector_tokens(one.rows, first) for one, first in zip(images, firsts, strict=False)]
+
+
+def tiling_of(vision: VisionConfig) -> Tiling:
+    """Return how images become tiles."""
+    sizes, side = pinpoints(vision), vision.patch_dim * shuffle_side(vision)
+    return Tiling(
+        processor=vision.image_processor,
+        height=vision.img_h,
+        width=vision.img_w,
+        max_tiles=vision.max_num_tiles if vision.use_tiling else 1,
+        has_thumbnail=vision.use_thumbnail,
+        anyres=AnyRes(sizes, (vision.img_h, vision.img_w)) if sizes else None,
+        vectors=(vision.img_h // side, vision.img_w // side),
+        has_class_token=vision.vision_model_type != "siglip" and not vision.disable_vision_class_token,
+    )
 
 
 def _resized(image: Image, width: int, height: int) -> Image:

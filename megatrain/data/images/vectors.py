@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from megatrain.config.errors import MegatrainError
+from megatrain.config.model_spec.vision import NEWLINE
 from megatrain.data.samples.dataset import MaskedSample, Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from megatrain.data.samples.dataset import SampleDataset, TokenSpan
@@ -33,20 +36,24 @@ def place_images(
     loss_mask: npt.NDArray[Any],
     position_ids: npt.NDArray[Any],
     *,
-    tokens_per_image: int,
+    vectors: Sequence[npt.NDArray[Any]],
     length: int,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a sample with a token for each vector of its images, padded to a length.
 
     Args:
         tokens, labels, loss_mask, position_ids: one entry for each token of the text and each image.
+        vectors: tokens of the vectors of each image.
         length: tokens of the sample, at least as many as there are.
     """
     is_image = tokens == IMAGE_TOKEN
-    counts = np.where(is_image, tokens_per_image, 1)
+    counts = np.ones(len(tokens), np.int64)
+    counts[is_image] = [len(one) for one in vectors]
     places = np.repeat(np.arange(len(tokens)), counts)
     of_image = is_image[places]
-    expanded = np.where(of_image, -np.cumsum(of_image), tokens[places])
+    expanded = tokens[places]
+    if len(vectors):
+        expanded[of_image] = np.concatenate(vectors)
     is_last = np.append(places[1:] != places[:-1], True)
     found = {
         "tokens": expanded,
@@ -64,6 +71,11 @@ def place_images(
         name: np.pad(values, (0, missing)).astype(np.float32 if name == "loss_mask" else np.int64)
         for name, values in found.items()
     }
+
+
+def vector_tokens(rows: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+    """Return the tokens of the vectors of an image; `first`: vectors of the sample before them."""
+    return np.where(rows == NEWLINE, NEWLINE, -1 - first - rows)
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class MockImages:
             np.insert(sample.labels, 0, sample.tokens[0]),
             np.insert(sample.loss_mask, 0, 0),
             np.append(positions, positions[-1] + 1),
-            tokens_per_image=self.tokens_per_image,
+            vectors=[vector_tokens(np.arange(self.tokens_per_image), 0)],
             length=self.length,
         )
         return MaskedSample({**arrays, "images": self.images(k)})

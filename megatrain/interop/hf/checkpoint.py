@@ -160,17 +160,25 @@ class HfCheckpoint(TensorReader):
         stored = self._stored_names[theirs.name]
         is_plain = not theirs.is_transposed and not theirs.is_flat and part.place is None
         is_plain = is_plain and out.shape[1:] == part.shape[1:]
-        is_plain = is_plain and not theirs.offset and out.is_cpu and out.dtype == self._folder.dtype(stored)
+        is_plain = (
+            is_plain
+            and not theirs.offset
+            and not theirs.scale
+            and out.is_cpu
+            and out.dtype == self._folder.dtype(stored)
+        )
         for own, found in rows_to_copy(part.rows, box):
             if is_plain and found.step == 1 and out[own].is_contiguous():
                 self._folder.read_rows(stored, found.start, out[own])
             else:
                 rows = self._rows(theirs, part.place, found).reshape(len(found), *part.shape[1:])
-                out[own].copy_(
-                    rows[(slice(None), *rest)] - theirs.offset
-                    if theirs.offset
-                    else rows[(slice(None), *rest)]
-                )
+                rows = rows[(slice(None), *rest)]
+                if theirs.offset:
+                    rows = rows - theirs.offset
+                if theirs.scale:
+                    factors = self._folder.rows(self._stored_names[theirs.scale], found.start, found.stop)
+                    rows = rows.float() * factors.float().view(-1, *[1] * (rows.dim() - 1))
+                out[own].copy_(rows)
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
         if not theirs.is_transposed and not theirs.is_flat and place is None and rows.step == 1:
@@ -197,8 +205,8 @@ class HfCheckpoint(TensorReader):
 
     def _kind(self, name: str) -> StoredKind:
         theirs, _ = self._theirs[name]
-        if theirs.offset:
-            return StoredKind("F32", ())  # a difference needs more digits
+        if theirs.offset or theirs.scale:
+            return StoredKind("F32", ())  # a difference or a product needs more digits
         return StoredKind(self._folder.tensors[self._stored_names[theirs.name]].dtype, ())
 
     def _check_sizes(self) -> None:
@@ -267,7 +275,11 @@ class HfCheckpoint(TensorReader):
         for theirs in expected.values():
             self._folder.dtype(self._stored_names[theirs.name])
             self._theirs |= {part.name: (theirs, part) for part in theirs.parts}
-            if not theirs.parts and bool(self._rows(theirs, None, range(theirs.shape[0])).any()):
+            if (
+                not theirs.parts
+                and not theirs.offset
+                and bool(self._rows(theirs, None, range(theirs.shape[0])).any())
+            ):
                 raise InputError(
                     f"{self.path}: {theirs.name} is not 0, and the models here have no such tensor",
                     fix="models of this kind are not converted; see docs/weights.md",

@@ -145,6 +145,10 @@ class Fused:
     """A filter per channel: theirs is [channels, 1, kernel size]."""
     is_flat: bool = False
     """Theirs is a vector."""
+    has_one_row: bool = False
+    """Theirs has one dimension more, of size 1, before the others."""
+    scale: str = ""
+    """Tensor of theirs with a factor of each row: ours hold the products, and 1 is written."""
     offset: float = 0.0
     """Their values minus ours."""
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.vision import PROJECTOR, TOWER, tokens_per_image
+from megatrain.config.derive.vision import PROJECTOR, TOWER, tokens_of_images
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.experts import RouterSpec
@@ -42,10 +42,6 @@ _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --toke
 
 MTP: Final = "mtp."
 """Start of the names of tensors of multi-token prediction, which transformers leaves out."""
-_OF_IMAGES: Final = tuple(
-    f"vision.{name}"
-    for name in ("img_h", "img_w", "patch_dim", "vision_model_type", "disable_vision_class_token")
-)
 _NO_MODEL: Final = 1 << 30
 """Distance of a family that has no config.json for a model."""
 
@@ -71,6 +67,8 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(setting.flag if value else setting.opposite_flag)
+        elif isinstance(value, tuple):
+            words += [flag_of(setting.path), *value]
         else:
             words += [flag_of(setting.path), repr(value) if isinstance(value, float) else str(value)]
     return words
@@ -84,10 +82,10 @@ def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
     """
     length = values["model.max_position_embeddings"]
     if values.get("model.model_family") == "vlm":  # whose samples have the tokens of an image besides
-        vision = VisionConfig(
-            **{key.removeprefix("vision."): one for key, one in values.items() if key in _OF_IMAGES}
-        )
-        length = max(1, length - tokens_per_image(vision))
+        prefix = "vision."
+        own = {key.removeprefix(prefix): one for key, one in values.items() if key.startswith(prefix)}
+        vision = VisionConfig(**own)
+        length = max(1, length - tokens_of_images(vision))
     words = [*flags_of(values), *_RUN.split(), "--seq-length", str(length), "--vocab-size", str(vocab_size)]
     try:
         return resolve(parse(words), replace(Facts(), world_size=1, vocab_size=vocab_size, eod_id=0))

@@ -46,7 +46,9 @@ class TheirTensor:
     offset: float = 0.0
     """Its values minus those of its parts, or its value without any."""
     is_flat: bool = False
-    """A vector, for a part of more dimensions."""
+    """It has another shape than its part: a vector, or one dimension more."""
+    scale: str = ""
+    """Their tensor with a factor of each row; empty: there is none."""
 
 
 def their_tensors(
@@ -85,6 +87,10 @@ def their_tensors(
                 if fused.is_stacked
                 else _their_tensor(whole, names, ours, fused, sizes)
             )
+            if fused.scale:
+                scale, rows = fused.scale.format(*block, *numbers[1:]), found[whole].shape[0]
+                found[whole] = replace(found[whole], scale=scale)
+                found[scale] = TheirTensor(scale, (rows,), False, (), offset=1.0)
     return found
 
 
@@ -124,9 +130,10 @@ def _their_tensor(
     name: str, names: list[str], ours: Mapping[str, Shape], fused: Fused, sizes: Mapping[str, Any]
 ) -> TheirTensor:
     shapes = [ours[each] for each in names]
-    if fused.is_flat:
+    if fused.is_flat or fused.has_one_row:
         part = Part(names[0], shapes[0], (slice(0, shapes[0][0]),))
-        return TheirTensor(name, (math.prod(shapes[0]),), False, (part,), is_flat=True)
+        shape = (math.prod(shapes[0]),) if fused.is_flat else (1, *shapes[0])
+        return TheirTensor(name, shape, False, (part,), is_flat=True)
     total, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     num_heads = sizes[fused.heads] if fused.heads else 1
     parts, first = [], 0

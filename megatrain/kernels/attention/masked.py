@@ -94,16 +94,17 @@ class _FusedMaskedAttention(Function):
         scale: float,
     ) -> Tensor:
         bias = None if values is None else DistanceBias(values, reach)
-        out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias)
-        ctx.save_for_backward(q, k, v, out, lse, values)
+        kept = fused.memory_for_mask(q, k, mask.dropout)
+        out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias, kept=kept)
+        ctx.save_for_backward(q, k, v, out, lse, values, kept)
         ctx.reach, ctx.mask, ctx.scale = reach, mask, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, values = ctx.saved_tensors
+        q, k, v, out, lse, values, kept = ctx.saved_tensors
         bias = None if values is None else DistanceBias(values, ctx.reach)
         found = fused.backward(
-            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias
+            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias, kept=kept
         )
         return *found, None, None, None

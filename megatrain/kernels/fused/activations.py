@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+from megatrain.kernels.fused.sums import PROGRAMS, column_sums
 
 _BLOCK = 2048
 _PROGRAMS = 8192
@@ -44,19 +45,22 @@ def activate_backward(
     offset: float,
     *,
     overwrites_x: bool = False,
-) -> Tensor:
-    """Implement `kernels.activations.activate_backward`."""
+    has_sums: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Implement `kernels.activations.activate_backward`; return also the column sums of the gradient, fp32, if wanted."""
     assert recomputed is None or recomputed.is_contiguous()
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
     dx = x if overwrites_x else torch.empty_like(x)
-    grid, block = _grid(dy, columns)
+    (num_rows, num_blocks), block = _grid(dy, columns)
+    programs = min(num_rows, cdiv(PROGRAMS, num_blocks)) if has_sums else num_rows
+    sums = torch.empty(programs if has_sums else 0, x.shape[-1], dtype=torch.float32, device=x.device)
     launch(
-        _backward, grid, dy, x, dx, dx if recomputed is None else recomputed, columns, offset, clamp or 0.0,
-        **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
-        IS_IN_PLACE=overwrites_x or recomputed is not None, BLOCK=block,
+        _backward, (programs, num_blocks), dy, x, dx, dx if recomputed is None else recomputed, sums, num_rows, columns,
+        offset, clamp or 0.0, **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
+        IS_IN_PLACE=overwrites_x or recomputed is not None, HAS_SUMS=has_sums, BLOCK=block,
     )  # fmt: skip
-    return dx
+    return dx, column_sums(sums) if has_sums else None
 
 
 def activate_weighted_backward(
@@ -185,27 +189,40 @@ def _gradients(
     return dx, dup, y
 
 
-@jit
-def _backward(
-    DY, X, DX, Y, columns, offset, clamp,
+def _backward_rows(
+    DY, X, DX, Y, SUMS, num_rows, columns, offset, clamp,
     FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, RECOMPUTES: tl.constexpr,
-    IS_IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_IN_PLACE: tl.constexpr, HAS_SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    start = row * columns * (2 if IS_GATED else 1) + column
-    x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
-    dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
-    up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
-    if IS_IN_PLACE:
-        tl.debug_barrier()  # another thread may overwrite what this one reads
-    dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
-    tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
-    if IS_GATED:
-        tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
-    if RECOMPUTES:
-        tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+    width = columns * (2 if IS_GATED else 1)
+    total, total_up = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
+        start = row * width + column
+        x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
+        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
+        if IS_IN_PLACE:
+            tl.debug_barrier()  # another thread may overwrite what this one reads
+        dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
+        dx, dup = dx.to(DX.dtype.element_ty), dup.to(DX.dtype.element_ty)
+        tl.store(DX + start, dx, mask=inside)
+        if IS_GATED:
+            tl.store(DX + start + columns, dup, mask=inside)
+        if RECOMPUTES:
+            tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+        if HAS_SUMS:
+            total += dx.to(tl.float32)
+            total_up += dup.to(tl.float32)
+    if HAS_SUMS:
+        SUMS += tl.program_id(0) * width + column
+        tl.store(SUMS, total, mask=inside)
+        if IS_GATED:
+            tl.store(SUMS + columns, total_up, mask=inside)
+
+
+_backward = jit(_backward_rows, ("num_rows",))
 
 
 def _weighted_backward_rows(

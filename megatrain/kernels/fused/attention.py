@@ -1,12 +1,12 @@
 """Attention of a block of queries to a block of keys, with dropout, softcaps and a bias of distances, without scores in memory.
 
-    forward             a tile of queries, all their keys                            -> out, lse
-    dq_of_queries       a tile of queries, all their keys                            -> dq, and dout . out for the next kernels
-    dkdv_of_keys        a tile of keys, all their queries in all heads of the group  -> dk, dv
-    bias_of_diagonals   a diagonal of tiles, which have the same distances           -> gradient of the bias
+    forward         a tile of queries, all their keys                            -> out, lse, and which probabilities dropout keeps
+    dq_of_queries   a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
+    dkdv_of_keys    a tile of keys, all their queries in all heads of the group  -> dk, dv
 
-Each result is written by one program: there are no atomic sums, and results are deterministic. Scores are fp32, the softmax
-has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
+Each result is written by one program: there are no atomic sums, and results are deterministic. For the gradient of a bias the
+second kernel also writes gradients of scores: those near the diagonal, where each distance has its own bias, and the sums of the
+others. Scores are fp32, the softmax has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
 
 Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for the dropout mask.
 """
@@ -27,6 +27,7 @@ from megatrain.kernels.fused import attention_kernels as kernels
 from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
+from megatrain.kernels.fused.sums import column_sums
 
 
 class Tile(NamedTuple):
@@ -37,6 +38,8 @@ class Tile(NamedTuple):
     """A multiple of 64."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers of a thread; None: the compiler's choice."""
 
 
 class Tiles(NamedTuple):
@@ -45,8 +48,6 @@ class Tiles(NamedTuple):
     forward: Tile
     dq: Tile
     dkdv: Tile
-    bias: Tile = Tile(64, 64, 4, 3)
-    """As many queries as keys."""
 
 
 TILES = {
@@ -56,12 +57,10 @@ TILES = {
 }
 """Tiles by the least power of two that is at least the head width."""
 
-_BIASED_FORWARD = Tile(64, 128, 4, 2)
-"""Tile of the forward pass with a bias, for the narrowest heads."""
+_BIASED = Tile(64, 128, 4, 2), Tile(64, 64, 4, 2, 168)
+"""Tiles of `forward` and `dq` with a bias, for the narrowest heads."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
-_PARTS = 4
-"""Programs that share the samples of a diagonal of tiles."""
 _MAX_KEPT_BYTES = 2**29
 """Bytes of the dropout mask of one launch, unless a group of heads needs more."""
 _LOG2_E = 1.4426950408889634
@@ -79,12 +78,13 @@ class Gradients(NamedTuple):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `AttentionKernel.forward`; masks have no `explicit`.
 
     Args:
         bias: added to the scaled scores; None: none.
+        kept: of `memory_for_mask`, gets the mask of dropout; None: the backward pass computes it again.
     """
     (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q, bias)).forward
     q, k, v = (_with_contiguous_channels(x) for x in (q, k, v))
@@ -93,42 +93,61 @@ def forward(
     first = _first_keys(q, k, mask)
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
-        *_with_strides(q, k, v, out), lse, lse if first is None else first, *_masks(q, k, mask, bias),
-        *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q), HAS_FIRST=first is not None,
-        IS_ALIGNED=_is_aligned(mask.dropout), **_constants(q, k, mask, softcap, bias, tile),
+        *_with_strides(q, k, v, out), lse, *((lse, 0) if kept is None else (kept, kept.shape[-1])),
+        lse if first is None else first, *_masks(q, k, mask, bias), *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q),
+        HAS_FIRST=first is not None, STORES_MASK=kept is not None, IS_ALIGNED=_is_aligned(mask.dropout),
+        **_constants(q, k, mask, softcap, bias, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
 
+def memory_for_mask(q: Tensor, k: Tensor, rule: Dropout | None) -> Tensor | None:
+    """Return memory for the mask of dropout until the backward pass, uint8 [b, n, sq, keys / 8], at most a quarter of q, k, v and out.
+
+    None: it would be more, or positions are not aligned.
+    """
+    (sq, b, n, d), width = q.shape, _mask_width(k)
+    if not _is_aligned(rule) or width > 2 * d:
+        return None
+    return torch.empty(b, n, sq, width, dtype=torch.uint8, device=q.device)
+
+
+def _mask_width(k: Tensor) -> int:
+    return cdiv(k.shape[0], _MARGIN) * _MARGIN // 8
+
+
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `AttentionKernel.backward`; `bias` as in `forward`."""
+    """Implement `AttentionKernel.backward`; `bias` and `kept` as in `forward`."""
     (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
-    width = cdiv(sk, _MARGIN) * _MARGIN // 8
-    if rule is not None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
+    width = _mask_width(k)
+    if rule is not None and kept is None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
         return _backward_by_group(
             dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
         )
-    _, of_queries, of_keys, of_diagonals = tiles or tiles_of(q, bias)
+    _, of_queries, of_keys = tiles or tiles_of(q, bias)
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
     lse = lse.permute(1, 2, 0).contiguous()
     dq, dk, dv = _new_gradients(q, k)
     lse_2, dout_dot_out = torch.empty_like(lse), torch.empty_like(lse)
-    far = lse if bias is None else lse.new_empty(b, n, 2, sq)
+    scores = _ScoreGradients(lse, lse, (0, 0))
+    if bias is not None:
+        scores = _new_score_gradients(q, k, bias.reach, of_queries, is_causal=mask.is_causal)
     first, masks, numbers = (
         _first_keys(q, k, mask),
         _masks(q, k, mask, bias),
         _numbers(q, k, mask, scale, softcap),
     )
-    kept = lse
-    if rule is not None:
+    if rule is None:
+        kept = lse
+    elif kept is None:
         kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
     of_rows = lse_2, dout_dot_out, kept, width
     launch(
         kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, far, lse if first is None else first, *masks, scale, *numbers,
+        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, *scores, lse if first is None else first, *masks, scale, *numbers,
         HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
@@ -141,15 +160,8 @@ def backward(
     if bias is not None:
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
-        dbias = _bias_gradient(
-            (*_with_strides(q, k, v, dout), *of_rows, *masks, *numbers),
-            far,
-            of_queries[:2],
-            bias.reach,
-            sk,
-            **_constants(q, k, mask, softcap, bias, of_diagonals),
-        )
-        dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)  # fmt: skip
+        dbias = scores.sums_of_distances(sq, sk)
+        dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)
     return Gradients(dq, dk, dv, dbias)
 
 
@@ -162,47 +174,43 @@ def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
 
 
-def _of_distances(near: Tensor, zero: int, far: Tensor, sq: int, sk: int) -> Tensor:
-    """Return the gradient of the bias of all distances, fp32 [n, sq + sk - 1].
+class _ScoreGradients(NamedTuple):
+    """Gradients of scores that `dq_of_queries` stores for the gradient of a bias of distances."""
 
-    Args:
-        near: sums of near distances, [n, distances]; `zero` is the place of distance 0.
-        far: sums of the others before and after the queries, [n, 2]: a part of the first and of the last one.
-    """
-    gradient = torch.zeros(len(near), sq + sk - 1, dtype=torch.float32, device=near.device)
-    start, end = max(1 - sq, -zero), min(sk, near.shape[1] - zero)
-    gradient[:, start + sq - 1 : end + sq - 1] = near[:, start + zero : end + zero]
-    gradient[:, 0] += far[:, 0]
-    gradient[:, -1] += far[:, 1]
-    return gradient
+    far: Tensor
+    """Sums over the tiles with one bias before and after each query, fp32 [b, n, 2, sq]."""
+    near: Tensor
+    """Those of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
+    near_at: tuple[int, int]
+    """The width, and the first key less the first query of a tile."""
+
+    def sums_of_distances(self, sq: int, sk: int) -> Tensor:
+        """Return the gradient of the bias, fp32 [n, sq + sk - 1]; that of far distances is a sum, in part at the first and the last one."""
+        _, _, n, queries, width = self.near.shape
+        sums = column_sums(self.near.flatten(0, 1).flatten(1))
+        # A key in column c has the distance c + first - i from query i: each row moves by one place from the row below it.
+        rows = pad(sums.view(n, queries, width).flip(1), (0, queries)).flatten(1)[:, :-queries]
+        near, zero = rows.view(n, queries, -1).sum(1), queries - 1 - self.near_at[1]
+        gradient = torch.zeros(n, sq + sk - 1, dtype=torch.float32, device=near.device)
+        start, end = max(1 - sq, -zero), min(sk, near.shape[1] - zero)
+        gradient[:, start + sq - 1 : end + sq - 1] = near[:, start + zero : end + zero]
+        far = self.far.sum((0, 3))
+        gradient[:, 0] += far[:, 0]
+        gradient[:, -1] += far[:, 1]
+        return gradient
 
 
-def _bias_gradient(
-    arguments: tuple[Any, ...], far: Tensor, tile: tuple[int, int], reach: int, sk: int, **constants: Any
-) -> Tensor:
-    """Return the gradient, fp32 [n, sq + sk - 1]; that of far distances is a sum, in part at the first and the last one.
-
-    Args:
-        arguments: of the kernel, up to the factor of dropout.
-        far: sums of far tiles before and after each query, [b, n, 2, sq].
-        tile: queries and keys of the tiles that are far or not, multiples of the square tile's.
-        reach: see `DistanceBias`.
-        sk: number of keys; with a causal mask that of queries.
-        constants: of the kernel; IS_CAUSAL, QUERIES and the others of `attention_kernels`.
-    """
-    (b, n, _, sq), side = far.shape, constants["QUERIES"]
-    assert constants["KEYS"] == side
-    most = (reach + sum(tile) - side - 2) // side  # tiles on further diagonals are far
-    first = -min(most, cdiv(sq, side) - 1)
-    last = 0 if constants["IS_CAUSAL"] else min(most, cdiv(sk, side) - 1)
-    zero, width = side * (1 - first), side * (last - first + 2)  # place of distance 0, number of distances
-    parts = min(b, _PARTS)
-    sums = torch.zeros(parts, n, side, width, dtype=torch.float32, device=far.device)
-    launch(
-        kernels.bias_of_diagonals, (last - first + 1, n, parts), *arguments, sums, b, first * side, (width, zero),
-        DQ_QUERIES=tile[0], DQ_KEYS=tile[1], **constants,
-    )  # fmt: skip
-    return _of_distances(sums.sum((0, 2)), zero, far.sum((0, 3)), sq, sk)
+def _new_score_gradients(q: Tensor, k: Tensor, reach: int, tile: Tile, *, is_causal: bool) -> _ScoreGradients:
+    """Allocate them for tiles of `dq_of_queries`; see `DistanceBias` for the reach."""
+    (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
+    assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
+    assert sq == sk or not is_causal, "as many queries as keys"
+    tiles = cdiv(sq, queries)
+    first = -min((reach + keys - 2) // keys * keys, (tiles - 1) * queries)
+    last = min((reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
+    width = (min(last, queries - keys) if is_causal else last) - first + keys
+    near = q.new_empty(b, tiles, n, queries, width)
+    return _ScoreGradients(q.new_empty(b, n, 2, sq, dtype=torch.float32), near, (width, first))
 
 
 def _backward_by_group(
@@ -228,7 +236,7 @@ def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
     """Return the tiles for the width of the heads."""
     width = max(power_of_two(q.shape[-1]), min(TILES))
     is_biased = bias is not None and width == min(TILES)
-    return TILES[width]._replace(forward=_BIASED_FORWARD) if is_biased else TILES[width]
+    return Tiles(*_BIASED, TILES[width].dkdv) if is_biased else TILES[width]
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:
@@ -330,5 +338,6 @@ def _constants(
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
         "enable_fp_fusion": True,
     }

@@ -10,8 +10,9 @@ instructions give a thread two of 8 adjacent columns, and the same two of every 
     rounds 4 to 7   2 products of 32 x 32 -> 64 bits and 2 three-way xor each: 16
     20 per counter = 2.5 per score; extraction, comparison, selection: 2.5          5 per score in all
 
-In tiles of keys by queries a thread has 2 of the 8 keys, and Triton would compute most counters four times. So a kernel of the
-backward pass stores the mask for them, one bit a score: a byte has the keys k, k + 8, .., k + 56 of 64 rows.
+In tiles of keys by queries a thread has 2 of the 8 keys, and Triton would compute most counters four times. So the forward pass or,
+where the mask would fill too much memory until then, the backward pass stores it, one bit a score: a byte has the keys
+k, k + 8, .., k + 56 of 64 rows.
 """
 
 from __future__ import annotations
@@ -109,6 +110,15 @@ def keeps(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_
         return tl.reshape(bits, [query.shape[0], KEYS]) >= (tl.cast(threshold, tl.uint32) << 16)
     row = position(first_key + tl.arange(0, KEYS), spans)[None, :]
     return _keeps(row // 64 * 8 + row % 8, query[:, None], row % 64 // 8, head, key, threshold)
+
+
+@jit
+def store_kept(KEPT, kept, row, rows, first_key, width, KEYS: tl.constexpr):
+    """Store the mask of a tile, bool [queries, keys]."""
+    queries: tl.constexpr = row.shape[0]
+    kept = tl.reshape(kept, [queries, KEYS // 64, 8, 8]).to(tl.int32) << tl.arange(0, 8)[None, None, :, None]
+    place = tl.cast(row, tl.int64)[:, None, None] * width + _bytes_of_keys(first_key, KEYS)[None]
+    tl.store(KEPT + place, tl.sum(kept, 2).to(tl.uint8), mask=(row < rows)[:, None, None])
 
 
 @jit

@@ -26,6 +26,7 @@ from megatrain.kernels.fused.attention_dropout import (
     load_kept,
     load_kept_by_key,
     position,
+    store_kept,
     stream_of,
 )
 from megatrain.kernels.fused.launching import jit, tl
@@ -180,13 +181,13 @@ def _tanh(x, into_tanh):
 
 @_kernel
 def forward(
-    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, OUT, q_at, k_at, v_at, out_at, LSE, KEPT, kept_width, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     FIRST_SAMPLE, first_head, num_heads, key_low, key_high, threshold,
     query_start, query_middle, query_jump, key_start, key_middle, key_jump,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STORES_MASK: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Q, OUT = _at(Q, q_at, sample, head), _at(OUT, out_at, sample, head)
@@ -200,6 +201,7 @@ def forward(
         stream, key = stream_of(FIRST_SAMPLE, sample, head, first_head, num_heads), (key_low, key_high)
         query = position(row, (query_start, query_middle, query_jump))
         spans = (key_start, key_middle, key_jump)
+        KEPT += (sample.to(tl.int64) * tl.num_programs(1) + head) * sq * kept_width
     q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -233,6 +235,12 @@ def forward(
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
+                if STORES_MASK:
+                    probs = tl.where(
+                        kept, probs, -1
+                    )  # to read the mask from; else a second one is computed to store
+                    kept = (probs < 0) == 0
+                    store_kept(KEPT, kept, row, sq, start_key, kept_width, KEYS)
                 probs = tl.where(kept, probs, 0)
             v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
@@ -258,7 +266,7 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -288,6 +296,15 @@ def dq_of_queries(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
+    if HAS_BIAS:  # gradients of scores near the diagonal; 0 where there are none
+        first_near = tile * QUERIES + near_at[1]
+        own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+        near = NEAR + own * QUERIES * near_at[0] - first_near + (
+            tl.arange(0, QUERIES)[:, None] * near_at[0] + tl.arange(0, KEYS)[None, :]
+        )  # fmt: skip
+        for start_key in tl.range(first_near, first_near + near_at[0], KEYS):
+            if (start_key < 0) | (start_key >= bounds[3]):
+                tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
         3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
@@ -315,14 +332,15 @@ def dq_of_queries(
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
-                far = tl.where(
-                    _is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS), tl.sum(dscores, 1), 0
-                )
+                is_far = _is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS)
+                far = tl.where(is_far, tl.sum(dscores, 1), 0)
                 before += tl.where(start_key < tile * QUERIES, far, 0)
                 after += tl.where(start_key < tile * QUERIES, 0, far)
+                if part < 3:
+                    tl.store(near + start_key, dscores.to(k.dtype), mask=is_far == 0)
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS)
-    if HAS_BIAS:  # sums of the tiles that `bias_of_diagonals` leaves out
+    if HAS_BIAS:
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
         tl.store(FAR + sq, after, mask=row < sq)
@@ -417,50 +435,3 @@ def _query_bounds(
         full_start = tl.maximum(start_key + KEYS - 1 + (sq - sk), 0)
         full_start = tl.minimum(tl.cdiv(full_start, QUERIES) * QUERIES, tl.maximum(end, start))
     return start, full_start, tl.maximum(full_end // QUERIES * QUERIES, full_start), end
-
-
-@_kernel
-def bias_of_diagonals(
-    Q, K, V, DOUT, q_at, k_at, v_at, dout_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, IS_TOKEN, TOKENS, BIAS, bias_at,  # noqa: ARG001
-    sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor, SUMS, samples, first, sums_at,  # noqa: ARG001
-    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,  # noqa: ARG001
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DQ_QUERIES: tl.constexpr, DQ_KEYS: tl.constexpr,
-):  # fmt: skip
-    head, shift = tl.program_id(1), first + tl.program_id(0) * KEYS
-    end = tl.minimum(sq, sk - shift)
-    side = tl.arange(0, QUERIES)
-    distance = shift + side[None, :] - side[:, None]
-    total = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
-    for sample in tl.range(tl.program_id(2), samples, tl.num_programs(2)):
-        group = head // heads_per_group
-        Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
-        K_HEAD, V_HEAD = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
-        of_head = (tl.cast(sample, tl.int64) * tl.num_programs(1) + head) * sq
-        for start in tl.range(tl.maximum(-shift, 0), end, QUERIES):
-            row, key_row = start + side, start + shift + side
-            q = _load(Q_HEAD, start, QUERIES, q_at[0], sq, CHANNELS, PADDED, IS_EVEN)
-            dout = _load(DOUT_HEAD, start, QUERIES, dout_at[0], sq, CHANNELS, PADDED, IS_EVEN)
-            k = _load(K_HEAD, start + shift, KEYS, k_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
-            v = _load(V_HEAD, start + shift, KEYS, v_at[0], sk, CHANNELS, PADDED, IS_EVEN, IS_TRANSPOSED=True)
-            lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
-            dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
-            scores = tl.dot(q, k, input_precision="ieee")
-            scores, factor, _ = _biased(
-                scores, BIAS, bias_at, head, start, start + shift, to_base_2, HAS_BIAS, False
-            )
-            probs = tl.exp2(scores * factor - lse[:, None])
-            dq_row, dq_key = start // DQ_QUERIES * DQ_QUERIES, (start + shift) // DQ_KEYS * DQ_KEYS
-            is_near = _is_far(dq_row, dq_key, bias_at[2], DQ_QUERIES, DQ_KEYS) == 0
-            allowed = (key_row < sk)[None, :] & is_near
-            if HAS_PADDING:
-                allowed = allowed & _is_token(IS_TOKEN, sample, key_row, sk)[None, :]
-            if IS_CAUSAL:
-                allowed = allowed & (distance <= 0)
-            dprobs = tl.dot(dout, v, input_precision="ieee")
-            if HAS_DROPOUT:
-                kept = load_kept(KEPT + of_head * kept_width, row, sq, start + shift, kept_width, KEYS)
-                dprobs = tl.where(kept, dprobs, 0)
-            total += tl.where(allowed, probs * (dprobs - dout_dot_out[:, None]), 0)
-    SUMS += (tl.program_id(2) * tl.num_programs(1) + head) * QUERIES * sums_at[0] + sums_at[1]
-    tl.store(SUMS + side[:, None] * sums_at[0] + distance, total)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+from megatrain.kernels.fused.sums import column_sums
 
 _TILE = 2048
 """Elements per tile, unless a row is longer."""
@@ -90,8 +91,8 @@ def norm_backward(
         HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
         ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    dweight, dbias = (sums.sum(0), None) if mean is None else sums.sum(0)
-    return dx, dweight, dbias
+    dweight, *dbias = column_sums(sums.flatten(1)).view(-1, columns)
+    return dx, dweight, dbias[0] if dbias else None
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

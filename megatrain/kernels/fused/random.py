@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+from megatrain.kernels.fused.sums import PROGRAMS, column_sums
 
 _BLOCK = 512
 _COUNTERS = 256
@@ -26,17 +27,34 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     )  # fmt: skip
 
 
-def drop(x: Tensor, rows: Tensor, key: int, p: float) -> Tensor:
+def drop(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
     """Implement `kernels.random.drop`, for p in [0, 1 - 2^-32]."""
-    x, rows = x.contiguous(), rows.contiguous()
-    out = torch.empty_like(x)
-    columns = x.shape[-1]
-    counters = cdiv(columns, 4)
-    launch(
-        _drop, (rows.numel(), cdiv(counters, _COUNTERS)),
-        x, out, rows, columns, counters, *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p), COUNTERS=_COUNTERS,
-    )  # fmt: skip
+    out = torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
+    _launch_drop(out, x, rows, key, p, residual, None)
     return out
+
+
+def drop_with_sums(x: Tensor, rows: Tensor, key: int, p: float) -> tuple[Tensor, Tensor]:
+    """Return the same and its column sums, fp32."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    programs = min(rows.numel(), cdiv(PROGRAMS, cdiv(x.shape[-1], 4 * _COUNTERS)))
+    sums = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    _launch_drop(out, x, rows, key, p, None, sums)
+    return out, column_sums(sums)
+
+
+def _launch_drop(
+    out: Tensor, x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None, sums: Tensor | None
+) -> None:
+    """Run a program for each row, or as many as there are rows of sums."""
+    x, rows, columns = x.contiguous(), rows.contiguous(), x.shape[-1]
+    counters, programs = cdiv(columns, 4), rows.numel() if sums is None else len(sums)
+    launch(
+        _drop, (programs, cdiv(counters, _COUNTERS)),
+        x, x if residual is None else residual.contiguous(), out, x if sums is None else sums, rows, rows.numel(), columns, counters,
+        *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p),
+        ADDS=residual is not None, HAS_SUMS=sums is not None, COUNTERS=_COUNTERS,
+    )  # fmt: skip
 
 
 def halves(kind: str, number: float) -> tuple[int, ...]:
@@ -148,15 +166,26 @@ def _normal(
     tl.store(OUT + index, values.to(tl.float32).to(OUT.dtype.element_ty), mask=index < size)
 
 
-@functools.partial(jit, any_value=("key_low", "key_high", "threshold"))
+@functools.partial(jit, any_value=("num_rows", "key_low", "key_high", "threshold"))
 def _drop(
-    X, OUT, ROW, columns, counters_per_row, key_low, key_high, threshold, factor, COUNTERS: tl.constexpr
-):
-    program = tl.program_id(0).to(tl.int64)
+    X, ADDED, OUT, SUMS, ROW, num_rows, columns, counters_per_row, key_low, key_high, threshold, factor,
+    ADDS: tl.constexpr, HAS_SUMS: tl.constexpr, COUNTERS: tl.constexpr,
+):  # fmt: skip
     counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
     column = tl.program_id(1) * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
-    c0, c1, c2, c3 = _words(tl.load(ROW + program) * counters_per_row + counter, key_low, key_high)
-    word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
-    x = tl.load(X + program * columns + column, mask=column < columns, other=0).to(tl.float32)
-    out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
-    tl.store(OUT + program * columns + column, out.to(OUT.dtype.element_ty), mask=column < columns)
+    inside = column < columns
+    total = tl.zeros([COUNTERS * 4], dtype=tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
+        c0, c1, c2, c3 = _words(tl.load(ROW + row) * counters_per_row + counter, key_low, key_high)
+        word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
+        x = tl.load(X + row * columns + column, mask=inside, other=0).to(tl.float32)
+        out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
+        if ADDS or HAS_SUMS:
+            out = out.to(X.dtype.element_ty).to(tl.float32)
+        if HAS_SUMS:
+            total += out
+        if ADDS:
+            out += tl.load(ADDED + row * columns + column, mask=inside, other=0).to(tl.float32)
+        tl.store(OUT + row * columns + column, out.to(OUT.dtype.element_ty), mask=inside)
+    if HAS_SUMS:
+        tl.store(SUMS + tl.program_id(0) * columns + column, total, mask=inside)

@@ -9,22 +9,24 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _ROWS, _COLUMNS = 32, 128
 """Tile size: each row of a tile is 256 contiguous bytes in bf16."""
-_PROGRAMS = 132 * 8
+PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _BLOCK = 2048
 """Values of a program that sums parts."""
 
 
-def add_column_sums(total: Tensor, x: Tensor) -> None:
-    """Implement `kernels.sums.add_column_sums`: sums of a few hundred groups of rows, and their sum."""
+def column_sums(x: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return x.sum(0) in fp32, or add it to `total`: sums of a few hundred groups of rows, and their sum."""
     x = x.contiguous()
     rows, columns = x.shape
     strips = cdiv(columns, _COLUMNS)
-    groups = min(cdiv(rows, _ROWS), cdiv(_PROGRAMS, strips))
+    groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
     sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+    out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
     launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
-    launch(_sum, (strips, 1), sums, total, groups, columns, 1, ADDS=True, **tile)
+    launch(_sum, (strips, 1), sums, out, groups, columns, 1, ADDS=total is not None, **tile)
+    return out
 
 
 @jit

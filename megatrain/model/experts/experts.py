@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatrain.model.experts.router import Router
 from megatrain.model.implementations.module_builder import GroupedMlp, ResidualNorm
-from megatrain.model.layer import Sequential
+from megatrain.model.layer import BranchOutput, Sequential
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import TokenDispatcher
 
@@ -31,13 +31,13 @@ FinishExperts = Callable[[], Tensor]
 class ExpertBranch(nn.Module):
     """The branch of a layer with experts: norm, experts and shared expert, output."""
 
-    def __init__(self, norm: ResidualNorm, mlp: nn.Module, output: Sequential) -> None:
+    def __init__(self, norm: ResidualNorm, mlp: nn.Module, output: BranchOutput) -> None:
         super().__init__()
         self.norm, self.mlp, self.output = norm, mlp, output
 
-    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
         residual, x = self.norm.add_and_norm(residual, delta)
-        return residual, self.output(self.mlp(x, info), info)
+        return self.output.add_to(residual, self.mlp(x, info), info)
 
 
 class Experts(nn.Module):

@@ -31,14 +31,14 @@ class CrossAttention(nn.Module):
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, memory: Tensor, info: PassInfo
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Like the branches of `parts.py`, with the memory [s_memory/tp, b, h]."""
         residual, q = self.q(residual, delta, info)
         _, kv = self.kv(memory, None, info)
         kv = kv.unflatten(-1, (-1, self.spec.head_dim))  # the heads of keys, then those of values
         k, v = functions.split_heads(kv, [kv.shape[2] // 2] * 2)
         heads = self.core(q.unflatten(-1, (-1, self.spec.head_dim)), k, v, info)
-        return residual, self.output(self.proj(heads, info), info)
+        return self.output.add_to(residual, self.proj(heads, info), info)
 
 
 class LayerWithMemory(TransformerLayer):

@@ -2,7 +2,7 @@
 
     images [m, 3, height, width] ─ patches ─ + positions ─ norm ─> [patches, m, width]      VisionEmbedding
                                                  layers ─> the same
-    vectors ─ norm ─ projector ─┐
+    vectors ─ norm ─ projector ─┐                                           (of squares of patches: `joined_squares`)
     tokens [b, s] ─ embedding ──┴─ token -1 - r has row r of its sample's vectors ─> hidden [s/tp, b, h]      ImagesInText
 
 Context ranks share the images (`image_shares`), tensor ranks the heads and widths of the tower, not the sequence. A context
@@ -12,6 +12,7 @@ A frozen tower runs without autograd, in the segment that uses its vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,11 +23,11 @@ from torch.nn import functional as F
 from megatrain.config.derive.vision import PROJECTOR, TOWER, is_frozen
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.stack import Stack
-from megatrain.config.model_spec.vision import CHANNELS, VisionSpec
+from megatrain.config.model_spec.vision import CHANNELS, NEWLINE, VisionSpec
 from megatrain.model.embedding import Embedding
 from megatrain.model.families.image_shares import ImageShares, replicate
 from megatrain.model.functions import weight_of
-from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
 from megatrain.parallel.batch import Batch, EncoderTokens, PassInfo
@@ -100,7 +101,8 @@ class Projector(nn.Module):
         super().__init__()
         assert spec.vision is not None
         part, tp = spec.vision.projector, context.tp
-        norm = norm_weights(f"{PROJECTOR}.norm", part.inputs, spec.vision.norm, tp) if part.has_norm else None
+        self.width, self.dtype = spec.hidden_size, context.ranks.dtype
+        norm = None if part.norm is None else norm_weights(f"{PROJECTOR}.norm", part.inputs, part.norm, tp)
         linears = {one.pieces[0].name: one for one in part.linears(spec.hidden_size)}
         if part.mlp is None:
             down = linears["down"]
@@ -147,6 +149,8 @@ class ImagesInText(nn.Module):
         self.spec, self.tp, self.shares = spec, shares.tp, shares
         self.tower = nn.ModuleList(tower)
         self.norm, self.projector, self.embedding = norm, projector, embedding
+        width, dtype = projector.width, projector.dtype
+        self.newline = Newline(width, shares.tp, dtype) if spec.has_newline else None
 
     def vectors(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
         """Return the vectors of the images of this rank, [n, m / shares, h], from the output of the tower's segments."""
@@ -158,6 +162,7 @@ class ImagesInText(nn.Module):
                 hidden = self.norm(hidden, info)
         if self.spec.has_class_token and not self.spec.keeps_class_token:
             hidden = hidden[1:]
+        hidden = joined_squares(hidden, self.spec)
         vectors: Tensor = self.projector(hidden.contiguous(), info)
         return vectors
 
@@ -172,39 +177,104 @@ class ImagesInText(nn.Module):
         vectors = self.shares.gather(vectors, batch.images.shape[:2].numel())
         first = self.tp.first_row(len(x))
         tokens = batch.tokens.t()[first : first + len(x)]
-        return put_vectors(x, vectors.to(x.dtype), tokens)
+        return put_vectors(x, vectors.to(x.dtype), tokens, self.newline)
 
 
-def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
+class Newline(ShardedModule):
+    """The trained vector after each row of patches."""
+
+    def __init__(self, width: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        layout = stream_layout(f"{PROJECTOR}.newline", width, Init(std=width**-0.5), tp)
+        self.add_weight("weight", layout, dtype)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return x [s, b, h] with the vector at its tokens [s, b]."""
+        return torch.where((tokens == NEWLINE).unsqueeze(-1), weight_of(self, "weight").to(x.dtype), x)
+
+
+class ToMessage(nn.Module):
+    """Hidden states of the tower -> rows of the language model's width, for the next virtual stage: [rows, b, h]."""
+
+    def __init__(self, spec: ModelSpec, shares: ImageShares, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self.shares, self.dtype = spec, shares, dtype
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+        b = len(batch.tokens)
+        rows = message_rows(self.spec, b, self.shares.size)
+        flat = F.pad(hidden.flatten(), (0, rows * b * self.spec.hidden_size - hidden.numel()))
+        return flat.view(rows, b, -1).to(self.dtype)
+
+
+class FromMessage(ToMessage):
+    """The same, back to [n, m, width]."""
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002
+        vision = self.spec.vision
+        assert vision is not None
+        shape = _shape_in_tower(vision, len(batch.tokens), self.shares.size)
+        return hidden.flatten()[: math.prod(shape)].view(shape).to(self.dtype)
+
+
+def message_rows(spec: ModelSpec, samples: int, shares: int) -> int:
+    """Return the rows of a message between virtual stages of the tower; `shares`: ranks that share images."""
+    assert spec.vision is not None
+    return -(-math.prod(_shape_in_tower(spec.vision, samples, shares)) // (samples * spec.hidden_size))
+
+
+def _shape_in_tower(vision: VisionSpec, samples: int, shares: int) -> tuple[int, int, int]:
+    return vision.num_positions, -(-samples * vision.images_per_sample // shares), vision.hidden_size
+
+
+def joined_squares(x: Tensor, spec: VisionSpec) -> Tensor:
+    """Return the patches of an image [n, m, w], square by square: [n / side^2, m, side^2 w], the rows of a square one after the other."""
+    side, (height, width) = spec.shuffle_side, spec.image_size
+    if side == 1:
+        return x
+    rows, columns = height // spec.patch_size // side, width // spec.patch_size // side
+    squares = x.view(rows, side, columns, side, *x.shape[1:]).permute(0, 2, 4, 1, 3, 5)
+    return squares.reshape(rows * columns, x.shape[1], -1)
+
+
+def put_vectors(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | None) -> Tensor:
     """Return x [s, b, h] with the vectors of its images where tokens [s, b] are below 0: of sample i, number -1 - token.
 
     Args:
         vectors: [n, b * images, h], the images of a sample one after the other.
+        newline: at tokens `NEWLINE`; None: there are none.
     """
     n, _, h = vectors.shape
     b = x.shape[1]
     of_sample = vectors.reshape(n, b, -1, h).permute(2, 0, 1, 3).flatten(0, 1)  # [images * n, b, h]
-    rows = (-1 - tokens).clamp(min=0)
+    rows = (-1 - tokens).clamp(0, len(of_sample) - 1)
     found = of_sample[rows, torch.arange(b, device=x.device)]
-    return torch.where((tokens < 0).unsqueeze(-1), found, x)
+    placed = torch.where((tokens < 0).unsqueeze(-1), found, x)
+    return placed if newline is None else newline(placed, tokens)
 
 
 def vision_segments(
     spec: ModelSpec,
-    embedding: Embedding,
+    embedding: Embedding | None,
     layers: Sequence[nn.Module],
     context: LayerContext,
-    builder: ModuleBuilder,
+    builder: LocalBuilder,
     shares: ImageShares,
+    *,
+    is_first: bool,
+    hidden_dtype: torch.dtype,
 ) -> list[nn.Module]:
-    """Build the segments of the tower and the one that joins images and text.
+    """Build the segments of a virtual stage of the tower; those of the last one end with the one that joins images and text.
 
     Args:
         spec: of the whole model.
+        embedding: of the text, in the last one; None: the next stage continues the tower.
         layers: segments of the tower's layers.
         context: of the tower, whose tensor ranks do not split the sequence.
         builder: of its norms.
         shares: the ranks that share images.
+        is_first: it begins with the patches.
+        hidden_dtype: of messages between stages.
     """
     vision = spec.vision
     assert vision is not None
@@ -215,10 +285,23 @@ def vision_segments(
         assert isinstance(module, nn.Module)
         return module
 
-    pre = norm("pre_norm") if vision.has_pre_norm else None
-    tower = [VisionEmbedding(vision, pre, context.tp, context.ranks.dtype, shares), *layers]
+    dtype = context.ranks.dtype
+    pre = norm("pre_norm") if vision.has_pre_norm and is_first else None
+    start = (
+        VisionEmbedding(vision, pre, context.tp, dtype, shares)
+        if is_first
+        else FromMessage(spec, shares, dtype)
+    )
+    tower = [start, *layers]
+    if embedding is None:
+        if shares.spreads_over_tp:
+            replicate(tower, shares.tp)
+        return [*tower, ToMessage(spec, shares, hidden_dtype)]
+    norms = vision.projector.norm or vision.norm
     of_projector = replace(
-        context, model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size})
+        context,
+        model=_Projector(**{**vars(context.model), "hidden_size": spec.hidden_size}),
+        builder=replace(builder, norms=norms),
     )
     projector = Projector(spec, of_projector)
     final = norm("final_norm") if vision.has_final_norm else None

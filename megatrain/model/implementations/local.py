@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.activations import Activation
-from megatrain.kernels.random import drop
+from megatrain.kernels.sums import ColumnSums
 from megatrain.model import functions
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.fp8.linear import fp8_column_linear, fp8_row_linear
 from megatrain.parallel.fp8.scaling import Fp8Linear
 from megatrain.parallel.layout import ShardedModule
@@ -56,6 +55,7 @@ class LocalColumnLinear(ShardedModule):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     weight: Tensor
+    dy_sums: ColumnSums | None = None
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class LocalRowLinear(ShardedModule):
     """Row-parallel linear layer: [s, b, i/tp] -> [s/tp, b, h]. The bias is added after the sum over tp."""
 
     weight: Tensor
-
+    dy_sums: ColumnSums | None = None
     activation: Activation | None = None
     returns_partial_sums = False  # True: see `row_linear`
 
@@ -154,21 +154,5 @@ class LocalActivationRowLinear(LocalRowLinear):
 
 def bias_of(layer: ShardedModule) -> Bias | None:
     bias = getattr(layer, "bias", None)
-    return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
-
-
-class LocalDropout(nn.Module):
-    """Dropout of this rank's rows of the sequence, [s/(cp tp), b, h]; the mask does not depend on the layout."""
-
-    def __init__(self, p: float, key: int, tp: TensorParallel, cp: ContextParallel) -> None:
-        super().__init__()
-        self.p = p
-        self.key = key
-        self.split = TokenSplit(tp, cp)
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        if not info.is_training:
-            return x
-        rows, samples, _ = x.shape
-        tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
-        return drop(x, tokens, key=self.key, p=self.p)
+    sums = getattr(layer, "dy_sums", None)
+    return None if bias is None else Bias(bias, layer.weight_grads.get("bias"), sums)

@@ -17,12 +17,12 @@ from megatrain.kernels import activations
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
+from megatrain.model.implementations.dropout import LocalDropout
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.local import (
     CastToWeightDtype,
     LocalActivationRowLinear,
     LocalColumnLinear,
-    LocalDropout,
     LocalNorm,
     LocalRowLinear,
 )

@@ -18,15 +18,15 @@ import numpy as np
 
 from megatrain.config import Plan
 from megatrain.config.errors import ConfigError
+from megatrain.config.model_spec.vision import NEWLINE
 from megatrain.data.files import report_write_errors
 from megatrain.data.images.build import opened
-from megatrain.data.images.pixels import Tiling, decode, require_pillow
+from megatrain.data.images.pixels import Tiling, decode, require_pillow, tiling_of
 from megatrain.data.images.rows import Row
 from megatrain.data.samples.dataset import MaskedSample
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.tools.data.inspect import printable, shown_ids
-from megatrain.training.family_samples import tiling_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,10 +49,10 @@ def described_images(
     tokens, size = arrays["tokens"], vision.tokens_per_image
     last = [np.flatnonzero(tokens).max(initial=-1), np.flatnonzero(arrays["loss_mask"]).max(initial=-2) + 1]
     end = min(int(max(last)) + 1, len(tokens))  # padding has id 0, as a token may have
-    num_images = -int(tokens.min(initial=0)) // size
+    num_tiles = -int(tokens[tokens > NEWLINE].min(initial=0) // size)
     learned = int(arrays["loss_mask"].sum())
     lines = [
-        f"tokens         {end:,} of {len(tokens):,}; loss on {learned:,}; {num_images} images of {size} tokens"
+        f"tokens         {end:,} of {len(tokens):,}; loss on {learned:,}; {num_tiles} images of {size} tokens"
     ]
     starts = [start for start in sample.document_starts.tolist() if start < end]
     texts = []
@@ -64,7 +64,7 @@ def described_images(
         texts.append(text)
     if picture is not None:
         tiling = tiling_of(plan.config.vision)
-        draw([_image_of(tiling, one) for one in arrays["images"][:num_images]], "\n".join(texts), picture)
+        draw([_image_of(tiling, one) for one in arrays["images"][:num_tiles]], "\n".join(texts), picture)
         lines += ["", f"picture        {picture}"]
     return "\n".join(lines)
 
@@ -74,7 +74,7 @@ def _parts(ids: Sequence[int], size: int, tokenizer: Tokenizer | None) -> Iterat
     for is_image, run in itertools.groupby(ids, key=lambda one: one < 0):
         found = list(run)
         if is_image:
-            numbers = dict.fromkeys((-1 - one) // size + 1 for one in found)
+            numbers = dict.fromkeys((-1 - one) // size + 1 for one in found if one != NEWLINE)
             yield "".join(f"[image {number}]" for number in numbers)
         else:
             yield tokenizer.decode(found) if tokenizer is not None else f" {shown_ids(found)} "

@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlsplit
 from megatrain.config.errors import InputError
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.data.images.conversations import written
-from megatrain.data.images.pixels import Processor
+from megatrain.data.images.pixels import Tiling
 from megatrain.data.images.rows import MARK
 from megatrain.data.tokenizers.build import Tokenizer
-from megatrain.inference.image_vectors import pixels_of, with_places
+from megatrain.inference.image_vectors import prompt_images, with_places
 from megatrain.storage.untrusted_json import Check, integer, optional
 from megatrain.tools.generation.completion_request import (
     COMMON,
@@ -52,7 +52,7 @@ class ChatFormat:
 
     spec: ModelSpec
     tokenizer: Tokenizer
-    processor: Processor
+    tiling: Tiling
     eod: int | None
     folder: Path | None = None
 
@@ -73,12 +73,14 @@ class ChatFormat:
         files: list[tuple[bytes, str]] = []
         ids: list[int] = []
         try:
-            for text, is_answer in self._turns(fields.get("messages"), files):
-                ids += with_places(
-                    text, text.count(MARK), self.tokenizer, self.spec.vision.tokens_per_image, ids
-                )
+            turns = list(self._turns(fields.get("messages"), files))
+            images = prompt_images(files, self.spec, self.tiling) if files else None
+            left = [] if images is None else images.tokens
+            for text, is_answer in turns:
+                count = text.count(MARK)
+                ids += with_places(text, left[:count], self.tokenizer)
                 ids += [self.eod] if is_answer and self.eod is not None else []
-            images = pixels_of(files, self.spec, self.processor) if files else None
+                left = left[count:]
         except InputError as error:
             raise RequestError(error.problems[0].text, param="messages") from error
         except ValueError as error:
@@ -88,7 +90,7 @@ class ChatFormat:
         count = fields.get("n") or 1
         return CompletionRequest(
             prompts=(tuple(ids),), samplings=with_seeds(sampling, count), choices_per_prompt=count,
-            streams=bool(fields.get("stream")), images=images, is_chat=True,
+            streams=bool(fields.get("stream")), images=images and images.tiles, is_chat=True,
         )  # fmt: skip
 
     def _turns(self, messages: Any, files: list[tuple[bytes, str]]) -> Iterator[tuple[str, bool]]:

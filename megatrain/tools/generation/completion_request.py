@@ -111,13 +111,20 @@ _FIELDS: Final[Mapping[str, Check]] = {
 
 
 def read_request(
-    body: bytes, tokenizer: Tokenizer, *, model: str, vocab_size: int, max_tokens: int
+    body: bytes,
+    tokenizer: Tokenizer,
+    *,
+    model: str,
+    vocab_size: int,
+    max_tokens: int,
+    max_prompt: int | None = None,
 ) -> CompletionRequest:
     """Check a request.
 
     Args:
         model: name of the model that is served.
-        max_tokens: most tokens of a prompt and its text together.
+        max_tokens: most tokens of a prompt and its text together, or of the text alone.
+        max_prompt: most tokens of a prompt that an encoder reads; None: the text continues the prompt.
 
     Raises:
         RequestError: with the field that is wrong.
@@ -134,8 +141,14 @@ def read_request(
         )
     sampling = read_sampling(fields)
     for prompt in prompts:
-        check_length(prompt, sampling, max_tokens, "prompt")
+        check_length(prompt, sampling, max_tokens, "prompt", max_prompt)
     streams, echoes = bool(fields.get("stream")), bool(fields.get("echo"))
+    if echoes and max_prompt is not None:
+        raise RequestError(
+            "echo is not supported: the text does not continue the prompt",
+            param="echo",
+            code="unsupported_value",
+        )
     if streams and sampling.num_log_probs is not None:
         raise RequestError(
             "logprobs is not supported together with stream", param="logprobs", code="unsupported_value"
@@ -158,13 +171,19 @@ def check_model(fields: Mapping[str, Any], model: str) -> None:
         )  # fmt: skip
 
 
-def check_length(prompt: Sequence[int], sampling: Sampling, max_tokens: int, param: str) -> None:
-    """Check that a prompt and its text fit into a sequence."""
-    needed = len(prompt) + max(0, sampling.max_new_tokens - 1)
-    if needed > max_tokens:
+def check_length(
+    prompt: Sequence[int], sampling: Sampling, max_tokens: int, param: str, max_prompt: int | None = None
+) -> None:
+    """Check that a prompt and its text fit into a sequence, or into those of an encoder and a decoder."""
+    text = max(0, sampling.max_new_tokens - 1)
+    if max_prompt is None:
+        fits, limit = len(prompt) + text <= max_tokens, f"a sequence has at most {max_tokens} tokens here"
+    else:
+        fits = len(prompt) <= max_prompt and text < max_tokens
+        limit = f"the encoder reads at most {max_prompt} tokens here, and the decoder writes {max_tokens}"
+    if not fits:
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_new_tokens}: a sequence has at most"
-            f" {max_tokens} tokens here",
+            f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_new_tokens}: {limit}",
             param=param, code="context_length_exceeded",
         )  # fmt: skip
 

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.images.pixels import require_pillow
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.engine import Completion
-from megatrain.inference.image_vectors import pixels_of, with_places
+from megatrain.inference.image_vectors import PromptImages, prompt_images, with_places
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
 from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
@@ -29,9 +27,11 @@ from megatrain.tools.generation.load import (
     add_model_flags,
     cache_limit,
     check_max_sequences,
+    decoder_start,
     end_tokens,
     joined_process,
     load,
+    text_context,
 )
 from megatrain.tools.subcommands import add_command
 
@@ -74,13 +74,6 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="FILE",
         help="images that stand for each <image> of the --prompt, or before it, for a model that reads images",
-    )
-    parser.add_argument(
-        "--decoder-start-id",
-        type=int,
-        metavar="ID",
-        help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
-        " decoder_start_token_id of a model's config.json)",
     )
 
 
@@ -137,11 +130,14 @@ def run(arguments: argparse.Namespace) -> int:
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
         images = [_images(loaded, prompt) for prompt in prompts]
-        ids = [_encode(loaded, prompt) for prompt in prompts]
-        start = _start_id(arguments, loaded)
+        ids = [
+            _encode(loaded, prompt.text, of_prompt) for prompt, of_prompt in zip(prompts, images, strict=True)
+        ]
+        start = decoder_start(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings, start)
-        texts = [engine.submit(*one) for one in zip(ids, samplings, images, strict=True)]
+        tiles = [one and one.tiles for one in images]
+        texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
         (_run_to_json if arguments.json else _run_to_text)(
@@ -176,38 +172,11 @@ def _engine(
     shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
     if shorter:
         process.note(
-            f"{shorter} of {len(prompts)} prompts: the context of {_text_context(loaded)} tokens ends the text before"
+            f"{shorter} of {len(prompts)} prompts: the context of {text_context(loaded)} tokens ends the text before"
             f" --max-new-tokens {arguments.max_new_tokens}"
         )
     ends = end_tokens(arguments, loaded)
     return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, ends, start)
-
-
-def _start_id(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
-    """Return the first token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
-    size, given = loaded.model.spec.vocab_size, arguments.decoder_start_id
-    if len(loaded.model.spec.stacks) == 1:
-        if given is not None:
-            raise ConfigError(
-                f"--decoder-start-id {given}: the model has no decoder after an encoder",
-                fix="remove --decoder-start-id",
-            )
-        return None
-    start: int | None = loaded.start_id if given is None else given
-    if start is None or not 0 <= start < size:
-        problem = "the tokenizer has no [CLS], with which the decoder begins"
-        raise ConfigError(
-            problem
-            if given is None
-            else f"--decoder-start-id {given}: the vocabulary has ids 0 to {size - 1}",
-            fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
-        )
-    return start
-
-
-def _text_context(loaded: LoadedModel) -> int:
-    """Return the context that the text is in: of the decoder, if an encoder reads the prompt."""
-    return loaded.model.spec.stacks[-1].seq_length or loaded.max_context
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
@@ -262,8 +231,8 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     return Prompt(value["prompt"], tuple(path.parent / one for one in images))
 
 
-def _images(loaded: LoadedModel, prompt: Prompt) -> Tensor | None:
-    """Return the images of a prompt, [k, 3, height, width]."""
+def _images(loaded: LoadedModel, prompt: Prompt) -> PromptImages | None:
+    """Return the images of a prompt."""
     if not prompt.images:
         return None
     require_pillow()
@@ -273,16 +242,15 @@ def _images(loaded: LoadedModel, prompt: Prompt) -> Tensor | None:
             files.append((path.read_bytes(), str(path)))
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}", fix="name a readable image") from error
-    return pixels_of(files, loaded.model.spec, loaded.image_processor)
+    return prompt_images(files, loaded.model.spec, loaded.tiling)
 
 
-def _encode(loaded: LoadedModel, given: Prompt) -> list[int]:
-    prompt, vision = given.text, loaded.model.spec.vision
+def _encode(loaded: LoadedModel, prompt: str, images: PromptImages | None) -> list[int]:
     try:
         ids = (
             encode_prompt(loaded.tokenizer, prompt)
-            if vision is None or not given.images
-            else with_places(prompt, len(given.images), loaded.tokenizer, vision.tokens_per_image)
+            if images is None
+            else with_places(prompt, images.tokens, loaded.tokenizer)
         )
     except ValueError as error:
         raise ConfigError(
@@ -300,7 +268,7 @@ def _encode(loaded: LoadedModel, given: Prompt) -> list[int]:
 def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequence[int]) -> Sampling:
     """Return the sampling of a prompt: its seed, and as many new tokens as the context has left."""
     has_encoder = len(loaded.model.spec.stacks) > 1
-    most = min(sampling.max_new_tokens, _text_context(loaded) + 1 - (1 if has_encoder else len(ids)))
+    most = min(sampling.max_new_tokens, text_context(loaded) + 1 - (1 if has_encoder else len(ids)))
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 

@@ -47,7 +47,9 @@ class Limits:
     """Limits of requests."""
 
     max_tokens: int
-    """Tokens of a prompt and its text together."""
+    """Tokens of a prompt and its text together, or of the text alone."""
+    max_prompt: int | None = None
+    """Tokens of a prompt that an encoder reads; None: the text continues the prompt."""
     body_bytes: int
     request_seconds: float
     """Time of a request, with its wait for memory."""
@@ -92,7 +94,7 @@ class CompletionsApp:
     async def models(self, _: Request) -> Response:
         """List the model."""
         one = {"id": self.model, "object": "model", "created": self.created, "owned_by": "megatrain"}
-        one["max_model_len"] = self.limits.max_tokens
+        one["max_model_len"] = self.limits.max_prompt or self.limits.max_tokens
         return _Json({"object": "list", "data": [one]})
 
     async def health(self, _: Request) -> Response:
@@ -125,7 +127,12 @@ class CompletionsApp:
 
     async def completions(self, http: Request) -> Response:
         """Answer a request for completions."""
-        read = functools.partial(read_request, tokenizer=self.tokenizer, vocab_size=self.vocab_size)
+        read = functools.partial(
+            read_request,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            max_prompt=self.limits.max_prompt,
+        )
         return await self._answered(http, read)
 
     async def chat_completions(self, http: Request) -> Response:

@@ -105,6 +105,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
         " config.json and generation_config.json)",
     )
+    parser.add_argument(
+        "--decoder-start-id",
+        type=int,
+        metavar="ID",
+        help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
+        " decoder_start_token_id of a model's config.json)",
+    )
 
 
 @contextmanager
@@ -246,3 +253,30 @@ def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.d
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def decoder_start(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
+    """Return the first token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
+    size, given = loaded.model.spec.vocab_size, arguments.decoder_start_id
+    if len(loaded.model.spec.stacks) == 1:
+        if given is not None:
+            raise ConfigError(
+                f"--decoder-start-id {given}: the model has no decoder after an encoder",
+                fix="remove --decoder-start-id",
+            )
+        return None
+    start: int | None = loaded.start_id if given is None else given
+    if start is None or not 0 <= start < size:
+        problem = "the tokenizer has no [CLS], with which the decoder begins"
+        raise ConfigError(
+            problem
+            if given is None
+            else f"--decoder-start-id {given}: the vocabulary has ids 0 to {size - 1}",
+            fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
+        )
+    return start
+
+
+def text_context(loaded: LoadedModel) -> int:
+    """Return the context that the text is in: of the decoder, if an encoder reads the prompt."""
+    return loaded.model.spec.stacks[-1].seq_length or loaded.max_context

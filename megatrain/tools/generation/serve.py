@@ -26,9 +26,11 @@ from megatrain.tools.generation.load import (
     add_model_flags,
     cache_limit,
     check_max_sequences,
+    decoder_start,
     end_tokens,
     joined_process,
     load,
+    text_context,
 )
 from megatrain.tools.subcommands import add_command
 
@@ -75,7 +77,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=int,
         metavar="N",
-        help="most tokens of a prompt and its text together (default: the model's context)",
+        help="most tokens of a prompt and its text together, or of a prompt that an encoder reads (default: the model's context)",
     )
     parser.add_argument(
         "--max-waiting",
@@ -122,11 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
-        if len(loaded.model.spec.stacks) > 1:
-            raise ConfigError(
-                f"{loaded.path}: a server has no requests for models whose encoder reads the prompt (--model-family t5)",
-                fix="use megatrain generate",
-            )
+        start = decoder_start(arguments, loaded)
         end_ids = end_tokens(arguments, loaded)
         most = arguments.max_context or loaded.max_context
         if most > loaded.max_context:
@@ -137,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_cache(
             loaded.model,
             dtype=loaded.dtype,
-            max_tokens=most,
+            max_tokens=most if start is None else text_context(loaded),
+            max_memory=0 if start is None else most,
             num_sequences=check_max_sequences(arguments),
             limit_bytes=cache_limit(arguments, process),
         )
@@ -147,9 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 ends the others
-            follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids), messages)
+            follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, start), messages)
             return 0
-        engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages)
+        engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages, start)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
         process.note(f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions")
@@ -160,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat = ChatFormat(
             loaded.model.spec,
             loaded.tokenizer,
-            loaded.image_processor,
+            loaded.tiling,
             next(iter(end_ids), None),
             arguments.image_folder,
         )
@@ -187,8 +186,10 @@ def _serve(
         failures.append(error)
         server.should_exit = True
 
+    plan = engine.engine.model.cache.plan
     limits = Limits(
-        max_tokens=engine.engine.model.cache.plan.max_tokens,
+        max_tokens=plan.max_tokens,
+        max_prompt=None if engine.start_id is None else plan.max_memory,
         body_bytes=int(arguments.max_body_mb * 1e6),
         request_seconds=arguments.request_seconds,
     )

@@ -156,6 +156,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "pipeline split",
         "parallel.pipeline_model_parallel_layout",
         Feature("equalstages"),
+        Feature("balanced", "--pipeline-model-parallel-layout auto", needs=("pp",)),
         Feature(
             "unevenstages",
             {

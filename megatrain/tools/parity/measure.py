@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.model_spec.vision import CHANNELS
+from megatrain.config.model_spec.vision import CHANNELS, NEWLINE
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.model import head
 from megatrain.parallel.batch import Batch
@@ -319,6 +319,9 @@ def _with_images(
         for row in range(size):
             places = (torch.arange(len(ids)), starts + image * (size + 2) + row)
             ids[places], mask[places] = -1 - image * size - row, 0
+        if model == "tiles":
+            places = (torch.arange(len(ids)), starts + image * (size + 2) + size - 1)
+            ids[places], mask[places] = NEWLINE, 0
     shape = (count, CHANNELS, *IMAGE_SIZE)
     images = [np.random.default_rng([step, first + k]).standard_normal(shape) for k in range(len(ids))]
     return Batch(

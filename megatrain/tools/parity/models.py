@@ -91,14 +91,15 @@ MODELS = {
     ),
     # A tower like the language model, with two images a sample; a frozen tower; a projector alone that is trained.
     "vlm": (
-        "--model-family vlm --vision-num-layers 2 --max-position-embeddings 30 --hidden-dropout 0 --img-h 8 --img-w 12 "
+        "--model-family vlm --vision-num-layers 3 --max-position-embeddings 30 --hidden-dropout 0 --img-h 8 --img-w 12 "
         "--patch-dim 4 --images-per-sample 2 --disable-vision-class-token --dataloader-seq-length 12"
     ),
-    # Packed conversations with three tiles a sample, a tower that tensor ranks hold whole.
+    # Packed conversations with three tiles a sample, whose patches are joined to squares, and a newline in place of the last; a tower that tensor ranks hold whole.
     "tiles": (
         f"--model-family vlm {_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} "
-        "--vision-num-layers 2 --vision-model-type siglip --vision-hidden-size 24 --vision-num-attention-heads 3 --img-h 8 "
-        "--img-w 12 --patch-dim 4 --images-per-sample 3 --dataloader-seq-length 6 --use-packed-sequence --spread-images"
+        "--vision-num-layers 4 --vision-model-type internvit300M --vision-hidden-size 24 --vision-num-attention-heads 3 --img-h 8 "
+        "--img-w 12 --patch-dim 2 --disable-vision-class-token --pixel-shuffle --images-per-sample 3 "
+        "--image-grid-pinpoints 8x24 --dataloader-seq-length 3 --use-packed-sequence --spread-images"
     ),
     "llava": (
         f"--model-family vlm --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --vision-num-layers 2 "

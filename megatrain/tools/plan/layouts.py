@@ -331,4 +331,4 @@ def _split(workload: Workload, stages: int) -> tuple[int, ...]:
     """Return the layers of each virtual stage, as --pipeline-model-parallel-layout auto splits them."""
     spec, length = workload.plan.derived.model_spec, workload.seq_length
     costs, head = spec.flops_per_token(length)
-    return balanced_split(costs, head, stages, tower=spec.vision_flops_per_token(length))
+    return balanced_split(costs, head, stages, tower=spec.vision_flops_per_token(length))[1]

@@ -109,7 +109,7 @@ def candidates(case: Case) -> Iterator[Candidate]:
         stages = placement.num_stages
         if stages > case.layers + 1 or case.ranks == 1 < stages:
             continue
-        splits = {balanced_split([_UNITS] * case.layers, round(_UNITS * case.head), stages)}
+        splits = {balanced_split([_UNITS] * case.layers, round(_UNITS * case.head), stages)[1]}
         if case.layers % stages == 0:
             splits.add((case.layers // stages,) * stages)
         for counts in sorted(splits):

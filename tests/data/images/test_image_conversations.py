@@ -21,8 +21,8 @@ from megatrain.data.samples.index_cache import IndexCache
 
 Image = pytest.importorskip("PIL.Image")
 
-CLIP = Tiling(processor="clip", height=8, width=8)
-TILES = Tiling(processor="siglip", height=8, width=8, max_tiles=3, has_thumbnail=True)
+CLIP = Tiling(processor="clip", height=8, width=8, vectors=(2, 2))
+TILES = Tiling(processor="siglip", height=8, width=8, max_tiles=3, has_thumbnail=True, vectors=(2, 2))
 
 
 class Words:
@@ -64,7 +64,7 @@ def samples(
     *words: str, count: int | None = 6, log: Any = print, cache: Path | None = None, packed: bool = False, **options: Any
 ) -> SampleDataset:  # fmt: skip
     sizes = ImageSamples(**{
-        "image_shape": (2, 3, 8, 8), "tokens_per_image": 4, "text_length": 60, "length": 68, "tiling": CLIP, "stops": False,
+        "image_shape": (2, 3, 8, 8), "text_length": 60, "length": 68, "tiling": CLIP, "stops": False,
         **options,
     })  # fmt: skip
     encoder = Encoder(sizes, Words(), 1, Unread(log))  # type: ignore[arg-type]

@@ -1,11 +1,14 @@
 """Pixels of images are those of the image processors of transformers."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatrain.data.images.pixels import Processor, Tiling, decode
+from megatrain.config.model_spec.vision import NEWLINE
+from megatrain.data.images.anyres import AnyRes
+from megatrain.data.images.pixels import Processor, Tiling, decode, read_image
 
 Image = pytest.importorskip("PIL.Image")
 SIZE = 24
@@ -20,7 +23,7 @@ def picture(width: int, height: int, mode: str = "RGB") -> bytes:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
 @pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (24, 24), (301, 77), (3, 200)])
-@pytest.mark.parametrize("processor", ["clip", "siglip"])
+@pytest.mark.parametrize("processor", ["clip", "siglip", "internvl"])
 def test_pixels_are_those_of_the_processors_of_transformers(
     processor: Processor, width: int, height: int, mode: str
 ) -> None:
@@ -28,6 +31,9 @@ def test_pixels_are_those_of_the_processors_of_transformers(
     data, sides = picture(width, height, mode), {"height": SIZE, "width": SIZE}
     if processor == "clip":
         theirs = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=sides)
+    elif processor == "internvl":
+        means = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        theirs = transformers.GotOcr2ImageProcessorPil(size=sides, **means)
     else:
         theirs = transformers.SiglipImageProcessorPil(size=sides, resample=3, do_convert_rgb=True)
     expected = np.asarray(theirs(Image.open(io.BytesIO(data)))["pixel_values"][0])
@@ -52,3 +58,38 @@ def test_tiles_are_those_of_transformers(width: int, height: int, most: int) -> 
     assert tiling.num_tiles((width, height), 99) == len(found)
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(50, 30), (24, 24), (301, 77), (20, 210), (72, 48), (12, 25), (47, 96), (70, 24)]
+)
+def test_tiles_of_any_shape_are_those_of_llava_next(width: int, height: int) -> None:
+    """Pixels, and as many vectors as the processor counts; the rows of patches end with a newline."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+    sizes, data, sides = (
+        ((24, 48), (48, 24), (48, 48), (72, 24)),
+        picture(width, height),
+        {"height": SIZE, "width": SIZE},
+    )
+    theirs = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size=sides, image_grid_pinpoints=[list(one) for one in sizes]
+    )
+    expected = np.asarray(theirs(Image.open(io.BytesIO(data)))["pixel_values"][0])
+    tiling = Tiling(
+        processor="clip", height=SIZE, width=SIZE, anyres=AnyRes(sizes, (SIZE, SIZE)), vectors=(6, 6)
+    )
+    found = read_image(data, "one", tiling, 99)
+    assert found.tiles.shape == expected.shape
+    assert tiling.num_tiles((width, height), 99) == len(expected)
+    assert np.abs(found.tiles - expected).max() < 1e-5
+    counter = SimpleNamespace(image_processor=theirs, patch_size=4, num_additional_image_tokens=0)
+    counter._get_unpadded_features = LlavaNextProcessor._get_unpadded_features.__get__(counter)
+    count = LlavaNextProcessor._get_number_of_features(counter, height, width, SIZE, SIZE)
+    assert len(found.rows) == count
+    vectors = found.rows[found.rows != NEWLINE]
+    assert len(set(vectors.tolist())) == len(vectors)
+    assert 0 <= vectors.min() <= vectors.max() < 36 * len(expected)
+    whole = tiling.anyres.rows((height, width), 1, (6, 6))
+    assert whole.tolist() == [*range(36), NEWLINE], "no size fits: the whole image alone"

@@ -99,8 +99,9 @@ def require_old_or_new(folder, old, new):
             assert found in ([old[part] for part in trio], [new[part] for part in trio])
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("with_old", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("with_old", [False, True])
 def test_a_run_killed_at_any_step_is_resumed(tmp_path, capsys, with_old):
     inputs = tmp_path / "in"
     inputs.mkdir()

@@ -12,9 +12,10 @@ LARGEST = 1e-12
     "text",
     [
         "tp2 sp cp2 pp2 tiles",
+        "pp4 balanced vlm",
         *(
             pytest.param(words, marks=pytest.mark.nightly)
-            for words in ("tp3 tiles", "tp2 sp cp4 tiles", "cp4 vlm", "tp2 sp cp2 llava", "tp2 sp dp2 zero3 tiles")
+            for words in ("tp3 tiles", "tp2 sp cp4 tiles", "cp4 vlm", "tp2 sp cp2 llava", "tp2 sp dp2 zero3 tiles", "tp2 sp pp4 balanced tiles", "cp2 pp2 interleaved balanced vlm", "pp2 zbv balanced vlm")
         ),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from megatrain.tools.parity.measure import Precision
 from megatrain.tools.parity.rows import Layout, is_row
 
 LAYOUTS_OF_FAULTS = {fault.layout for fault in FAULTS.values()}
-EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::9]}
+EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::27]}
 
 
 @pytest.mark.parametrize("text", only(EVERYDAY_LAYOUTS, sorted(LAYOUTS_OF_FAULTS)))

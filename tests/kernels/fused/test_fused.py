@@ -106,7 +106,7 @@ def test_activations_propagate_nan(
     for column in (3, 40):
         x[1, column] = float("nan")
     y = fused_activations.activate(x, *activation.kernel_args)
-    dx = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
     assert torch.equal(y.isnan(), activations.activate_reference(x, activation).isnan())
     assert y.isnan().any()
     assert dx[1].isnan().any()
@@ -121,7 +121,7 @@ ACTIVATION_FUNCTIONS = [
 def test_derivatives_are_finite_where_squares_overflow(activation_fn: activations.ActivationFunction) -> None:
     activation = Activation(fn=activation_fn)
     x = torch.tensor([-1e20, -1e4, 1e4, 1e20], device=DEVICE)
-    dx = fused_activations.activate_backward(torch.ones_like(x), x, None, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(torch.ones_like(x), x, None, *activation.kernel_args)
     assert dx.isfinite().all()
     torch.testing.assert_close(dx, activations.activate_backward_reference(torch.ones_like(x), x, activation))
 
@@ -142,11 +142,13 @@ def test_activation(
     recomputed = torch.empty_like(dy)
     y = fused_activations.activate(x, *activation.kernel_args)
     near(y, activations.activate_reference(x, activation), dtype)
-    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
     near(recomputed, y, dtype)  # another kernel, with other fused multiply-adds
-    near(fused_activations.activate_backward(dy, x, None, *activation.kernel_args), dx, dtype)
-    in_place = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
+    with_sums, sums = fused_activations.activate_backward(dy, x, None, *activation.kernel_args, has_sums=True)
+    near(with_sums, dx, dtype)
+    near(sums, with_sums.double().flatten(0, -2).sum(0), torch.float32, rows)
+    in_place, _ = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
     assert in_place.data_ptr() == x.data_ptr()
     assert torch.equal(in_place, dx)
     assert torch.equal(dy, recomputed)
@@ -259,12 +261,23 @@ def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: 
 
 @pytest.mark.parametrize("columns", [1030, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_the_same_to_the_last_bit(columns: int, dtype: torch.dtype) -> None:
+def test_dropout_is_the_same_to_the_last_bit(
+    columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.tensor([[5, 2**40], [0, 7]], device=DEVICE)
     x = drawn(2, 2, columns, dtype=dtype)
     found = fused_random.drop(x, rows, 77, 0.3)
     assert torch.equal(found.cpu(), random.drop_reference(x.cpu(), rows.cpu(), 77, 0.3))
     assert 0.5 < (found != 0).float().mean().item() < 0.9
+    for kind in (dtype, torch.float32):  # the residual stream may have a higher precision
+        residual = drawn(2, 2, columns, dtype=kind, seed=1)
+        total = fused_random.drop(x, rows, 77, 0.3, residual)
+        assert total.dtype is kind
+        assert torch.equal(total, residual + found)
+    monkeypatch.setattr(fused_random, "PROGRAMS", 3)  # so that a program has several rows
+    again, sums_of_columns = fused_random.drop_with_sums(x, rows, 77, 0.3)
+    assert torch.equal(again, found)
+    near(sums_of_columns, found.double().flatten(0, 1).sum(0), torch.float32, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -323,12 +336,13 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
         pytest.skip("slow in the interpreter")
     x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
     found, expected = before.clone(), before.double()
-    fused_sums.add_column_sums(found, x)
+    fused_sums.column_sums(x, found)
     sums.add_column_sums_reference(expected, x.double())
     near(found, expected, torch.float32, rows)
     second = before.clone()
-    fused_sums.add_column_sums(second, x)
+    fused_sums.column_sums(x, second)
     assert torch.equal(found, second)
+    near(fused_sums.column_sums(x), x.double().sum(0), torch.float32, rows)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -362,7 +376,7 @@ def test_strided_tensors_are_read_correctly() -> None:
     near(found[1], expected.dweight, torch.float32, 40)
     activation = Activation(fn=activations.SILU)
     recomputed = torch.empty(6, 1, 40, device=DEVICE)
-    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
+    dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), torch.float32)
     near(recomputed, activations.activate_reference(x, activation), torch.float32)
 

@@ -84,7 +84,7 @@ def test_mamba2_scan(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mamba2, "_PROGRAMS", 2 * shape[0] * shape[2])  # two segments
+    monkeypatch.setattr(mamba2, "_MIN_BLOCK", 16)  # two programs divide wide states
     cu_seqlens = boundaries(starts, shape[0] * shape[1])
 
     def oracle(x, dt, A, B, C, D, initial_state):  # noqa: N803

@@ -72,6 +72,7 @@ def printed(capsys: pytest.CaptureFixture[str], changed: dict[str, str | None]) 
     return found
 
 
+@pytest.mark.nightly  # test_many_ranks has another
 def test_a_model_of_400_billion_on_4096_ranks_takes_seconds() -> None:
     """The number of operations is checked, 0.1 ms each, because times on a busy machine vary."""
     dry_run, num_operations = counted()
@@ -369,6 +370,7 @@ def test_host_memory_of_background_saves_is_that_of_the_ranks(
     assert weights.per_host == pytest.approx(memory.per_host / 3, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_host_memory_is_that_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: dict[str, str | None] = {"--save": str(tmp_path), "--async-save": ""}
     planned, allocated = examined(flags).host_memory, []

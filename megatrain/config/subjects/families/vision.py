@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from megatrain.config.derive.vision import num_positions, text_length
+from megatrain.config.derive.vision import num_positions, pinpoints, text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import fewer_ranks, use
 from megatrain.config.plan import DerivedValue, Draft
@@ -30,8 +30,10 @@ _WITHOUT_FREEZING: Final = ("optimizer.optimizer_cpu_offload", "precision.fp8_fo
 def vision_projection_norm(draft: Draft) -> DerivedValue:
     if not _is_vlm(draft):
         return DerivedValue(False, "no images")
-    if draft.config.vision.vision_model_type != "like_language":
-        return DerivedValue(False, "as in LLaVA")
+    if (kind := draft.config.vision.vision_model_type) != "like_language":
+        return DerivedValue(
+            kind == "internvit300M", "as in InternVL" if kind == "internvit300M" else "as in LLaVA"
+        )
     if draft.is_given("model.transformer_impl") and draft.config.model.transformer_impl == "local":
         return DerivedValue(False, "as in Megatron-LM with --transformer-impl local")
     return DerivedValue(True, "as in Megatron-LM with Transformer Engine, its default")
@@ -57,7 +59,9 @@ def image_processor(draft: Draft) -> DerivedValue:
     kind = draft.config.vision.vision_model_type
     if kind == "like_language":
         return DerivedValue("clip", "--vision-model-type like_language has none of its own")
-    return DerivedValue(kind, f"that of --vision-model-type {kind}")
+    return DerivedValue(
+        "internvl" if kind == "internvit300M" else kind, f"that of --vision-model-type {kind}"
+    )
 
 
 @overrides("data.use_packed_sequence")
@@ -86,6 +90,48 @@ def images_have_patches(draft: Draft) -> Problems:
             yield Problem(
                 f"{flag_of(name)} {side} is not a multiple of --patch-dim {vision.patch_dim}",
                 f"use {flag_of(name)} {side // vision.patch_dim * vision.patch_dim}",
+            )
+
+
+@rule
+def pinpoints_are_whole_tiles(draft: Draft) -> Problems:
+    vision, given = draft.config.vision, draft.config.vision.image_grid_pinpoints
+    if not _is_vlm(draft) or not given:
+        return
+    sizes = pinpoints(vision)
+    if len(sizes) < len(given) or any(
+        h % vision.img_h or w % vision.img_w or not h or not w for h, w in sizes
+    ):
+        yield Problem(
+            f"--image-grid-pinpoints {' '.join(given)} are not heights and widths of tiles of {vision.img_h} x {vision.img_w}",
+            f"write HEIGHTxWIDTH in multiples of --img-h and --img-w, such as {vision.img_h}x{2 * vision.img_w}",
+        )
+    if vision.use_tiling:
+        yield Problem("--use-tiling and --image-grid-pinpoints cut images in two ways", "remove one of them")
+    if vision.vision_model_type != "siglip" and not vision.disable_vision_class_token:
+        yield Problem(
+            "--image-grid-pinpoints places patches in rows, and the output of the class token is none",
+            "add --disable-vision-class-token",
+        )
+
+
+@rule
+def patches_form_squares(draft: Draft) -> Problems:
+    vision = draft.config.vision
+    if not _is_vlm(draft) or not vision.pixel_shuffle:
+        return
+    if vision.vision_model_type != "siglip" and not vision.disable_vision_class_token:
+        yield Problem(
+            "--pixel-shuffle joins patches, and the output of the class token is none",
+            "add --disable-vision-class-token",
+        )
+    factor, side = vision.pixel_shuffle_factor, vision.patch_dim * vision.pixel_shuffle_factor
+    for pixels, name in ((vision.img_h, "img_h"), (vision.img_w, "img_w")):
+        if (patches := pixels // vision.patch_dim) % factor:
+            yield Problem(
+                f"{flag_of(name)} {pixels} has {patches} patches of {vision.patch_dim} pixels, which do not form squares of"
+                f" --pixel-shuffle-factor {factor}",
+                f"use {flag_of(name)} {-(-pixels // side) * side}",
             )
 
 

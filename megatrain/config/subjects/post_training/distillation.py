@@ -173,7 +173,7 @@ def _stages(draft: Draft, teacher: ModelSpec) -> tuple[int, ...]:
     layers, head = teacher.flops_per_token(draft.config.data.seq_length)
     if len(layers) < stages:
         raise UnresolvedError  # a rule reports it
-    return balanced_split(layers, head, stages)
+    return balanced_split(layers, head, stages)[1]
 
 
 @rule

@@ -16,8 +16,9 @@ from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
 from megatrain.interop.hf.families.phi3 import PHI3
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from megatrain.interop.hf.families.shuffled_vision import IDEFICS3, INTERNVL, SMOLVLM
 from megatrain.interop.hf.families.t5 import T5
-from megatrain.interop.hf.families.vision import CLIP_TOWER, LLAVA, SIGLIP_TOWER
+from megatrain.interop.hf.families.vision import CLIP_TOWER, LLAVA, LLAVA_NEXT, SIGLIP_TOWER
 from megatrain.interop.hf.family import Family
 
 FAMILIES: Final = {
@@ -25,7 +26,7 @@ FAMILIES: Final = {
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
         DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA,
-        LLAVA, CLIP_TOWER, SIGLIP_TOWER,
+        LLAVA, LLAVA_NEXT, IDEFICS3, SMOLVLM, INTERNVL, CLIP_TOWER, SIGLIP_TOWER,
     )
 }  # fmt: skip
 REFUSED: Final = {
@@ -47,6 +48,14 @@ REFUSED: Final = {
     "FalconH1ForCausalLM": "attention and Mamba-2 side by side in a layer, and factors of their inputs and outputs",
     "GraniteMoeHybridForCausalLM": "factors of the residual branches and of the logits",
     **dict.fromkeys(("ZambaForCausalLM", "Zamba2ForCausalLM"), "attention that several layers share"),
+    **dict.fromkeys(
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+        ),
+        "images of any number of patches, rotary positions of rows and columns in the tower, and of three kinds in the text",
+    ),
     "UMT5ForConditionalGeneration": "a table of relative positions for each layer",
 }
 """Architectures, with what megatrain lacks for them."""

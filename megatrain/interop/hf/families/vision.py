@@ -8,11 +8,11 @@ Files are read with the names of every version of transformers, and written with
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from megatrain.config.derive.families import num_layers
-from megatrain.config.derive.vision import tokens_per_image
+from megatrain.config.derive.vision import pinpoints, tokens_per_image
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.llama import LLAMA
@@ -40,11 +40,12 @@ _SIZES: Final[dict[str, Any]] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 32,
 }  # fmt: skip
-_LANGUAGE_SIZES: Final[dict[str, Any]] = {
+LANGUAGE_SIZES: Final[dict[str, Any]] = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-_LAYER: Final[dict[str, str | Fused]] = {
+_PINPOINTS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+TOWER_LAYER: Final[dict[str, str | Fused]] = {
     "layer_norm1": "attention.norm",
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -56,18 +57,29 @@ _LAYER: Final[dict[str, str | Fused]] = {
 }
 
 
-class _ImageSize:
-    """The side of a square image."""
+@dataclass(frozen=True)
+class Square:
+    """The side of a square, a number or a list of two."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    is_list: bool = False
+    """It is written as a list."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        side = source.checked("image_size", check=COUNT)
-        return {"vision.img_h": side, "vision.img_w": side}
+        value = source.get(self.theirs)
+        if isinstance(value, list) and value == value[:1] * 2:
+            side = ConfigFile(source.path, {self.theirs: value[0]}).checked(self.theirs, check=COUNT)
+        else:
+            side = source.checked(self.theirs, check=COUNT)
+        return dict.fromkeys(self.ours, side)
 
     def write(self, config: Config) -> dict[str, Any]:
-        return {"image_size": config.vision.img_h}
+        side = config.get(self.ours[0])
+        return {self.theirs: [side, side] if self.is_list else side}
 
 
-class _Widths:
+class Widths:
     """Layers of the tower and the width of its MLPs, which settings may leave open."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
@@ -101,17 +113,24 @@ class _FeatureLayer:
         return {_FEATURES: -1}
 
 
-class _ImageTokens:
+@dataclass(frozen=True)
+class ImageTokens:
     """The token that stands for a vector of an image."""
+
+    default: int = 32_000
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         names, check = ("image_token_index", "image_token_id"), integer(0, 1 << 31)
         source.get("image_seq_length")
-        return {"vision.image_token_id": source.checked(*names, check=check, default=32000)}
+        return {"vision.image_token_id": source.checked(*names, check=check, default=self.default)}
 
     def write(self, config: Config) -> dict[str, Any]:
         vision = config.vision
-        return {"image_token_index": vision.image_token_id, "image_seq_length": tokens_per_image(vision)}
+        names = ("image_token_index", "image_token_id")
+        return {
+            **dict.fromkeys(names, vision.image_token_id),
+            "image_seq_length": tokens_per_image(vision),
+        }
 
 
 class _WithoutPooling:
@@ -125,13 +144,16 @@ class _WithoutPooling:
         return {"vision_use_head": False} if config.vision.vision_model_type == "siglip" else {}
 
 
-class _Untied:
+@dataclass(frozen=True)
+class Untied:
     """The output layer of a vision-language model, which is never the embedding's."""
+
+    default: bool = False
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         key = "tie_word_embeddings"
-        for one in (source, source.nested("text_config")):
-            if one.get(key, default=False) is not False:
+        for one, default in ((source, self.default), (source.nested("text_config"), False)):
+            if one.get(key, default=default) is not False:
                 raise one.refusal(key, one.get(key), "an output layer tied to the embedding")
         return {}
 
@@ -139,7 +161,7 @@ class _Untied:
         return {"tie_word_embeddings": False}
 
 
-class _LanguageModel(Nested):
+class LanguageModel(Nested):
     """The config.json of the language model, which has a depth of its own."""
 
     def write(self, config: Config) -> dict[str, Any]:
@@ -160,13 +182,13 @@ def _layers_after_features(source: ConfigFile, config: Config) -> range:
     return range(kept, _depth(source))
 
 
-def _tower_parts(kind: str, activation: str, epsilon: float) -> tuple[ConfigPart, ...]:
+def tower_parts(kind: str, activation: str, epsilon: float) -> tuple[ConfigPart, ...]:
     return (
         Value("hidden_size", "vision.vision_hidden_size"),
         Value("num_attention_heads", "vision.vision_num_attention_heads"),
-        Value("patch_size", "vision.patch_dim"),
-        _Widths(),
-        _ImageSize(),
+        Square("patch_size", ("vision.patch_dim",)),
+        Widths(),
+        Square("image_size", ("vision.img_h", "vision.img_w")),
         Choice("num_channels", {3: {}}),
         Choice("hidden_act", {activation: {}}),
         Choice("layer_norm_eps", {epsilon: {}}),
@@ -186,7 +208,7 @@ def _tower_modules(kind: str, prefix: str) -> dict[str, str | Fused]:
         f"{prefix}embeddings.patch_embedding": "vision.patch_embedding",
         f"{prefix}embeddings.position_embedding": "vision.position_embeddings",
         **(only_of_clip if kind == "clip" else {}),
-        **in_layers(f"{prefix}encoder.layers", _LAYER, "vision"),
+        **in_layers(f"{prefix}encoder.layers", TOWER_LAYER, "vision"),
     }
 
 
@@ -200,11 +222,11 @@ def _unused(prefix: str) -> dict[str, float]:
 
 
 _TOWERS: Final[dict[str, tuple[str, str, tuple[ConfigPart, ...]]]] = {
-    "clip": ("CLIPVisionModel", "clip_vision_model", _tower_parts("clip", "quick_gelu", 1e-5)),
+    "clip": ("CLIPVisionModel", "clip_vision_model", tower_parts("clip", "quick_gelu", 1e-5)),
     "siglip": (
         "SiglipVisionModel",
         "siglip_vision_model",
-        _tower_parts("siglip", "gelu_pytorch_tanh", 1e-6),
+        tower_parts("siglip", "gelu_pytorch_tanh", 1e-6),
     ),
 }
 _CLASS_TOKEN: Final = {
@@ -256,35 +278,65 @@ def _tower(kind: str) -> Family:
     return replace(alone, variants=(with_text,), is_of=lambda source: source.get("vision_config") is None)
 
 
-def _llava(kind: str, language: Family) -> Family:
+class _Pinpoints:
+    """The sizes to which images are scaled before they are cut into tiles."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        key = "image_grid_pinpoints"
+        sizes = source.get(key)
+        sizes = _PINPOINTS if sizes is None else sizes
+        side = source.nested("vision_config", _SIZES).checked("image_size", check=COUNT)
+        if not isinstance(sizes, list) or not sizes or not all(_is_size(one, side) for one in sizes):
+            raise source.refusal(key, sizes, f"heights and widths in multiples of {side}")
+        return {
+            "vision.image_grid_pinpoints": tuple(f"{height}x{width}" for height, width in sizes),
+            "vision.images_per_sample": max(1 + height * width // side**2 for height, width in sizes),
+        }
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"image_grid_pinpoints": [list(one) for one in pinpoints(config.vision)] or None}
+
+
+def _is_size(value: Any, side: int) -> bool:
+    """Return whether a value is a height and a width in multiples of a side."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) is int and one > 0 and one % side == 0 for one in value)
+    )
+
+
+def _llava(kind: str, language: Family, *, is_next: bool) -> Family:
     _, tower_type, parts = _TOWERS[kind]
     is_llama = language is LLAMA
-    text = _LanguageModel(
-        "text_config", language.model_type, language.config, _LANGUAGE_SIZES if is_llama else {}
+    text = LanguageModel(
+        "text_config", language.model_type, language.config, LANGUAGE_SIZES if is_llama else {}
     )
 
     def is_of(source: ConfigFile) -> bool:
         of_tower = source.nested("vision_config", _SIZES).get("model_type", default="clip_vision_model")
-        defaults = _LANGUAGE_SIZES if language is LLAMA else {}
+        defaults = LANGUAGE_SIZES if language is LLAMA else {}
         nested = source.nested("text_config", defaults)
         return (of_tower, nested.get("model_type", default="llama")) == (tower_type, language.model_type)
 
     return Family(
-        architecture="LlavaForConditionalGeneration",
-        model_type="llava",
+        architecture="LlavaNextForConditionalGeneration" if is_next else "LlavaForConditionalGeneration",
+        model_type="llava_next" if is_next else "llava",
         auto_class="AutoModelForImageTextToText",
         config=(
             text,
             Nested("vision_config", tower_type, parts, _SIZES),
             _FeatureLayer(),
             _CLASS_TOKEN[kind],
-            _ImageTokens(),
-            _Untied(),
+            ImageTokens(),
+            Untied(),
             Choice("projector_hidden_act", {"gelu": {}}),
             Choice("multimodal_projector_bias", {True: {}}),
+            *((_Pinpoints(),) if is_next else ()),
             Fixed({"model.model_family": "vlm"}),
         ),
         modules={
+            **({"image_newline": "vision.projector.newline"} if is_next else {}),
             **{f"language_model.{theirs}": ours for theirs, ours in language.modules.items()},
             "multi_modal_projector.linear_1": "vision.projector.up",
             "multi_modal_projector.linear_2": "vision.projector.down",
@@ -293,6 +345,7 @@ def _llava(kind: str, language: Family) -> Family:
         buffers=(*_left_out(_TOWER_IN_LLAVA), *(rf"language_model\.{one}" for one in language.buffers)),
         unused=_unused(_TOWER_IN_LLAVA),
         renamed={
+            "model.image_newline": "image_newline",
             "model.language_model.": "language_model.model.",
             "model.multi_modal_projector.": "multi_modal_projector.",
             "lm_head.": "language_model.lm_head.",
@@ -311,9 +364,13 @@ def _llava(kind: str, language: Family) -> Family:
     )
 
 
-_KINDS: Final = tuple(
-    _llava(kind, language) for language in (LLAMA, MISTRAL, QWEN2, QWEN3) for kind in ("clip", "siglip")
-)
-LLAVA: Final = replace(_KINDS[0], variants=_KINDS[1:])
+def _llavas(*, is_next: bool) -> Family:
+    languages, towers = (LLAMA, MISTRAL, QWEN2, QWEN3), ("clip", "siglip")
+    first, *others = (_llava(kind, language, is_next=is_next) for language in languages for kind in towers)
+    return replace(first, variants=tuple(others))
+
+
+LLAVA: Final = _llavas(is_next=False)
+LLAVA_NEXT: Final = _llavas(is_next=True)
 CLIP_TOWER: Final = _tower("clip")
 SIGLIP_TOWER: Final = _tower("siglip")

@@ -1,21 +1,22 @@
 """Mamba-2's scan in chunks: `kernels.mamba2.mamba2_scan` on GPUs, forward and backward.
 
-    states           a segment of a head, from state 0    -> its state and decay
-    pass_states      all segments of a head               -> the state before each segment, and the last state
-    outputs          a segment of a head                  -> y                                                  forward
-    states           the same from the true states                  -> S before each chunk
-    states ...       both in reverse, from dy and C                 -> dS after each chunk
-    head_gradients   a chunk of a head                    -> dx, ddt, parts of dA and dD
-    group_gradients  a chunk of all heads of a group      -> dB, dC                                             backward
+    states     a head, chunk by chunk               -> the state S before each chunk, and the last state
+    outputs    a chunk of some heads of a group     -> y                                                          forward
+    states     again
+    states     the same in reverse, from dy and C   -> dS after each chunk
+    outputs    the same in reverse, from dy and dS  -> dx
+    gradients  a chunk of all heads of a group      -> ddt, dB, dC, parts of dA and dD                            backward
 
-States are carried in fp32 from chunk to chunk. The forward pass saves its inputs and the states before segments; the backward
-pass writes the states of each chunk in the dtype of x, the dtype of its GEMMs. Each result is written by one program: no atomic sums, deterministic.
+The scans are as long as the sample: their programs divide the columns of states, which they carry in fp32 and write in the
+dtype of x, the dtype of the GEMMs. The forward pass saves its inputs. Each result is written by one program: no atomic sums,
+deterministic.
 
 Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060, section 6.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +32,10 @@ from megatrain.kernels.qkv import Place
 CHUNK = 64
 """Tokens of a chunk."""
 _PROGRAMS = 512
-"""Programs that fill an H200 several times: segments are as long as this many allow."""
-_BLOCK, _BLOCK_WARPS = 256, 1
-_STATE_BLOCK = 128
-"""Columns of states in a program of `group_gradients`, which also has the gradients of the scores between tokens."""
+"""Programs that fill an H200 several times; fewer divide the columns of states, down to _MIN_BLOCK."""
+_MIN_BLOCK = 32
+_HEADS = 8
+"""Heads of a program of `outputs`, which share B and C, at most."""
 
 
 class Tile(NamedTuple):
@@ -44,7 +45,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-STATES, OUTPUTS, HEAD_GRADIENTS, GROUP_GRADIENTS = Tile(4, 2), Tile(4, 2), Tile(4, 1), Tile(8, 2)
+STATES, OUTPUTS, GRADIENTS = Tile(4, 3), Tile(4, 2), Tile(8, 2)
 
 
 class Inputs(NamedTuple):
@@ -76,17 +77,17 @@ class _Scan(Function):
         ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor | None, state: Tensor | None,
         places: Sequence[Place] | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last_state, starts = scan_forward(_by_rows(x, dt, a, b, c, d, first), state)
-        ctx.save_for_backward(x, dt, a, b, c, d, first, starts)
+        y, last_state = scan_forward(_by_rows(x, dt, a, b, c, d, first), state)
+        ctx.save_for_backward(x, dt, a, b, c, d, first, state)
         ctx.places = places
         ctx.set_materialize_grads(False)
         return y, last_state
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, starts = ctx.saved_tensors
+        *inputs, state = ctx.saved_tensors
         dy = torch.zeros_like(inputs[0]) if dy is None else dy
-        *gradients, dstate = scan_backward(dy.transpose(0, 1), dlast, _by_rows(*inputs), starts, ctx.places)
+        *gradients, dstate = scan_backward(dy.transpose(0, 1), dlast, _by_rows(*inputs), state, ctx.places)
         return (*gradients, None, dstate if ctx.needs_input_grad[7] else None, None)
 
 
@@ -97,50 +98,36 @@ def _by_rows(
     return Inputs(x, dt.transpose(0, 1), a, b, c, d, first)
 
 
-def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [b, s, n, p], and in fp32 the last state [b, n, p, m] and the states before segments [b, segments, n, p, m]."""
-    x, dt, a, b, c, d, first = inputs
-    starts, last_state = _segment_states(inputs, x, b, state, is_reverse=False)
+def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return y [b, s, n, p], and in fp32 the last state [b, n, p, m]."""
+    x, b = inputs.x, inputs.b
+    before, last_state = _states(inputs, x, b, state, is_reverse=False)
     y = like(x.transpose(0, 1))
-    s, samples, n, _ = x.shape
-    chunks, per_segment = _chunks(x)
-    launch(
-        kernels.outputs, (n, cdiv(chunks, per_segment), samples), x, b, c, dt, a, d, a if first is None else first, starts, y,
-        *_strides(x, b, c, dt, y.transpose(0, 1)), s, chunks, per_segment, n // b.shape[2],
-        **_constants(inputs), ALL_M=_padded(b.shape[-1]), **OUTPUTS._asdict(),
-    )  # fmt: skip
-    return y, last_state, starts
+    _outputs(inputs, x, before, y, is_reverse=False)
+    return y, last_state
 
 
 def scan_backward(
     dy: Tensor,
     dlast: Tensor | None,
     inputs: Inputs,
-    starts: Tensor,
+    state: Tensor | None,
     places: Sequence[Place] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan.
-
-    `starts`: the states before segments, of the forward pass.
-    """
+    """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan."""
     x, dt, a, b, c, d, first = inputs
     dy, first = with_contiguous_channels(dy.to(x.dtype)), a if first is None else first
-    before = _chunk_states(inputs, x, b, starts, is_reverse=False)
-    ends, dstate = _segment_states(inputs, dy, c, dlast, is_reverse=True)
-    after = _chunk_states(inputs, dy, c, ends, is_reverse=True)
-    (s, samples, n, _), (g, m), constants = x.shape, b.shape[2:], _constants(inputs)
+    before, _ = _states(inputs, x, b, state, is_reverse=False)
+    after, dstate = _states(inputs, dy, c, dlast, is_reverse=True)
+    (s, samples, n, _), (g, m) = x.shape, b.shape[2:]
     chunks, dx, db, dc = cdiv(s, CHUNK), *_gradients((x, b, c), places)
     ddt = torch.empty(samples, n, s, dtype=torch.float32, device=x.device)
     da, dd = (torch.empty(samples, chunks, n, dtype=torch.float32, device=x.device) for _ in range(2))
+    _outputs(inputs, dy, after, dx, is_reverse=True)
     launch(
-        kernels.head_gradients, (n, chunks, samples), dy, x, b, c, dt, a, d, first, before, after, dx, ddt, da, dd,
-        *_strides(dy, x, b, c, dt, dx.transpose(0, 1)), s, n // g, **constants, ALL_M=_padded(m), **HEAD_GRADIENTS._asdict(),
-    )  # fmt: skip
-    block = min(_padded(m), _STATE_BLOCK)
-    launch(
-        kernels.group_gradients, (g * cdiv(m, block), chunks, samples), dy, x, b, c, dt, a, first, before, after, db, dc,
+        kernels.gradients, (g, chunks, samples), dy, x, b, c, dt, a, first, before, after, db, dc, ddt, da, dd,
         *_strides(dy, x, b, c, dt, db.transpose(0, 1), dc.transpose(0, 1)), s, n, n // g,
-        **constants, BLOCK=block, **GROUP_GRADIENTS._asdict(),
+        **_constants(inputs), ALL_M=_padded(m), **GRADIENTS._asdict(),
     )  # fmt: skip
     ddt = ddt.permute(0, 2, 1).to(dt.dtype)
     return dx, ddt, da.sum((0, 1)).to(a.dtype), db, dc, dd.sum((0, 1)).to(d.dtype), dstate
@@ -156,50 +143,31 @@ def _gradients(tensors: Sequence[Tensor], places: Sequence[Place] | None) -> lis
     ]
 
 
-def _chunks(x: Tensor) -> tuple[int, int]:
-    """Return the chunks of a sample and of a segment."""
-    chunks = cdiv(x.shape[0], CHUNK)
-    return chunks, cdiv(chunks, min(chunks, cdiv(_PROGRAMS, x.shape[1] * x.shape[2])))
-
-
-def _segment_states(
-    inputs: Inputs, x: Tensor, b: Tensor, state: Tensor | None, *, is_reverse: bool
+def _states(
+    inputs: Inputs, x: Tensor, b: Tensor, start: Tensor | None, *, is_reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before each segment (after it, if reverse), and the last state."""
-    (_, samples, n, p), m = x.shape, b.shape[-1]
-    segments = cdiv(*_chunks(x))
-    states = torch.empty(samples, segments, n, p, m, dtype=torch.float32, device=x.device)
-    decays = torch.empty(samples, segments, n, dtype=torch.float32, device=x.device)
-    _launch_states(inputs, x, b, states, decays, states, is_reverse=is_reverse, writes_chunks=False)
+    """Return the state before each chunk (after it, if reverse) in the dtype of x, [b, chunks, n, p, m], and the last state in fp32."""
+    (s, samples, n, p), m, first = x.shape, b.shape[-1], inputs.first
+    states = torch.empty(samples, cdiv(s, CHUNK), n, p, m, dtype=x.dtype, device=x.device)
     end = torch.empty(samples, n, p, m, dtype=torch.float32, device=x.device)
+    block = min(_padded(m), max(power_of_two(_padded(m) * samples * n // _PROGRAMS), _MIN_BLOCK))
     launch(
-        kernels.pass_states, (cdiv(p * m, _BLOCK), n, samples), states, decays,
-        states if state is None else state.contiguous(), end, segments,
-        SIZE=p * m, BLOCK=_BLOCK, HAS_START=state is not None, IS_REVERSE=is_reverse, num_warps=_BLOCK_WARPS,
+        kernels.states, (cdiv(m, block), n, samples), x, b, inputs.dt, inputs.a, inputs.a if first is None else first,
+        states if start is None else start.contiguous(), states, end, *_strides(x, b, inputs.dt), s, cdiv(s, CHUNK), n // b.shape[2],
+        **_constants(inputs), BLOCK=block, HAS_START=start is not None, IS_REVERSE=is_reverse, **STATES._asdict(),
     )  # fmt: skip
     return states, end
 
 
-def _chunk_states(inputs: Inputs, x: Tensor, b: Tensor, states: Tensor, *, is_reverse: bool) -> Tensor:
-    """Return the state before each chunk (after it, if reverse) in the dtype of x, [b, chunks, n, p, m], from those of segments."""
-    (s, samples, n, p), m = x.shape, b.shape[-1]
-    of_chunks = torch.empty(samples, cdiv(s, CHUNK), n, p, m, dtype=x.dtype, device=x.device)
-    _launch_states(inputs, x, b, states, states, of_chunks, is_reverse=is_reverse, writes_chunks=True)
-    return of_chunks
-
-
-def _launch_states(
-    inputs: Inputs, x: Tensor, b: Tensor, states: Tensor, decays: Tensor, of_chunks: Tensor,
-    *, is_reverse: bool, writes_chunks: bool,
-) -> None:  # fmt: skip
-    (s, samples, n, _), first = x.shape, inputs.first
-    chunks, per_segment = _chunks(x)
+def _outputs(inputs: Inputs, x: Tensor, states: Tensor, y: Tensor, *, is_reverse: bool) -> None:
+    """Write y from x and the states before chunks, or dx from dy and the gradients of the states after them, into y [b, s, n, p]."""
+    _, dt, a, b, c, d, first = inputs
+    (s, samples, n, _), (g, m) = x.shape, b.shape[2:]
+    heads = math.gcd(n // g, _HEADS)
     launch(
-        kernels.states, (n, cdiv(chunks, per_segment), samples),
-        x, b, inputs.dt, inputs.a, inputs.a if first is None else first, states, decays, of_chunks,
-        *_strides(x, b, inputs.dt), s, chunks, per_segment, n // b.shape[2],
-        IS_REVERSE=is_reverse, WRITES_CHUNKS=writes_chunks, ALL_M=_padded(b.shape[-1]),
-        **_constants(inputs), **STATES._asdict(),
+        kernels.outputs, (n // heads, cdiv(s, CHUNK), samples), x, b, c, dt, a, d, a if first is None else first, states, y,
+        *_strides(x, b, c, dt, y.transpose(0, 1)), s, heads, n // g,
+        **_constants(inputs), ALL_M=_padded(m), IS_REVERSE=is_reverse, **OUTPUTS._asdict(),
     )  # fmt: skip
 
 

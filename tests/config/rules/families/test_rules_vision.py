@@ -1,6 +1,6 @@
 """Rules about vision-language models: each fires, names its flags and a remedy."""
 
-from itertools import product
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 
@@ -16,6 +16,18 @@ CASES = {
     "images_have_patches": [
         (f"{VLM} --img-h 8", "", None, ("--img-h 8", "--patch-dim 14"), ("14",)),
         (f"{VLM} --img-w 30", "", None, ("--img-w 30", "--patch-dim 14"), ("--img-w 28",)),
+    ],
+    "pinpoints_are_whole_tiles": [
+        (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 30x28", "", None,
+         ("--image-grid-pinpoints 28x56 30x28", "28 x 28"), ("--img-h", "28x56")),
+        (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 --use-tiling", "", None,
+         ("--use-tiling", "--image-grid-pinpoints"), ("remove one",)),
+        (f"{VLM} --image-grid-pinpoints 28x56", "", None, ("class token",), ("--disable-vision-class-token",)),
+    ],
+    "patches_form_squares": [
+        (f"{VLM} --pixel-shuffle", "", None, ("--pixel-shuffle", "class token"), ("--disable-vision-class-token",)),
+        (f"{VLM} --img-w 42 --pixel-shuffle --disable-vision-class-token", "", None,
+         ("--img-w 42", "3 patches of 14", "--pixel-shuffle-factor 2"), ("--img-w 56",)),
     ],
     "tower_has_sizes": [
         (f"{VLM} --vision-model-type clip --vision-num-attention-heads 4", "", None, ("--vision-hidden-size",), ("--vision-hidden-size 1024",)),
@@ -70,25 +82,35 @@ def test_the_language_model_has_its_own_depth_and_length(plan_of):
 
 @pytest.mark.parametrize(
     ("flags", "has_norm"),
-    [("", True), ("--transformer-impl local", False), ("--vision-model-type clip", False)],
+    [
+        ("", True),
+        ("--transformer-impl local", False),
+        ("--vision-model-type clip", False),
+        ("--vision-model-type internvit300M", True),
+    ],
 )
 def test_a_norm_precedes_the_projector_as_in_megatron(plan_of, flags, has_norm):
     sizes = "--vision-hidden-size 16 --vision-num-attention-heads 4"
     vision = plan_of(f"{VLM} {sizes} {flags}").derived.model_spec.vision
-    assert vision.projector.has_norm == has_norm
+    assert (vision.projector.norm is not None) == has_norm
 
 
 @pytest.mark.parametrize("images", [1, 4, 40])
-def test_the_automatic_split_weighs_the_tower(plan_of, images):
-    flags = f"{VLM} --num-layers 8 --images-per-sample {images} --pipeline-model-parallel-size 4"
+@pytest.mark.parametrize("frozen", ["", "--freeze-ViT"])
+def test_the_automatic_split_weighs_the_tower_and_splits_one_that_is_trained(plan_of, images, frozen):
+    flags = f"{VLM} --num-layers 6 --images-per-sample {images} --pipeline-model-parallel-size 4 {frozen}"
     plan = plan_of(f"{flags} --pipeline-model-parallel-layout auto", facts=Facts(world_size=4))
-    spec, length = plan.derived.model_spec, sample_length(plan.config)
-    (layer, *_), head = spec.flops_per_token(length)
-    tower = spec.vision_flops_per_token(length)
+    derived, length = plan.derived, sample_length(plan.config)
+    layers, head = derived.model_spec.flops_per_token(length)
+    tower = derived.model_spec.vision_flops_per_token(length)
+    assert len(tower) == (1 if frozen else 6)
+    costs = [*tower, *layers, head]
 
-    def slowest(counts):
-        return max(n * layer + tower * (i == 0) + head * (i == 3) for i, n in enumerate(counts))
+    def slowest(ends):
+        return max(sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)]))
 
-    splits = [one for one in product(range(9), repeat=4) if sum(one) == 8 and one[1] and one[2]]
-    assert slowest(plan.derived.pipeline_layers) == min(map(slowest, splits))
-    assert (plan.derived.pipeline_layers[0] == 0) == (images == 40)
+    of_tower = derived.tower_layers or (len(tower), 0, 0, 0)
+    ends = accumulate(map(sum, zip(of_tower, derived.pipeline_layers, strict=True)))
+    assert slowest(list(ends)[:3]) == min(map(slowest, combinations(range(1, len(costs)), 3)))
+    assert (sum(of_tower), sum(derived.pipeline_layers)) == (len(tower), 6)
+    assert bool(derived.tower_layers) == (not frozen and images == 40)
