@@ -55,7 +55,7 @@ class Alert:
 
 @dataclass
 class _Reported:
-    """The state of a run of which alerts were sent."""
+    """The state of a run, up to the last look."""
 
     iteration: int
     faults: int

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     asked = {item.flag.flag: item for item in found if isinstance(item, GivenFlag)}
     notes, refusals = answers(asked.values())
     notes += [graded(item, "nothing") for item in found if isinstance(item, str)]
-    notes += (PlanNote(text, "result") for text in _override_notes(flags, given))
+    notes += _override_notes(flags, given)
     problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
     values = {item.path: item.value for item in given}
     if values.get("training.eval_only") and values.pop("checkpoint.save", None):
@@ -111,12 +111,13 @@ def _file_values(flag: FlagWords) -> Iterator[_Found]:
                 yield item
 
 
-def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[str]:
+def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[PlanNote]:
     """Name the flags that override a --yaml-cfg file: Megatron-LM reads the file alone."""
     in_files = {item.path for item in given if item.origin.kind == "yaml"}
     over = [item.origin.detail for item in given if item.origin.kind == "flag" and item.path in in_files]
     if over and any(flag.flag == "--yaml-cfg" for flag in flags):
-        yield f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
+        text = f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
+        yield PlanNote(text, "result")
 
 
 def target(flag: FlagWords) -> str:
