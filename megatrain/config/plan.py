@@ -62,6 +62,8 @@ class Derived(CheckedSection):
     """Number of ranks."""
     data_parallel_size: int = OPEN
     """Ranks that read different samples: ranks / (tp * cp * pp)."""
+    pack_group_sizes: tuple[int, ...] = OPEN
+    """Sizes of the groups of context ranks of packs, ascending; empty: no documents are packed."""
     expert_tensor_parallel_size: int = OPEN
     """Ranks over which the matrices of an expert are split."""
     startup_timeout_seconds: int = OPEN

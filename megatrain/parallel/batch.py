@@ -80,6 +80,8 @@ class Batch:
         )
 
 
+NUM_LATE = 2
+"""Weight gradients of a projection to heads and of one from heads take longer than a transfer of tokens to experts."""
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "is_token", "types", "are_swapped", "images")
 
 
@@ -106,7 +108,7 @@ class PassInfo:
     deferred: list[Callable[[], None]] | None = None
     """Weight gradients to compute later in the schedule; None: they are computed at once."""
     late: list[Callable[[], None]] | None = None
-    """The newest weight gradient that overlaps with the next transfer of the backward pass; None: such are computed at once."""
+    """The newest weight gradients, which overlap with the next transfer of the backward pass; None: such are computed at once."""
     splits_backward: bool = False
     """The schedule computes weight gradients as separate actions."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -120,13 +122,14 @@ class PassInfo:
         if self.deferred is not None:
             self.deferred.append(work)
         elif may_be_late and self.late is not None:
-            self.compute_late()
+            while len(self.late) == NUM_LATE:
+                self.late.pop(0)()
             self.late.append(work)
         else:
             work()
 
     @torch.no_grad()
     def compute_late(self) -> None:
-        """Compute the gradient in `late`."""
+        """Compute the gradients in `late`."""
         while self.late:
-            self.late.pop()()
+            self.late.pop(0)()

@@ -61,6 +61,7 @@ class TensorParallel:
     """The sequence is split over `group` between layers."""
     peers: PeerMemory | None = None
     """Memory for sends that GEMMs overlap (`sequence_parallel`, size above 1); None: layers use collectives."""
+    halves_gradients: bool = False  # True: see `gemms.first_half`
 
     @property
     def size(self) -> int:
@@ -256,7 +257,9 @@ class _ColumnLinear(Function):
         dx, reduction = gemms.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
         x = _until_accumulated(full_x, tp, ctx.info)
-        _accumulate_weight_gradient(ctx.weight_grad, dy, x, ctx.info, may_be_late=tp.size == 1)
+        halved = peers if tp.halves_gradients and ctx.info.deferred is None else None
+        grad, rows = gemms.first_half(ctx.weight_grad, dy, x, halved) if halved else (ctx.weight_grad, dy)
+        _accumulate_weight_gradient(grad, rows, x, ctx.info, may_be_late=tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, *[None] * 7
@@ -307,14 +310,13 @@ class _Linear(Function):
         x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0][0] if ctx.returns_partial_sums else grads[0]
         dy, dx = (dy, torch.matmul(dy, w)) if peers is None else gemms.all_gather_gemm(dy, w, peers)
-        if (
-            ctx.is_recomputed
-        ):  # y takes the memory of dx, then dx the memory of x, which no other operation reads
+        if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x: nothing else reads them
             y = dx
         if ctx.activation is not None:
             out, is_last = (y, True) if ctx.is_recomputed else (None, False)
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
-        _accumulate_weight_gradient(ctx.weight_grad, _until_accumulated(dy, ctx.tp, ctx.info), y, ctx.info)
+        rows = _until_accumulated(dy, ctx.tp, ctx.info)
+        _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         return dx, *[None] * 7
 

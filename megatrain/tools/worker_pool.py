@@ -33,8 +33,8 @@ import torch.distributed as dist
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.process_groups import destroy_groups, make_group
 
-_MOST_NCCL_JOBS = 20
-"""Jobs before workers are replaced; after 40 jobs of four ranks each worker held 22 GB."""
+_MOST_NCCL_JOBS = 40
+"""Jobs before workers are replaced. After 40 jobs of four ranks each worker holds 22 GB; workers of other world sizes share its GPU."""
 _Worker: TypeAlias = "tuple[Any, Connection[Any, Any]]"
 """A process and its connection."""
 

@@ -91,6 +91,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
         others=distillation,
+        has_packs=bool(plan.derived.pack_group_sizes),
     )
     return dataclasses.replace(model, distillation=distillation)
 
@@ -310,7 +311,7 @@ def build_graphs(
 ) -> Graphs:
     """Build what records the passes of training and replays them."""
     build = functools.partial(build_executor, plan, model, NoHooks(), grid, device)
-    if model.placement.num_stages > 1:
+    if model.placement.num_stages > 1 or _overlaps_passes(plan):
         return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers)
     return MicrobatchGraphs(
         build(Executor), recorder, casts_weights=model.fp8 is not None, peers=model.tp.peers

@@ -150,6 +150,12 @@ def test_steps_computed_again_with_more_memory_for_experts_change_no_bit() -> No
     )
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_cuda_graphs_of_passes_in_turn_on_four_gpus_change_no_bit() -> None:
+    flags = f"--bf16 {MANY_EXPERTS} --expert-model-parallel-size 4 --global-batch-size 24"
+    compare_with_graphs(f"{flags} --overlap-moe-expert-parallel-comm", num_gpus=4)
+
+
 def compare_with_graphs(flags: str, num_gpus: int, more: str = "") -> None:
     """Compare 20 iterations with and without graphs, and `more` flags with them. Fails if a bit differs."""
     command = [sys.executable, "scripts/check_determinism.py", "--gpus", str(num_gpus)]

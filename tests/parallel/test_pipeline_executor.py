@@ -86,5 +86,5 @@ def test_late_gradients_are_complete_before_the_hooks_read_them(late_gradients: 
         first = ["head dx", "layer dx", "head dW", "layer dW"]
     last = ["head dx", "head dW", "head ready", "layer dx", "layer dW", "layer ready"]
     if late_gradients == "all":  # the hooks read none
-        last = ["head dx", "head ready", "layer dx", "head dW", "layer ready", "layer dW"]
+        last = ["head dx", "head ready", "layer dx", "layer ready", "head dW", "layer dW"]
     assert events == first + last

@@ -59,13 +59,13 @@ def test_both_passes_begin_before_other_work_and_wait_after_it() -> None:
     assert torch.equal(x.grad, 6 * torch.ones(2, 3))
 
 
-def test_the_newest_late_weight_gradient_overlaps_with_the_gradient() -> None:
+def test_the_newest_late_weight_gradients_overlap_with_the_gradient() -> None:
     events: list[str] = []
     info = PassInfo(late=[])
-    for name in ("older", "newest"):
+    for name in ("oldest", "newer", "newest"):
         info.compute_weight_gradient(lambda name=name: events.append(name), may_be_late=True)
     info.compute_weight_gradient(lambda: events.append("not late"))
-    assert events == ["older", "not late"]
+    assert events == ["oldest", "not late"]
 
     def sent(x: Tensor) -> tuple[Tensor, Transfer]:
         events.append("begin")
@@ -75,9 +75,9 @@ def test_the_newest_late_weight_gradient_overlaps_with_the_gradient() -> None:
     rows = transfer.finish(transfer.begin(torch.ones(2, 3, requires_grad=True)))
     events.clear()
     rows.sum().backward()
-    assert events == ["begin", "newest", "wait for rows"]
+    assert events == ["begin", "newer", "newest", "wait for rows"]
     info.compute_late()
-    assert len(events) == 3
+    assert len(events) == 4
 
 
 def test_appended_columns_are_received_without_a_gradient() -> None:

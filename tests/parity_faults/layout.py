@@ -25,6 +25,7 @@ from megatrain.parallel.context import context_attention, gathered_attention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.tensor_overlap import gemms
 from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine, routers
@@ -34,6 +35,18 @@ from megatrain.training.routers import Routers
 def _dropped_all_reduce() -> AbstractContextManager[Any]:
     """Skip the all-reduces of tensor-parallel layers; the cross-entropy keeps its own."""
     return mock.patch.object(tensor_parallel, "_sum", lambda x, _group: x.clone())
+
+
+def _later_half_lost() -> AbstractContextManager[Any]:
+    """Drop the half of an MLP's weight gradient that overlaps the next gather."""
+    first_half = gemms.first_half
+
+    def lost(*arguments: Any) -> Any:
+        first = first_half(*arguments)
+        arguments[-1].late.clear()
+        return first
+
+    return mock.patch.object(gemms, "first_half", lost)
 
 
 def _wrong_scale() -> AbstractContextManager[Any]:
@@ -289,6 +302,7 @@ def _biases_not_reduced() -> AbstractContextManager[Any]:
 
 LAYOUT_FAULTS: dict[str, tuple[Patch, str]] = {
     "dropped all-reduce": (_dropped_all_reduce, "tp2"),
+    "later half of a weight gradient lost": (_later_half_lost, "tp2 sp tpoverlap"),
     "wrong scale": (_wrong_scale, "dp2 zero1 overlap"),
     "stale gather": (_stale_gather, "dp2 zero1 overlap"),
     "gradient reduction of one bucket skipped": (_first_bucket_skipped, "dp2 zero1 overlap"),

@@ -54,6 +54,7 @@ _HIDDEN_IF_EQUAL: Final = (
     ("derived.phase_transitions", ()),
     ("derived.train_start", 0),
     ("derived.later_phases", ()),
+    ("derived.pack_group_sizes", ()),
 )
 """Values that are hidden while they have this value. None is hidden too."""
 

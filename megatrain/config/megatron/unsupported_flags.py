@@ -10,11 +10,6 @@ from megatrain.config.megatron.answer import missing
 UNSUPPORTED_FLAGS: Final = (
     # Parallelism
     missing(
-        "context parallelism with a different number of ranks per sample is not supported",
-        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
-        instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
-    ),
-    missing(
         "interleaved gates of experts, and probabilities applied to their inputs, are not supported",
         "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),

@@ -39,6 +39,11 @@ _NOT_WITH_STORED_DOCUMENTS: Final = conflict(
     "data.dataloader_inter_document_masking",
     why=", which uses the stored document boundaries, not end-of-document tokens",
 )
+_PACKED_ALONE: Final = (
+    conflict("data.dataset", why=", whose samples have one length"),
+    conflict("data.full_validation", why=", whose last batch is not full"),
+    conflict("data.multiple_validation_sets", why=", whose last batches are not full"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,14 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     sft: bool = setting(False, on_resume=ORDER, conflicts=_NEEDS_FILES)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
+    pack_documents: bool = setting(
+        False, on_resume=ORDER, needs=_GPT, conflicts=(_ORDERED, _NOT_WITH_SFT, *_PACKED_ALONE)
+    )
+    """Samples are whole documents in an order that --seed decides; one that is longer than --seq-length is cut into several. Those of a global batch are packed into micro-batches, with attention and positions of their own. Not in Megatron-LM."""
+    varlen_mock_dataset_config_json: str | None = setting(
+        None, on_resume=ORDER, needs=(on("data.pack_documents"), on("data.mock_data"))
+    )
+    """Lengths of the documents of --mock-data: JSON, or a file of it, such as {"type": "lognormal", "min_seq_len": 64, "max_seq_len": 131072, "mean_seq_len": 8192, "lognormal_sigma": 1.5}."""
     mask_prob: float = setting(0.15, above=0, at_most=1, on_resume=ORDER, needs=_MASKED)
     """BERT and T5: share of the tokens of a sample that are masked."""
     short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
@@ -164,6 +177,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             or self.dataloader_inter_document_masking
             or self.sft
             or self.use_packed_sequence
+            or self.pack_documents
         )
 
     @property

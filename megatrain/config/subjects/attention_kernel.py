@@ -91,7 +91,7 @@ def attention_kernel(draft: Draft) -> Notes:
 
 def _padded_values(kernel: str, draft: Draft) -> str:
     """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
-    is_native = kernel in ("sdpa", "math") and draft.config.parallel.context_parallel_size == 1
+    is_native = kernel in ("sdpa", "math") and not draft.derived.cp_comm_types
     widths = {(mixer.v_head_dim, mixer.head_dim) for mixer in attentions(draft)}
     narrow = sorted(width for width in widths if width[0] < width[1])
     if is_native or not narrow:
@@ -232,6 +232,6 @@ def _features(draft: Draft) -> list[str]:
         "windows": has_windows(draft),
         "gathered keys": any("all_gather" in each for each in draft.derived.cp_comm_types),
         "sinks": has_sinks(draft),
-        "context ranks": draft.config.parallel.context_parallel_size > 1,
+        "context ranks": bool(draft.derived.cp_comm_types),
     }
     return [feature for feature, is_used in features.items() if is_used]

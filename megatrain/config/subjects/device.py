@@ -191,8 +191,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"
-    if config.distillation.export_kd_teacher_load is not None:
-        yield "the host keeps the outputs of a teacher"
+    if derived.distillation is not None:
+        yield "the host keeps or reads the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
     yield from _obstacles_of_ranks(draft)
@@ -215,8 +215,6 @@ def _obstacles_of_experts(draft: Draft) -> Iterator[str]:
         yield "torch's grouped products wait for the host on this GPU"
     if parallel.expert_model_parallel_size > 1 and experts.sends_by_alltoall:
         yield "the host reads the counts of an all-to-all; --moe-alltoall-as-allgather has none"
-    if experts.overlap_moe_expert_parallel_comm:
-        yield "--overlap-moe-expert-parallel-comm runs passes of two micro-batches in turn"
     if experts.moe_shared_expert_overlap:
         yield "the memory of --moe-shared-expert-overlap is shared by two streams"
     if "global_aux_loss" in experts.moe_router_load_balancing_type:

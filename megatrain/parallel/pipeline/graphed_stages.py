@@ -1,4 +1,4 @@
-"""CUDA graphs of a pipeline rank: one of each pass, since ranks send messages between passes.
+"""CUDA graphs of a pipeline rank: one of each action, since ranks send messages between passes, or run two passes in turn.
 
     message -> fixed input -> graph of the pass -> fixed output -> message
 

@@ -3,17 +3,21 @@
     all-gather, GEMM        send x to the peers | GEMM of local rows            | GEMMs of received rows
     GEMM, reduce-scatter    GEMM of peers' rows | send it, GEMM of local rows   | sum of both
 
+The gather of a small backward GEMM, an attention's output projection, takes longer than the GEMM: half of a weight gradient overlaps it.
+
 Copy engines send while the SMs multiply. Ranks' parts are summed in the order of the ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels.sums import sum_parts
+from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
@@ -27,18 +31,35 @@ def gathered_gemm(x: Tensor, weight: Tensor, peers: PeerMemory, bias: Tensor | N
 def all_gather_gemm(x: Tensor, weight: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
     """Gather the ranks' rows and multiply them: [n, ..., i] and [i, o] -> [n * size, ..., i] and [n * size, ..., o].
 
-    The second send after this one overwrites the gathered rows.
+    The third send after this one overwrites the gathered rows.
     """
     received = _gather(x, peers)
+    while peers.late:
+        peers.late.pop(0)()
     out = _gemm_of_received(x, received, weight, peers)
     received.wait()
     return received.parts.flatten(0, 1), out
 
 
 def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
-    """Begin to concatenate the ranks' rows: [n, ...] -> [n * size, ...]; the second send after this one overwrites them."""
+    """Begin to concatenate the ranks' rows: [n, ...] -> [n * size, ...]; the third send after this one overwrites them."""
     received = _gather(x, peers)
     return received.parts.flatten(0, 1), Transfer(received)
+
+
+def first_half(grad: Tensor | None, dy: Tensor, x: Tensor, peers: PeerMemory) -> tuple[Tensor | None, Tensor]:
+    """Return the first half of the rows of a weight gradient, with their dy; the next `all_gather_gemm` adds the other half.
+
+    Args:
+        dy: gradient of the output, [..., o].
+        x: input, [..., i]; gathered rows are those of the send before the last one.
+    """
+    if grad is None:
+        return grad, dy
+    half = len(grad) // 2
+    first, second = dy.flatten(0, -2).split((half, len(grad) - half), dim=1)
+    peers.late.append(partial(accumulate_weight_gradient, grad[half:], second, x.flatten(0, -2)))
+    return grad[:half], first
 
 
 def gemm_reduce_scatter(
@@ -49,7 +70,7 @@ def gemm_reduce_scatter(
     The ranks' terms are rounded to the dtype of `x` before they are summed.
 
     Args:
-        returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the second send after this one overwrites them.
+        returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the third send after this one overwrites them.
     """
     rows = x.unflatten(0, (peers.group.size, -1))
     received = peers.send((rank, torch.matmul(rows[rank], weight)) for rank in peers.peers)

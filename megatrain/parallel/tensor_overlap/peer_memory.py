@@ -1,15 +1,15 @@
 """Sends between the ranks of a group: each part is written into the memory of its rank (GPUs), or is a message (CPUs).
 
-All ranks of the group send in the same sequence. A rank's memory has three slots, used in turn, and for each slot a flag of each
+All ranks of the group send in the same sequence. A rank's memory has four slots, used in turn, and for each slot a flag of each
 peer, which is set when that peer's part has arrived, and cleared when it has been waited for. A peer completes send n after its
-model's stream reached send n, so its flag of send n + 2 says that it no longer reads what it received in send n, and send
-n + 3 may overwrite that slot. Nothing in a send but its slot differs from the send before: a CUDA graph repeats sends, if
+model's stream reached send n, so its flag of send n + 3 says that it no longer reads what it received in send n, and send
+n + 4 may overwrite that slot. Nothing in a send but its slot differs from the send before: a CUDA graph repeats sends, if
 their number is a multiple of the slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import RankGroup
 
-NUM_SLOTS = 3
+NUM_SLOTS = 4
 _ALIGNMENT = 512
 """Slots begin at a multiple of this many bytes."""
 
@@ -35,6 +35,8 @@ class PeerMemory:
         self._num_sends = 0
         self.slots: Slots | None = None
         """The memory; a graph that repeats sends keeps it."""
+        self.late: list[Callable[[], None]] = []
+        """Work that the next gather overlaps; it reads what was received in the send before the last one."""
 
     @property
     def peers(self) -> list[int]:
@@ -47,7 +49,7 @@ class PeerMemory:
         Args:
             parts: ranks and what they receive, equal shapes: one for each peer, and optionally one for this rank.
         Returns:
-            What this rank receives; it is overwritten by the second send after this one.
+            What this rank receives; it is overwritten by the third send after this one.
         """
         sends: Sends | None = None
         for to_rank, part in parts:

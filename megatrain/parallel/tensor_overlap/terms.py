@@ -15,7 +15,7 @@ from megatrain.kernels import norms
 class PendingTerm:
     """The term of a sum that another rank sent, left to the operation that reads the sum; None: the sum is complete.
 
-    The second send after its own overwrites the term.
+    The third send after its own overwrites the term.
     """
 
     value: Tensor | None = None

@@ -19,7 +19,8 @@ from megatrain.checkpoint.find import (
     leftovers,
     node_files,
 )
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import verify as verify_files
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
 from megatrain.config.errors import ConfigError, NoCheckpointError

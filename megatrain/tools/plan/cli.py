@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatrain.config.errors import ConfigError
-from megatrain.tools.plan import pipeline
+from megatrain.tools.plan import failures, pipeline
 from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
@@ -41,7 +41,7 @@ def _add_layouts(actions: Any) -> None:
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
-        " [--top N] [--search] [--json]",
+        " [--top N] [--search] [--json] [--failures]",
         description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
         f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
@@ -69,6 +69,7 @@ def _add_layouts(actions: Any) -> None:
         help="search other layouts than that of the flags, and list it with them",
     )
     layouts.add_argument("--json", action="store_true", help="print one JSON object")
+    failures.add_flags(layouts)
 
 
 def _add_pipeline(actions: Any) -> None:
@@ -106,6 +107,7 @@ def _add_pipeline(actions: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the fastest layouts of a run; return the exit code."""
+    failures.check_flags(arguments)
     cluster = _cluster(arguments)
     limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
     one_run = dataclasses.replace(Run.of(arguments.run_flags, cluster), keeps_layout=not arguments.search)
@@ -119,11 +121,26 @@ def run(arguments: argparse.Namespace) -> int:
             " the data-parallel size",
         )
     given = given_layout(one_run, workload)
+    lost = _losses(arguments, one_run, found[0] if isinstance(given, str) else given)
     if arguments.json:
-        print(json.dumps(_to_dict(found, given, limit)))
+        more = {} if lost is None else {"failures": failures.to_dict(lost)}
+        print(json.dumps(_to_dict(found, given, limit) | more))
     else:
         print("\n".join(_text(one_run, workload, found, given, limit)))
+        print(
+            "\n".join(failures.text(lost) if lost is not None else ()), end="\n" if lost is not None else ""
+        )
     return 0
+
+
+def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failures.Losses | None:
+    """Return what failures cost with --failures, with the step of a layout."""
+    if not arguments.failures:
+        return None
+    interval = one_run.request.known("checkpoint.save_interval")
+    return failures.losses(
+        arguments, num_gpus=one_run.cluster.num_gpus, step=layout.time.total, save_interval=interval
+    )
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -18,6 +18,8 @@ from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.export import HfExport
 
 Method = Literal["rtn", "gptq", "awq"]
+_EXPERT_FORMATS: Final = ("fp8-tensor", "fp8-channel", "int8-weights", "int4")
+"""Formats of which transformers joins the weights of experts; it does not round the inputs of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Options:
     dtype: torch.dtype
     """Dtype of scales and of the tensors that are not quantized."""
     device: torch.device
+    keeps_scales: bool = False
+    """The checkpoint has the scales of this format, of --qat."""
 
     @property
     def is_calibrated(self) -> bool:
@@ -93,12 +97,9 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
     ours: dict[str, int] = {}
     for number, layer in enumerate(spec.layers):
         for linear in layer.linears(spec.hidden_size):
-            if linear.num_experts:
-                raise _refusal(
-                    export, "its experts are stacked, which compressed-tensors has no linear layers for"
-                )
             prefix = f"{spec.layer_name(number)}.{linear.part}"
-            ours |= {f"{prefix}.{piece.name}.weight": number for piece in linear.pieces}
+            experts = [f"{prefix}.{expert}" for expert in range(linear.num_experts)] or [prefix]
+            ours |= {f"{each}.{piece.name}.weight": number for each in experts for piece in linear.pieces}
     if export.family.auto_class != "AutoModelForCausalLM" or len(spec.stacks) > 1:
         raise _refusal(export, "only models that generate text from left to right are quantized")
     linears = {
@@ -106,6 +107,15 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
         for name, one in export.tensors.items()
         if one.parts and one.parts[0].name in ours
     }
+    if any(len(export.tensors[name].shape) == 3 for name in linears):
+        raise _refusal(
+            export, "its experts are stacked in one tensor, for which compressed-tensors has no linear layers"
+        )
+    if any(layer.experts is not None for layer in spec.layers) and options.name not in _EXPERT_FORMATS:
+        raise InputError(
+            f"{export.path}: transformers does not read experts in --format {options.name}",
+            fix=f"use --format with one of {', '.join(_EXPERT_FORMATS)}",
+        )
     if any(export.tensors[name].is_transposed for name in linears):
         raise _refusal(export, "its weights are those of Conv1D, which compressed-tensors does not read")
     _check_sizes(export, linears, options)

@@ -274,6 +274,7 @@ def grid_shape(plan: Plan) -> GridShape:
         is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
+        pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
     )
@@ -291,10 +292,17 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Print the launcher and its variables.
 
     Raises:
-        ConfigError: the variables contradict each other, possibly those of this rank alone.
+        ConfigError: the variables contradict each other, possibly those of this rank alone; or rank 0 may open too few files.
     """
     if environment.problems:
         raise ConfigError.of(environment.problems)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if environment.rank == 0 and 0 <= files < environment.open_files:
+        raise ConfigError(
+            f"rank 0 may open {files:,} files, and the connections of {environment.world_size:,} ranks need"
+            f" {environment.open_files:,}",
+            fix=f"run `ulimit -n {environment.open_files}` on the host of rank 0, or set LimitNOFILE of the service that starts it",
+        )
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
         console.print(f"> started by {how}: {environment.description}")

@@ -17,6 +17,7 @@ from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.simulator import Simulation, simulate
+from megatrain.training.batches import build_samples
 from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts, plan_on_any_device
@@ -28,6 +29,7 @@ from megatrain.training.planning.host_memory import HostMemory, host_memory, hos
 from megatrain.training.planning.memory_limit import HostUse, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
+from megatrain.training.planning.packed_step import PackedStep, packed_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,8 @@ class DryRun:
     timeline: Timeline
     duration: Duration
     pipeline: Pipeline
+    packs: PackedStep | None
+    """Packs of the first global batch; None: documents are not packed."""
     host_memory: HostMemory | None
     """Host memory of --async-save; None: the run does not save in the background."""
     host_use: HostUse | None
@@ -161,6 +165,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         timeline=timeline,
         duration=duration_of(plan, engines[0], model.parameters, timeline.checkpoints, device_name),
         pipeline=pipeline,
+        packs=_packs(plan, facts),
         host_memory=copies,
         host_use=on_host,
     )
@@ -233,6 +238,13 @@ def _pipeline(plan: Plan) -> Pipeline:
         first_bubble_share=simulated(first).bubble_fraction,
         microbatches_in_flight=simulation.peak_activations,
     )
+
+
+def _packs(plan: Plan, facts: Facts) -> PackedStep | None:
+    if not plan.config.data.pack_documents:
+        return None
+    samples = build_samples(plan, facts, log=lambda _: None).train
+    return None if samples is None else packed_step(plan, samples)
 
 
 def _rank_layout(plan: Plan, reason: str) -> RankLayout:

@@ -23,6 +23,7 @@ _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
 _MANY_CHECKPOINTS: Final = 5
 """More checkpoints than these are worth a word on --keep-last."""
+_MAX_DRAWN_RANKS: Final = 16
 _MEMORY_TITLES: Final = (
     "",
     "weights",
@@ -60,6 +61,7 @@ def as_text(found: DryRun) -> str:
         _memory(found),
         _ranks(found),
         _pipeline(found),
+        *([_packs(found)] if found.packs is not None else []),
         _data(found),
         _timeline(found),
     )
@@ -256,6 +258,19 @@ def _pipeline(found: DryRun) -> Iterator[str]:
         )
     if len(set(pipeline.layers)) > 1:
         yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
+
+
+def _packs(found: DryRun) -> Iterator[str]:
+    packs = found.packs
+    assert packs is not None
+    yield (
+        f"packs: the first global batch has {packs.documents:,} documents of {packs.tokens:,} tokens, the longest {packs.longest:,}"
+    )
+    groups = ", ".join(f"{count:,} on {size} rank{'s' * (size > 1)}" for size, count in packs.packs.items())
+    yield f"  {packs.scheduler}: {groups}; idle {packs.idle_share:.1%}, {packs.time_over_bound - 1:.1%} above a lower bound"
+    for name, ratio in packs.time_by_scheduler.items():
+        yield f"  {name} with groups of the largest size would take {ratio:.2f} x as long"
+    yield from (f"  {line}" for line in packs.drawing[:_MAX_DRAWN_RANKS])
 
 
 def _data(found: DryRun) -> Iterator[str]:

@@ -70,7 +70,9 @@ def overlapped_and_plain(
             f"{name} of {width} x {inner}": value
             for width, inner in sizes
             for name, value in passes(
-                TensorParallel(grid.tp, grid.kv, sequence_parallel=True, peers=peers),
+                TensorParallel(
+                    grid.tp, grid.kv, sequence_parallel=True, peers=peers, halves_gradients=device == "cpu"
+                ),
                 width,
                 inner,
                 dtype,
@@ -85,7 +87,7 @@ def overlapped_and_plain(
 def passes(
     tp: TensorParallel, width: int, inner: int, dtype: torch.dtype, device: str, *, is_deferred: bool
 ) -> dict[str, Tensor]:
-    """Run a norm, a column-parallel layer and a row-parallel one with biases, forward and backward, a few times."""
+    """Run a row-parallel layer, a norm, a column-parallel layer and row-parallel ones, forward and backward, a few times."""
     generator = torch.Generator().manual_seed(tp.rank)
 
     def randn(*shape: int) -> Tensor:
@@ -104,20 +106,24 @@ def passes(
     for index in range(PASSES):
         if device == "cuda" and index % tp.size == tp.rank:
             torch.cuda._sleep(20_000_000)  # about 10 ms: the other rank's sends must wait for this one
-        x, dy = randn(64 * tp.size, 2, width).requires_grad_(), randn(64 * tp.size, 2, width)
+        z, dy = randn(64 * tp.size**2, 2, inner).requires_grad_(), randn(64 * tp.size, 2, width)
+        x = row_linear(z, down, grads["down"], tp, info)
         term = PendingTerm()
         total, normed = functions.norm(x, None, norm, 1e-5, 0.0, term)
         middle = column_linear(normed, up, grads["up"], tp, info, biases[0], dx_term=term)
         y = row_linear(middle, down, grads["down"], tp, info, biases[1], activation=Activation(fn=GELU))
-        inner = 2 * middle
+        doubled = 2 * middle
         returns_partial_sums = tp.peers is not None and tp.size == 2
-        delta = row_linear(inner, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
+        delta = row_linear(doubled, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
         y, normed = functions.norm(y + total, delta, norm, 1e-5, 0.0)
-        delta = row_linear(inner, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
+        delta = row_linear(doubled, down, grads["down"], tp, info, returns_partial_sums=returns_partial_sums)
         y = add_terms(y + normed, delta) if returns_partial_sums else y + normed + delta
         y.backward(dy)
-        assert x.grad is not None
-        found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dx {index}": x.grad}
+        assert z.grad is not None
+        found |= {f"middle {index}": middle.detach(), f"y {index}": y.detach(), f"dz {index}": z.grad}
+    assert tp.peers is None or not tp.peers.late, (
+        "the gather of the first layer overlaps half of a weight gradient"
+    )
     with torch.no_grad():
         for work in deferred or ():
             work()

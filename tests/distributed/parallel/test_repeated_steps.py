@@ -27,6 +27,7 @@ NUM_STEPS = 4
     ("words", "with_graphs"),
     [
         ("dp2 deepseek ep2 seqauxloss batch16", True),
+        nightly("dp2 mixtral ep2 moeoverlap batch16", True),
         nightly("dp2 zero2 overlap mixtral ep2 globalauxloss batch16", False),
         nightly("dp2 pp2 interleaved zero1 overlap mixtral ep2 uniform batch16", False),
     ],
@@ -88,6 +89,7 @@ def replay(work: Callable[[], None]) -> None:
     "words",
     [
         "tp2 sp tpoverlap llama",
+        "dp2 deepseek ep2 moeoverlap seqauxloss batch12",
         nightly("pp2 llama tied"),
         nightly("pp2 interleaved llama mtp1 noposts"),
         nightly("pp2 zbh1 dp2 zero1 overlap llama"),

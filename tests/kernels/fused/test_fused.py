@@ -9,6 +9,7 @@ from fused_helpers import DEVICE, DTYPES, drawn, near
 from megatrain.kernels import (
     activations,
     cross_entropy,
+    divergence,
     norms,
     output_gate,
     random,
@@ -18,6 +19,7 @@ from megatrain.kernels import (
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.fused import activations as fused_activations
 from megatrain.kernels.fused import cross_entropy as fused_cross_entropy
+from megatrain.kernels.fused import divergence as fused_divergence
 from megatrain.kernels.fused import norms as fused_norms
 from megatrain.kernels.fused import output_gate as fused_output_gate
 from megatrain.kernels.fused import random as fused_random
@@ -238,6 +240,23 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, num_real: in
         dtype,
         columns,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "num_real"), [(3, 7, 7), (4, 9000, 8999)])
+def test_divergence(dtype: torch.dtype, rows: int, columns: int, num_real: int, *, is_reversed: bool) -> None:
+    student, teacher = ((8 * drawn(rows, columns, seed=seed)).to(dtype) for seed in (1, 2))
+    sizes, scale = (1.7, num_real), drawn(rows, seed=3)
+    found = fused_divergence.statistics(student, teacher, *sizes, is_reversed=is_reversed)
+    expected = divergence.statistics_reference(student, teacher, *sizes, is_reversed=is_reversed)
+    for one, other in zip(found, expected, strict=True):
+        near(one, other, torch.float32, columns)
+    losses, log_sums = divergence.divergences(expected[2:], expected[:2], is_reversed=is_reversed)
+    arguments = (student, teacher.clone(), log_sums, losses, scale, *sizes)
+    gradient = divergence.gradient_reference(*arguments, is_reversed=is_reversed)
+    fused_divergence.write_gradient(*arguments, is_reversed=is_reversed)
+    near(arguments[1], gradient, dtype, columns)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

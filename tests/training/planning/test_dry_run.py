@@ -102,7 +102,7 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
         "plan", "model", "flops", "memory", "assumed_gpu", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "duration", "pipeline",
-        "host_memory", "host_use",
+        "packs", "host_memory", "host_use",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
         "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"

@@ -243,7 +243,7 @@ def test_recomputed_norms_are_not_saved() -> None:
 
 
 def test_the_memory_for_overlapped_sends_is_counted() -> None:
-    """Three slots for a whole sequence each, and the flags."""
+    """Four slots for a whole sequence each, and the flags."""
     flags: dict[str, str | None] = {
         "--device": "cuda",
         "--bf16": "",
@@ -252,7 +252,7 @@ def test_the_memory_for_overlapped_sends_is_counted() -> None:
     }
     plain = planned({**LLAMA, **flags, "--sequence-parallel": ""})
     overlapped = planned({**LLAMA, **flags, "--sequence-parallel": "", "--tp-comm-overlap": ""})
-    assert overlapped.communication == plain.communication + 3 * T * H * 2 + 512
+    assert overlapped.communication == plain.communication + 4 * T * H * 2 + 512
 
 
 def test_graphs_keep_their_memory_during_the_update() -> None:
