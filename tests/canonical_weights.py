@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.kernels.quantization.packing import unpack
+from megatrain.kernels.quantization.rounding import dequantize
 from megatrain.parallel.layout import BoxRange, ParamLayout, whole_box
+from megatrain.tools.quantization.plan import format_of
 
 
 class CopiedWeights:
@@ -43,3 +48,35 @@ def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
             reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
             hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
     return hashes
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder of transformers."""
+    return {
+        name: one for file in sorted(folder.glob("*.safetensors")) for name, one in load_file(file).items()
+    }
+
+
+def dequantized(folder: Path, name: str, target: Path, *, group_size: int = 16) -> Path:
+    """Write a folder of `megatrain quantize` again with weights that are not quantized, without compressed-tensors."""
+    stored, found = tensors_of(folder), {}
+    numbers = format_of(name, group_size if name == "int4" else None, "rtn").weights
+    for key, one in stored.items():
+        if key.endswith("weight_packed"):
+            key = key.removesuffix("_packed")
+            columns = int(stored[f"{key}_shape"][1])
+            values = unpack(one, numbers.num_bits, columns)
+        elif f"{key}_scale" in stored:
+            values = one
+        elif key.endswith(("weight_scale", "weight_shape")):
+            continue
+        else:
+            found[key] = one
+            continue
+        found[key] = dequantize(values.float(), stored[f"{key}_scale"].float(), numbers)
+    target.mkdir()
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (target / "config.json").write_text(json.dumps(config))
+    return target

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatrain.checkpoint.manifest import StoredTensor
+from megatrain.checkpoint.manifest import OF_TRAINING, StoredTensor
 from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
-from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import BoxRange, ParamLayout, Piece
@@ -56,7 +55,7 @@ class Adaptation:
         found = tensors.get(name)
         if found is None and self.adds_biases and name.endswith(".bias"):
             return None
-        if found is None and name.startswith(PROJECTION_PREFIX):
+        if name.startswith(OF_TRAINING) and (found is None or found.shape != piece.shape):
             return None
         if found is not None and name in (EMBEDDING_NAME, OUTPUT_NAME):
             rows = found.shape[0]
@@ -93,8 +92,8 @@ class AdaptedSource:
             initial.fill(out[known:], layout, BoxRange(box.piece, (rows, *others), 0))
 
     def _fill_new(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        """Fill a tensor that the checkpoint lacks: biases are 0, projections of a distillation are drawn."""
-        if box.piece.name.startswith(PROJECTION_PREFIX):
+        """Fill a tensor that the checkpoint lacks: biases are 0, tensors of a training alone are drawn."""
+        if box.piece.name.startswith(OF_TRAINING):
             InitialWeights(self.adaptation.seed).fill(out, layout, box)
         else:
             out.zero_()

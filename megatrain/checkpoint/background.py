@@ -156,6 +156,8 @@ class BackgroundWriter:
         copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream)
         self.optimizer.state_copied = copied
+        if any(one.layout.kind == "scale" for one in self.optimizer.buffers.registry.entries.values()):
+            copied.wait(torch.cuda.current_stream(self.optimizer.device))  # the next pass writes them
         return copied
 
     def _send_after(self, copied: torch.cuda.Event, request: list[dict[str, Any]]) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NoFolderError
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_root
 from megatrain.checkpoint.tensor_file import check_size
 from megatrain.storage.untrusted_json import list_of, parse_json, text
 
@@ -28,6 +29,8 @@ NODE_FILES_NAME = "node_files.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 OF_MEGATRON: Final = "a checkpoint of Megatron-LM, which pretrain.py, `megatrain generate` and `megatrain convert megatron-to-megatrain` read"
 _MAX_LIST_BYTES = 1 << 26
+_CHECKS_AT_A_TIME = 16
+"""Files whose size is asked for at the same time: each answer of a shared file system takes a while."""
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*|\.rank-[0-9a-f]+-\d+")
 
@@ -119,33 +122,39 @@ def is_of_megatron(path: Path) -> bool:
 
 
 def check_folder(path: Path, iteration: int) -> Manifest:
-    """Check the manifest and file sizes of a checkpoint, and return the manifest.
+    """Check the manifest and file sizes of a checkpoint, and return the manifest, without its parts.
 
     Raises:
-        DamagedError, MismatchError: see `read_manifest`; or a file is missing or has another size.
+        DamagedError, MismatchError: see `read_root`; or a file is missing or has another size.
     """
     if path.is_symlink():
         raise DamagedError(f"{path}: a link, not a folder")
-    manifest = read_manifest(path)
+    manifest = read_root(path)
     if manifest.iteration != iteration:
         raise DamagedError(f"{path}: the manifest is of iteration {manifest.iteration}")
-    for name in node_files(path, manifest):
+    sizes = manifest.sizes
+
+    def check(name: str) -> None:
         try:
-            check_size(path / name, (path / name).lstat().st_size, manifest.files[name])
+            check_size(path / name, (path / name).lstat().st_size, sizes[name])
         except OSError as error:
             raise DamagedError(f"{path / name}: {error.strerror}") from error
+
+    with ThreadPoolExecutor(_CHECKS_AT_A_TIME) as pool:
+        for _ in pool.map(check, node_files(path, manifest)):
+            pass
     return manifest
 
 
 def node_files(path: Path, manifest: Manifest) -> list[str]:
-    """Return the files of a checkpoint that are in its folder: all, unless it is divided over the disks of several nodes.
+    """Return the files and parts of a checkpoint that are in its folder: all, unless it is divided over the disks of several nodes.
 
     Raises:
         DamagedError: the list is damaged.
     """
     file = path / NODE_FILES_NAME
     if not file.exists():
-        return list(manifest.files)
+        return list(manifest.sizes)
     try:
         names: list[str] = parse_json(
             read_small_file(file, max_bytes=_MAX_LIST_BYTES), max_bytes=_MAX_LIST_BYTES
@@ -153,7 +162,7 @@ def node_files(path: Path, manifest: Manifest) -> list[str]:
         list_of(text(max_characters=300))(names, NODE_FILES_NAME)
     except (RecursionError, ValueError) as error:
         raise DamagedError(f"{file}: {str(error)[:500]}") from error
-    if unknown := sorted(set(names) - set(manifest.files)):
+    if unknown := sorted(set(names) - set(manifest.sizes)):
         raise DamagedError(f"{file}: {unknown[0]} is not a file of this checkpoint")
     return names
 

@@ -21,10 +21,10 @@ from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchE
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
-from megatrain.checkpoint.manifest import Manifest
+from megatrain.checkpoint.manifest import OF_TRAINING, Manifest, name_key
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
-from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, LoadTarget, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
@@ -207,7 +207,7 @@ def check_names(
     Returns:
         Bit set of the checkpoint's tensors that are used, in the order of their names, as a hexadecimal number.
     """
-    bit_of = {name: 1 << number for number, name in enumerate(sorted(reader.manifest.tensors))}
+    bit_of = {name: 1 << number for number, name in enumerate(_stored_names(reader.manifest))}
     used = 0
     for entry in registry.entries.values():
         pieces = entry.layout.pieces
@@ -216,8 +216,14 @@ def check_names(
         for piece in filter(None, stored):
             for kind in kinds_of(entry.layout):
                 reader.kind(piece.name, piece.shape, kind)
-            used |= bit_of[piece.name]
+            used |= bit_of[name_key(piece.name) if reader.manifest.parts else piece.name]
     return f"{used:x}"
+
+
+def _stored_names(manifest: Manifest) -> list[str]:
+    """Return the names of all tensors in order; of a manifest in parts, their keys."""
+    keys = set[str]().union(*(part.name_keys for part in manifest.parts.values()))
+    return sorted(keys if manifest.parts else manifest.tensors)
 
 
 def check_no_unused_tensors(
@@ -227,11 +233,13 @@ def check_no_unused_tensors(
     together = 0
     for bits in used:
         together |= int(bits, 16)
-    unused = [
-        name for number, name in enumerate(sorted(reader.manifest.tensors)) if not together >> number & 1
-    ]
+    names = _stored_names(reader.manifest)
+    unused = [name for number, name in enumerate(names) if not together >> number & 1]
+    if unused and reader.manifest.parts:
+        keys = set(unused)
+        unused = sorted(name for name in read_manifest(reader.path).tensors if name_key(name) in keys)
     unused = unused if adaptation is None else adaptation.unused(unused)
-    unused = [name for name in unused if not name.startswith(PROJECTION_PREFIX)]  # serve a distillation alone
+    unused = [name for name in unused if not name.startswith(OF_TRAINING)]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
@@ -292,7 +300,8 @@ def _load_candidate(
         if foreign is not None:
             return foreign
         manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
-        return CheckpointReader(candidate.path, manifest)
+        # An adaptation asks which tensors there are.
+        return CheckpointReader(candidate.path, manifest, rank=grid.rank if adaptation is None else None)
 
     return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, adaptation=adaptation)
 

@@ -7,6 +7,9 @@
                                     {"file", "key", "box": [[start, stop], ...], "checksums"}]}}}},
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
+A checkpoint of many ranks is version 4, with `"parts"` instead of files and tensors: a part next to the shards of each rank has those of
+the rank (parts.py). Smaller ones are version 3.
+
 `checksums` has eight hexadecimal digits for each block of `block_bytes` of the chunk (block_checksums.py). In version 2 these are
 `crc32s` of the blocks; in version 1, `crc32` is the checksum of the whole chunk.
 A manifest is untrusted input: every value is checked, and no file name leads out of the folder.
@@ -20,9 +23,9 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -31,15 +34,16 @@ from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.stored_values import check_stored_values, make_lists
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
+from megatrain.config.schema.quantization import SCALE_PREFIX
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
 
 MANIFEST_NAME = "manifest.json"
-FORMAT, VERSION = "megatrain", 3
+FORMAT, VERSION, VERSION_IN_PARTS = "megatrain", 3, 4
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their safetensors names."""
 
-_MAX_BYTES = 1 << 29
+MAX_BYTES = 1 << 29
 _MAX_ELEMENTS = 1 << 50
 _MAX_CHUNK_ELEMENTS = 1 << 28
 """A chunk is read into memory; a save writes chunks of at most 64 MiB."""
@@ -53,6 +57,12 @@ _WHOLE_CHUNK = 1 << 62
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 10, 1 << 30
 _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
+_PART_NAME = re.compile(r"part_[0-9]{5,9}\.json")
+_NAME_KEYS = re.compile(r"([0-9a-f]{8})*")
+
+
+OF_TRAINING: Final = (PROJECTION_PREFIX, SCALE_PREFIX)
+"""Starts of the names of tensors that serve a training alone: projections of a distillation, scales of --qat."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,18 @@ class StoredFile:
     header_crc32: int
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """A file with the files and tensors that one rank has written."""
+
+    num_bytes: int
+    crc32: int
+    files: Mapping[str, int]
+    """Size in bytes of each file that it describes."""
+    name_keys: frozenset[str]
+    """`name_key` of each tensor that it has chunks of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything in a checkpoint except tensor data."""
@@ -103,28 +125,41 @@ class Manifest:
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
+    parts: Mapping[str, StoredPart] = field(default_factory=dict)
+    """Parts by file name; none: it is whole. `read_root` leaves files and tensors of the parts out."""
     blocks: BlockFormat = BLOCKS
     """Format of the blocks of a chunk, each with a checksum."""
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of each file of the checkpoint but this one, and those of local checkpoints."""
+        if not self.parts:
+            return {name: file.num_bytes for name, file in self.files.items()}
+        parts = {name: part.num_bytes for name, part in self.parts.items()}
+        return parts | {name: size for part in self.parts.values() for name, size in part.files.items()}
+
+    @property
     def model_tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors of the model: all but the projections of a distillation."""
-        return {
-            name: tensor for name, tensor in self.tensors.items() if not name.startswith(PROJECTION_PREFIX)
-        }
+        """Tensors of the model: all but those that serve the training alone."""
+        return {name: one for name, one in self.tensors.items() if not name.startswith(OF_TRAINING)}
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read and check the manifest of the checkpoint at `path`.
+def name_key(name: str) -> str:
+    """Return the key of a tensor's name in the list of a part; other names may have the same."""
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
+def read_root(path: Path) -> Manifest:
+    """Read and check the manifest of the checkpoint at `path`, and none of its parts. `parts.read_manifest` reads these, too.
 
     Raises:
         DamagedError: it is missing, or differs from what was written.
         MismatchError: another version of the program wrote it.
     """
     file = path / MANIFEST_NAME
-    text = read_small_file(file, max_bytes=_MAX_BYTES)
+    text = read_small_file(file, max_bytes=MAX_BYTES)
     try:
         return decode(text)
     except (RecursionError, ValueError) as error:
@@ -137,54 +172,73 @@ def encode(manifest: Manifest) -> bytes:
     """Return the content of `manifest.json`.
 
     Raises:
-        InvalidError: `read_manifest` would call the checkpoint damaged.
+        InvalidError: `read_root` would call the checkpoint damaged.
     """
-    tensors = {
-        name: {
-            "shape": tensor.shape,
-            "kinds": {
-                kind: {"dtype": stored.dtype, "chunks": [vars(chunk) for chunk in stored.chunks]}
-                for kind, stored in tensor.kinds.items()
-            },
-        }
-        for name, tensor in manifest.tensors.items()
-    }
-    files = {
-        name: {"bytes": file.num_bytes, "header_crc32": file.header_crc32}
-        for name, file in manifest.files.items()
-    }
     assert manifest.blocks == BLOCKS, "older formats are only read"
     own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config")
-    content = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
-    content["block_bytes"] = BLOCKS.num_bytes
+    content: dict[str, Any] = {"format": FORMAT, "block_bytes": BLOCKS.num_bytes}
+    if manifest.parts:
+        content |= {"version": VERSION_IN_PARTS, "parts": _encoded_parts(manifest.parts)}
+    else:
+        content |= {"version": VERSION, **encoded_tensors(manifest.files, manifest.tensors)}
     content |= {name: getattr(manifest, name) for name in own}
     content = json.loads(json.dumps(content))  # converts keys to strings before they are sorted
     check_stored_values(content)
-    text = _canonical(content | {"checksum": zlib.crc32(_canonical(content))})
-    assert len(text) <= _MAX_BYTES, f"a manifest of {len(text)} bytes exceeds what `read_manifest` reads"
+    text = canonical(content | {"checksum": zlib.crc32(canonical(content))})
+    assert len(text) <= MAX_BYTES, f"a manifest of {len(text)} bytes exceeds what `read_root` reads"
     return text
+
+
+def encoded_tensors(
+    files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON values of files and tensors."""
+    return {
+        "files": {
+            name: {"bytes": file.num_bytes, "header_crc32": file.header_crc32} for name, file in files.items()
+        },
+        "tensors": {
+            name: {
+                "shape": tensor.shape,
+                "kinds": {
+                    kind: {"dtype": stored.dtype, "chunks": [vars(chunk) for chunk in stored.chunks]}
+                    for kind, stored in tensor.kinds.items()
+                },
+            }
+            for name, tensor in tensors.items()
+        },
+    }
+
+
+def _encoded_parts(parts: Mapping[str, StoredPart]) -> dict[str, Any]:
+    return {
+        name: {
+            "bytes": part.num_bytes,
+            "crc32": part.crc32,
+            "files": part.files,
+            "name_keys": "".join(sorted(part.name_keys)),
+        }
+        for name, part in parts.items()
+    }
 
 
 def decode(text: bytes) -> Manifest:
     """Return the manifest that `encode` wrote; its errors do not name the file."""
-    content = json_object(parse_json(text, max_bytes=_MAX_BYTES), "the manifest")
+    content = json_object(parse_json(text, max_bytes=MAX_BYTES), "the manifest")
     checksum = _int(content, "checksum")
     del content["checksum"]
-    if checksum != zlib.crc32(_canonical(content)):
+    if checksum != zlib.crc32(canonical(content)):
         raise InvalidError("the checksum does not match the content")
     version: Any = content.get("version")
-    if content.get("format") != FORMAT or version not in range(1, VERSION + 1):
+    if content.get("format") != FORMAT or version not in range(1, VERSION_IN_PARTS + 1):
         raise MismatchError(
-            f"format {shown(content.get('format'))}, version {shown(version)}; this program reads {FORMAT!r}, up to version {VERSION}",
+            f"format {shown(content.get('format'))}, version {shown(version)}; this program reads {FORMAT!r}, up to version {VERSION_IN_PARTS}",
             fix="use the program that wrote it",
         )
     blocks = _blocks(content, version)
-    files = {
-        _file_name(name): StoredFile(_int(file, "bytes"), _int(file, "header_crc32"))
-        for name, file in _items(content, "files")
-    }
-    stored = _Stored(version, files, blocks)
-    tensors = {name: _tensor(name, tensor, stored) for name, tensor in _items(content, "tensors")}
+    parts = dict(_parts(content)) if version == VERSION_IN_PARTS else {}
+    files, tensors = ({}, {}) if parts else decoded_tensors(content, version, blocks)
+    check_tiling(tensors)
     make_lists(content)
     check_stored_values(content)
     return Manifest(
@@ -195,9 +249,50 @@ def decode(text: bytes) -> Manifest:
         config=content["config"],
         files=files,
         tensors=tensors,
+        parts=parts,
         blocks=blocks,
         checksum=checksum,
     )
+
+
+def decoded_tensors(
+    content: Any, version: int, blocks: BlockFormat
+) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """Return files and tensors from their JSON values; the chunks of a tensor need not cover it. Raises InvalidError."""
+    files = {
+        _file_name(name): StoredFile(_int(file, "bytes"), _int(file, "header_crc32"))
+        for name, file in _items(content, "files")
+    }
+    stored = _Stored(version, files, blocks)
+    return files, {name: _tensor(name, tensor, stored) for name, tensor in _items(content, "tensors")}
+
+
+def check_tiling(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise InvalidError unless the chunks of each kind cover each tensor exactly once."""
+    for name, tensor in tensors.items():
+        for kind, stored in tensor.kinds.items():
+            problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
+            if problem:
+                raise InvalidError(f"{name}: {kind}: {problem}")
+
+
+def _parts(content: Any) -> Iterator[tuple[str, StoredPart]]:
+    """Yield name and entry of each part. Raises InvalidError."""
+    known: set[str] = set()
+    for name, part in _items(content, "parts"):
+        files = {
+            _file_name(file): _int(dict(_items(part, "files")), file) for file, _ in _items(part, "files")
+        }
+        if not _PART_NAME.fullmatch(name) or known & files.keys():
+            raise InvalidError(f"{shown(name)} is not a valid part")
+        known |= files.keys()
+        keys = _text(part, "name_keys")
+        if not _NAME_KEYS.fullmatch(keys):
+            raise InvalidError(f"{name}: name_keys {shown(keys)}")
+        key_set = frozenset(keys[start : start + 8] for start in range(0, len(keys), 8))
+        yield name, StoredPart(_int(part, "bytes"), _int(part, "crc32"), files, key_set)
+    if not known:
+        raise InvalidError("no part has a file")
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -218,7 +313,8 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     return f"chunks overlap at or near element {list(wrong)}" if wrong is not None else None
 
 
-def _canonical(content: Any) -> bytes:
+def canonical(content: Any) -> bytes:
+    """Return JSON with sorted keys, without spaces, in ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -264,9 +360,6 @@ def _kind(where: str, shape: tuple[int, ...], value: Any, stored: _Stored) -> St
         _chunk(where, shape, chunk, stored, num_in_block)
         for chunk in _list(value.get("chunks"), f"{where}: chunks")
     )
-    problem = tiling_problem(shape, [chunk.box for chunk in chunks])
-    if problem:
-        raise InvalidError(f"{where}: {problem}")
     return StoredKind(dtype, chunks)
 
 

@@ -13,10 +13,10 @@ import functools
 import math
 import os
 import queue
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -27,7 +27,15 @@ from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import CHUNK_BYTES, split_box
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.find import node_files
-from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
+from megatrain.checkpoint.manifest import (
+    DTYPES,
+    Chunk,
+    Manifest,
+    StoredKind,
+    read_root,
+    tiling_problem,
+)
+from megatrain.checkpoint.parts import Parts, part_name, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, finish_checks
 from megatrain.parallel.layout import (
@@ -90,12 +98,16 @@ class TensorReader(Protocol):
 class CheckpointReader(TensorReader):
     """The tensors of the checkpoint in one folder, as a context manager: retention keeps the checkpoint while it is open.
 
+    Args:
+        manifest: as `find.check_folder` returned it; None: it is read.
+        rank: this rank, which reads only the parts of the manifest that it needs, that of the same rank first; None: all are read.
+
     Raises:
         DamagedError: on opening or reading, if data differs from what was written.
         MismatchError: a requested tensor is missing or has another shape.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None, *, rank: int | None = None) -> None:
         self.path = path
         self._files: dict[str, TensorFile] = {}
         self._lanes: dict[torch.device, queue.SimpleQueue[_Lane]] = {}
@@ -103,8 +115,15 @@ class CheckpointReader(TensorReader):
         """Copies of parts that `finish` waits for."""
         self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         self._hold = hold(path)
+        self._parts: Parts | None = None
         try:
-            self._manifest = manifest or read_manifest(path)
+            self._manifest = manifest or read_root(path)
+            if rank is None and self._manifest.parts:
+                self._manifest = read_manifest(path)
+            if rank is not None and self._manifest.parts:
+                self._parts = Parts(path, self._manifest)
+                self._manifest = replace(self._manifest, files=self._parts.files, tensors=self._parts.tensors)
+                self._parts.read([part_name(rank)] if part_name(rank) in self._manifest.parts else [])
         except BaseException:
             self.close()
             raise
@@ -121,8 +140,42 @@ class CheckpointReader(TensorReader):
 
     @property
     def manifest(self) -> Manifest:
-        """Everything but tensor data."""
+        """Everything but tensor data; of parts, those that are read."""
         return self._manifest
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return one kind of state of a tensor; of parts, the chunks in those that are read. Raises MismatchError."""
+        tensors = self.manifest.tensors
+        if self._parts is not None and (name not in tensors or kind not in tensors[name].kinds):
+            for part in list(self._parts.with_tensor(name)):
+                self._parts.read([part])
+                if name in tensors and kind in tensors[name].kinds:
+                    break
+        return super().kind(name, shape, kind)
+
+    def _overlapping(self, kind: str, name: str, shape: tuple[int, ...], box: Box) -> list[Chunk]:
+        """Return the chunks with a part of a box; read the parts of the manifest that have them."""
+
+        def found() -> list[Chunk]:
+            return [chunk for chunk in self.kind(name, shape, kind).chunks if intersect(chunk.box, box)]
+
+        if self._parts is None:
+            return found()
+        if self._gap(found(), box):
+            self._parts.read(list(self._parts.with_tensor(name)))
+        if problem := self._gap(found(), box):
+            raise DamagedError(f"{self.path}: {name}: {kind}: {problem}")
+        return found()
+
+    @staticmethod
+    def _gap(chunks: Sequence[Chunk], box: Box) -> str | None:
+        """Return why chunks do not cover a box exactly once, or None if they do."""
+        common = [found for chunk in chunks if (found := intersect(chunk.box, box))]
+        corner = [start for start, _ in box]
+        return tiling_problem(
+            box_shape(box),
+            [tuple((a - at, b - at) for (a, b), at in zip(one, corner, strict=True)) for one in common],
+        )
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -141,6 +194,7 @@ class CheckpointReader(TensorReader):
 
     def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Begin `read_box`, which `finish` ends: threads read the parts of all boxes that were begun. `out` lives until then."""
+        chunks = self._overlapping(kind, name, shape, box)
         stored = self.kind(name, shape, kind)
         lanes = self._lanes.setdefault(out.device, queue.SimpleQueue())
         caller = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
@@ -164,9 +218,7 @@ class CheckpointReader(TensorReader):
                 lanes.put(lane)
 
         max_elements = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
-        for chunk in stored.chunks:
-            if not intersect(chunk.box, box):
-                continue
+        for chunk in chunks:
             file = self._open(chunk.file)
             for part, common in _parts_to_read(chunk.box, box, max_elements):
                 self._copies.append(self._pool.submit(copy, file, chunk, part, common))
@@ -240,7 +292,7 @@ class CheckpointReader(TensorReader):
     @functools.cached_property
     def _buffer_bytes(self) -> int:
         """Size of whole blocks that hold any part: a chunk, or a part of a larger one and the rest of its first and last block."""
-        block, largest = BLOCKS.num_bytes, 0
+        block, largest = BLOCKS.num_bytes, 0 if self._parts is None else CHUNK_BYTES
         for tensor in self.manifest.tensors.values():
             for stored in tensor.kinds.values():
                 elements = max((math.prod(box_shape(chunk.box)) for chunk in stored.chunks), default=0)
@@ -306,7 +358,8 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list
         return [error.problems[0].text]
     with reader:
         files = reader.manifest.files
-        problems = [text for _, text in find_damage(reader, node_files(path, reader.manifest), progress)]
+        here = [name for name in node_files(path, reader.manifest) if name in files]  # parts are read
+        problems = [text for _, text in find_damage(reader, here, progress)]
     found = {file.name for file in path.glob("*.safetensors")}
     problems += [f"{path / name}: not part of this checkpoint" for name in sorted(found - set(files))]
     return problems

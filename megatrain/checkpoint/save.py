@@ -24,16 +24,8 @@ from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, s
 from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
-from megatrain.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Chunk,
-    Manifest,
-    StoredFile,
-    StoredKind,
-    StoredTensor,
-    encode,
-    tiling_problem,
-)
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, tiling_problem
+from megatrain.checkpoint.parts import MAX_RANKS_OF_WHOLE, merge_parts, tensors_of, write_part
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of, check_size
@@ -47,6 +39,8 @@ SPACE_MARGIN = 1.1
 """Free bytes that a save requires, relative to the bytes of its tensors."""
 _FILES_AT_A_TIME = 2
 """Files that a rank writes at the same time while training waits."""
+_CHECKS_AT_A_TIME = 16
+"""Files whose size rank 0 asks for at the same time: each answer of a shared file system takes a while."""
 
 
 class DirectWriter:
@@ -167,16 +161,19 @@ class Save:
         Raises:
             CheckpointError: on all ranks; the files of this save are removed.
         """
+        is_in_parts = self.grid.world.size > MAX_RANKS_OF_WHOLE
+        rank = self.grid.rank
 
-        def write() -> list[dict[str, Any]]:
+        def write() -> Any:
             with self._sized_errors():
-                return written()
+                reports = written()
+                return write_part(self.temporary, rank, reports, self.disk) if is_in_parts else reports
 
-        def commit(reports: list[Any]) -> int:
-            manifest = merge_reports(reports, **self._contents)
+        def commit(found: list[Any]) -> int:
+            manifest = (merge_parts if is_in_parts else merge_reports)(found, **self._contents)
             with self._sized_errors():
                 commit_save(self.temporary, self.final, manifest, self.disk)
-            return sum(file.num_bytes for file in manifest.files.values())
+            return sum(manifest.sizes.values())
 
         with self._cleaned_up():
             self.committed_bytes = agree(write, self.grid.messages, then=commit)
@@ -297,25 +294,15 @@ def merge_reports(
     config: Mapping[str, Any],
 ) -> Manifest:
     """Return the manifest of all ranks' files; assert that chunks cover every tensor."""
-    files: dict[str, StoredFile] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    chunks: dict[str, dict[tuple[str, str], list[Chunk]]] = {}
-    for report in (report for rank_reports in reports for report in rank_reports):
-        files[report["name"]] = StoredFile(**report["file"])
-        for name, shape, kind, dtype, key, box, checksums in report["chunks"]:
-            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), checksums)
-            shapes[name] = tuple(shape)
-            chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
-    has_optimizer = any(len(kinds) > 1 for kinds in chunks.values())
-    for name, kinds in chunks.items():
-        found_kinds = [kind for kind, _ in kinds]
-        assert WEIGHT in found_kinds, f"{name} has {found_kinds}"
-        assert (len(kinds) > 1) == (has_optimizer and not is_frozen_in(config, name)), (
-            f"{name} has {found_kinds}"
+    files, tensors = tensors_of([report for of_rank in reports for report in of_rank])
+    has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert WEIGHT in tensor.kinds, f"{name} has {list(tensor.kinds)}"
+        assert (len(tensor.kinds) > 1) == (has_optimizer and not is_frozen_in(config, name)), (
+            f"{name} has {list(tensor.kinds)}"
         )
-        assert len(set(found_kinds)) == len(kinds), f"{name} has {list(kinds)}"
-        for kind, found in kinds.items():
-            problem = tiling_problem(shapes[name], [chunk.box for chunk in found])
+        for kind, stored in tensor.kinds.items():
+            problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
             assert problem is None, f"{name}: {kind}: {problem}"
     return Manifest(
         iteration=iteration,
@@ -324,13 +311,7 @@ def merge_reports(
         state=state,
         config=config,
         files=files,
-        tensors={
-            name: StoredTensor(
-                shapes[name],
-                {kind: StoredKind(dtype, tuple(found)) for (kind, dtype), found in kinds.items()},
-            )
-            for name, kinds in chunks.items()
-        },
+        tensors=tensors,
     )
 
 
@@ -345,17 +326,18 @@ def commit_save(
     Raises:
         CheckpointError: rank 0 does not see all files as they were written.
     """
-    for name, stored in manifest.files.items():
-        check_written(temporary / name, stored)
+    with ThreadPoolExecutor(_CHECKS_AT_A_TIME) as pool:
+        for _ in pool.map(lambda file: check_written(temporary / file[0], file[1]), manifest.sizes.items()):
+            pass
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
-    rename_whole(temporary, final, manifest, disk, replaces=replaces)
+    rename_whole(temporary, final, manifest.iteration, disk, replaces=replaces)
 
 
-def check_written(path: Path, stored: StoredFile) -> None:
+def check_written(path: Path, num_bytes: int) -> None:
     """Raise CheckpointError unless this rank sees the file of another rank as it was written."""
     try:
-        check_size(path, path.lstat().st_size, stored)
+        check_size(path, path.lstat().st_size, num_bytes)
     except (OSError, DamagedError) as error:
         raise CheckpointError(
             f"{path}: rank 0 does not see the file as it was written ({error})",
@@ -363,9 +345,7 @@ def check_written(path: Path, stored: StoredFile) -> None:
         ) from error
 
 
-def rename_whole(
-    temporary: Path, final: Path, manifest: Manifest, disk: Disk, *, replaces: bool = True
-) -> None:
+def rename_whole(temporary: Path, final: Path, iteration: int, disk: Disk, *, replaces: bool = True) -> None:
     """Give a complete temporary folder its name, and name it in the tracker.
 
     Raises:
@@ -383,7 +363,7 @@ def rename_whole(
     disk.sync_folder(final.parent)
     tracker = final.with_name(TRACKER_NAME)
     new_tracker = _temporary_tracker(temporary)
-    write_file(disk, new_tracker, str(manifest.iteration).encode())
+    write_file(disk, new_tracker, str(iteration).encode())
     disk.rename(new_tracker, tracker)
     disk.sync_folder(final.parent)
 

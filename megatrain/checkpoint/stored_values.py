@@ -7,7 +7,7 @@ checkpoint; nothing in it is executed, and --spec, which names code, is taken fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,7 +119,7 @@ def make_lists(content: Mapping[str, Any]) -> None:
 
 
 def check_stored_values(content: Mapping[str, Any]) -> None:
-    """Check the values of a manifest that are not about tensors; `content["tensors"]` must be valid.
+    """Check the values of a manifest that are not about tensors; `content["tensors"]`, or its parts, must be valid.
 
     Raises:
         InvalidError: a value is missing, has another type or range, or contradicts another one.
@@ -130,6 +130,23 @@ def check_stored_values(content: Mapping[str, Any]) -> None:
         check(content[name], name)
     for problem in _contradictions(content):
         raise InvalidError(problem)
+
+
+def check_kinds(
+    tensors: Mapping[str, Collection[str]], state: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Raise InvalidError if a tensor lacks a kind of state, or has one that `state` and `config` exclude."""
+    expected = any(len(kinds) > 1 for kinds in tensors.values())
+    for name, kinds in tensors.items():
+        has_optimizer = len(kinds) > 1
+        if (
+            WEIGHT not in kinds
+            or has_optimizer > state["has_optimizer"]
+            or has_optimizer != (expected and not is_frozen_in(config, name))
+        ):
+            raise InvalidError(
+                f"{name} has {', '.join(kinds) or 'nothing'}, and state.has_optimizer is {state['has_optimizer']}"
+            )
 
 
 def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
@@ -166,25 +183,18 @@ def _planned_samples(plans: Mapping[str, Any]) -> int:
 
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _contradicting_counters(content)
-    state, config, tensors = content["state"], content["config"], content["tensors"]
-    expected = any(len(tensor["kinds"]) > 1 for tensor in tensors.values())
-    for name, tensor in tensors.items():
-        kinds = tensor["kinds"]
-        has_optimizer = len(kinds) > 1
-        if (
-            WEIGHT not in kinds
-            or has_optimizer > state["has_optimizer"]
-            or has_optimizer != (expected and not is_frozen_in(config, name))
-        ):
-            yield f"{name} has {', '.join(kinds) or 'nothing'}, and state.has_optimizer is {state['has_optimizer']}"
+    state, config, tensors = content["state"], content["config"], content.get("tensors", {})
+    check_kinds({name: tensor["kinds"] for name, tensor in tensors.items()}, state, config)
+    parts = content.get("parts", {}).values()
+    num_tensors = len(tensors) + sum(len(part["name_keys"]) // 8 for part in parts)
     precision = config.get("precision", {})
     has_delayed_scales = precision.get("fp8_format") is not None and precision.get("fp8_recipe") == "delayed"
     if has_delayed_scales and "amax_history" not in state:
         yield "state.amax_history is missing, from which delayed FP8 scales follow"
     num_layers = config.get("model", {}).get("num_layers", 0)
     num_experts = config.get("experts", {}).get("num_experts") or 0
-    if num_layers > _MAX_LAYERS_PER_TENSOR * len(tensors) or num_experts > len(tensors):
-        yield f"config has {num_layers} layers and {num_experts} experts, for {len(tensors)} tensors"
+    if num_layers > _MAX_LAYERS_PER_TENSOR * num_tensors or num_experts > num_tensors:
+        yield f"config has {num_layers} layers and {num_experts} experts, for {num_tensors} tensors"
 
 
 def _contradicting_counters(content: Mapping[str, Any]) -> Iterator[str]:

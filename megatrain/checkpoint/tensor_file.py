@@ -83,7 +83,7 @@ class TensorFile:
         self.path = path
         self._file = open_regular_file(path)
         try:
-            check_size(path, os.fstat(self._file.fileno()).st_size, stored)
+            check_size(path, os.fstat(self._file.fileno()).st_size, stored.num_bytes)
             self._header, self._data_start = self._read_header(stored)
             self._data_bytes = stored.num_bytes - self._data_start
         except BaseException:
@@ -242,7 +242,7 @@ def _bits_on(device: torch.device) -> Tensor:
     return torch.from_numpy(crc32_of_bits().view("int32")).to(device)
 
 
-def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:
+def check_size(path: Path, num_bytes: int, written: int) -> None:
     """Raise DamagedError if a file has another size than was written."""
-    if num_bytes != stored.num_bytes:
-        raise DamagedError(f"{path}: {num_bytes} bytes instead of {stored.num_bytes}")
+    if num_bytes != written:
+        raise DamagedError(f"{path}: {num_bytes} bytes instead of {written}")

@@ -54,6 +54,11 @@ class LaunchEnvironment:
     """Variables in effect, for the log."""
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def open_files(self) -> int:
+        """Files that rank 0 may open: two connections of each rank to the store, one to the watch server, and its own."""
+        return 3 * self.world_size + 512
+
 
 @dataclass
 class _Variables:

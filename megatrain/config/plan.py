@@ -12,6 +12,7 @@ from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.model_spec.distillation import DistillationSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import OPEN, CheckedSection
@@ -61,6 +62,8 @@ class Derived(CheckedSection):
     """Number of ranks."""
     data_parallel_size: int = OPEN
     """Ranks that read different samples: ranks / (tp * cp * pp)."""
+    pack_group_sizes: tuple[int, ...] = OPEN
+    """Sizes of the groups of context ranks of packs, ascending; empty: no documents are packed."""
     expert_tensor_parallel_size: int = OPEN
     """Ranks over which the matrices of an expert are split."""
     startup_timeout_seconds: int = OPEN
@@ -168,7 +171,7 @@ class Plan:
     derived: Derived
     origins: Mapping[str, Origin]
     """Origin of each value, by path such as `model.num_layers` or `derived.num_microbatches`."""
-    notes: tuple[str, ...]
+    notes: tuple[PlanNote, ...]
     """Notes for the user; none is an error."""
 
     @property

@@ -1,10 +1,11 @@
 """The Kullback-Leibler divergence of two softmaxes over rows of logits, or over the part of each row that this rank holds.
 
-    logits ──> `tempered`: divided by the temperature         ──> maxima           (over ranks: the largest)
-           ──> `divergence_sums`: exponentials and difference ──> losses           (over ranks: their sum)
-           ──> `divergence_gradient` with respect to the student's logits
+    logits ──> `statistics`: maxima, sums of exponentials, weighted difference      (over ranks: the largest, and `rescaled` sums)
+           ──> `divergences`: losses and log-sum-exps
+           ──> `divergence_gradient` with respect to the student's logits, divided by the temperature
 
-All compute in the accumulation dtype.
+On GPUs logits stay in their own dtype, and the first and the last line are one fused kernel each. The references here compute in the
+accumulation dtype.
 """
 
 from __future__ import annotations
@@ -13,29 +14,35 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused import cross_entropy as fused
+from megatrain.kernels.fused.launching import is_fused
 
 _EXCLUDED = -1e30
 """Logit of padding: far below all others, and finite, so that the difference of two is 0."""
 
 
-def tempered(logits: Tensor, temperature: float, num_real: int) -> Tensor:
-    """Return a copy of logits [t, v] divided by the temperature; columns from `num_real` on are padding."""
-    values = logits.to(accumulation_dtype(logits.dtype), copy=True)
-    if temperature != 1.0:
-        values /= temperature
-    values[:, num_real:] = _EXCLUDED
-    return values
-
-
-def divergence_sums(student: Tensor, teacher: Tensor, largest: Tensor, *, is_reversed: bool) -> Tensor:
-    """Return sums over the columns of tempered logits [t, v], as [3, t].
+def statistics(
+    student: Tensor, teacher: Tensor, temperature: float, num_real: int, *, is_reversed: bool
+) -> Tensor:
+    """Return the largest logits of both, and three sums over the columns, [5, t]; logits [t, v] are divided by the temperature.
 
     They are the sums of exp(student - largest) and of exp(teacher - largest), and that of the differences of teacher and student,
     weighted by the second exponential (KL(teacher || student)); reversed: of student and teacher, by the first.
 
     Args:
-        largest: the largest logits of the whole rows of both, [2, t].
+        num_real: columns from here on are padding.
     """
+    if is_fused(student):
+        return fused.divergence_statistics(student, teacher, temperature, num_real, is_reversed=is_reversed)
+    return statistics_reference(student, teacher, temperature, num_real, is_reversed=is_reversed)
+
+
+def statistics_reference(
+    student: Tensor, teacher: Tensor, temperature: float, num_real: int, *, is_reversed: bool
+) -> Tensor:
+    """Compute the statistics with torch operators."""
+    student, teacher = (_tempered(x, temperature, num_real) for x in (student, teacher))
+    largest = torch.stack((student.amax(1), teacher.amax(1)))
     of_student = (student - largest[0, :, None]).exp_()
     of_teacher = (teacher - largest[1, :, None]).exp_()
     sums = (of_student.sum(1), of_teacher.sum(1))
@@ -43,7 +50,22 @@ def divergence_sums(student: Tensor, teacher: Tensor, largest: Tensor, *, is_rev
         difference = of_student.mul_(student - teacher).sum(1)
     else:
         difference = of_teacher.mul_(teacher - student).sum(1)
-    return torch.stack((*sums, difference))
+    return torch.stack((*largest, *sums, difference))
+
+
+def _tempered(logits: Tensor, temperature: float, num_real: int) -> Tensor:
+    """Return a copy of logits divided by the temperature, with padding far below them."""
+    values = logits.to(accumulation_dtype(logits.dtype), copy=True)
+    if temperature != 1.0:
+        values /= temperature
+    values[:, num_real:] = _EXCLUDED
+    return values
+
+
+def rescaled(found: Tensor, largest: Tensor, *, is_reversed: bool) -> Tensor:
+    """Return the sums [3, t] of `statistics` relative to other maxima [2, t], at least as large as theirs."""
+    of_student, of_teacher = (found[:2] - largest).exp()
+    return found[2:] * torch.stack((of_student, of_teacher, of_student if is_reversed else of_teacher))
 
 
 def divergences(sums: Tensor, largest: Tensor, *, is_reversed: bool) -> tuple[Tensor, Tensor]:
@@ -56,16 +78,48 @@ def divergences(sums: Tensor, largest: Tensor, *, is_reversed: bool) -> tuple[Te
 
 
 def divergence_gradient(
-    student: Tensor, teacher: Tensor, log_sums: Tensor, losses: Tensor, scale: Tensor, *, is_reversed: bool
+    student: Tensor,
+    teacher: Tensor,
+    log_sums: Tensor,
+    losses: Tensor,
+    scale: Tensor,
+    temperature: float,
+    num_real: int,
+    *,
+    is_reversed: bool,
 ) -> Tensor:
-    """Return the gradient of scale * divergence with respect to the tempered logits of the student; overwrites both.
+    """Return the gradient of scale * divergence with respect to the student's logits over the temperature, in their dtype.
+
+    The memory of the teacher's logits may be overwritten with it.
 
     Args:
         log_sums, losses: of `divergences`.
         scale: [t].
     """
-    log_student, log_teacher = student.sub_(log_sums[0, :, None]), teacher.sub_(log_sums[1, :, None])
+    arguments = (student, teacher, log_sums, losses, scale, temperature, num_real)
+    if not is_fused(student):
+        return gradient_reference(*arguments, is_reversed=is_reversed)
+    fused.write_divergence_gradient(*arguments, is_reversed=is_reversed)
+    return teacher
+
+
+def gradient_reference(
+    student: Tensor,
+    teacher: Tensor,
+    log_sums: Tensor,
+    losses: Tensor,
+    scale: Tensor,
+    temperature: float,
+    num_real: int,
+    *,
+    is_reversed: bool,
+) -> Tensor:
+    """Compute the gradient with torch operators."""
+    log_student = _tempered(student, temperature, num_real).sub_(log_sums[0, :, None])
+    log_teacher = _tempered(teacher, temperature, num_real).sub_(log_sums[1, :, None])
     if is_reversed:
         difference = log_teacher.neg_().add_(log_student).sub_(losses[:, None])
-        return log_student.exp_().mul_(difference).mul_(scale[:, None])
-    return log_student.exp_().sub_(log_teacher.exp_()).mul_(scale[:, None])
+        found = log_student.exp_().mul_(difference)
+    else:
+        found = log_student.exp_().sub_(log_teacher.exp_())
+    return found.mul_(scale[:, None]).to(student.dtype)

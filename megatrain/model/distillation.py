@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX, DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.cross_entropy import chunk_rows, cross_entropy_backward
-from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
+from megatrain.kernels.divergence import divergence_gradient, divergences, rescaled, statistics
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.linear import linear
 from megatrain.model.functions import weight_of
 from megatrain.model.head import Head
@@ -346,29 +347,31 @@ class Divergence:
 
     def begin(self, logits: Tensor, chunk: slice, factor: float) -> Callable[..., Tensor]:
         """Note the losses of a chunk; return `vocab_parallel_logits_gradient` with the divergence's, times a factor, added."""
-        own = self.gradient(logits, chunk).mul_(factor)
+        own = self.gradient(logits, chunk, factor)
 
         def with_divergence(known: TokenLosses, *arguments: Any, **named: Any) -> Tensor:
             return vocab_parallel_logits_gradient(known, *arguments, **named).add_(own)
 
         return with_divergence
 
-    def gradient(self, logits: Tensor, chunk: slice) -> Tensor:
-        """Return the gradient with respect to a chunk's logits, [t, v/tp] in their dtype, and note its losses."""
-        gradient = torch.empty_like(logits)
-        for part, rows in self._parts(chunk, len(logits)):
-            student, teacher, log_sums = self._compared(logits[part], rows)
-            scale = self.scale[rows] * self.spec.temperature
-            losses = self.losses[rows] / self.spec.temperature**2
-            found = divergence_gradient(
-                student, teacher, log_sums, losses, scale, is_reversed=self.spec.is_reversed
-            )
-            gradient[part] = found
-        return gradient
+    def gradient(self, logits: Tensor, chunk: slice, factor: float) -> Tensor:
+        """Return the gradient with respect to a chunk's logits times a factor, [t, v/tp] in their dtype; note the chunk's losses."""
+        spec, found = self.spec, []
+        for part, rows in self._parts(chunk, logits):
+            teacher, log_sums = self._compared(logits[part], rows)
+            scale = self.scale[rows] * (spec.temperature * factor)
+            losses = self.losses[rows] / spec.temperature**2
+            found.append(
+                divergence_gradient(
+                    logits[part], teacher, log_sums, losses, scale, spec.temperature, self.vocab.num_real,
+                    is_reversed=spec.is_reversed,
+                )
+            )  # fmt: skip
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def compute(self, logits: Tensor, chunk: slice) -> None:
         """Note the losses of a chunk's tokens."""
-        for part, rows in self._parts(chunk, len(logits)):
+        for part, rows in self._parts(chunk, logits):
             self._compared(logits[part], rows)
 
     def chunks(self, x: Tensor) -> Iterator[slice]:
@@ -376,25 +379,25 @@ class Divergence:
         rows = chunk_rows(x.shape[0], self.vocab.rows, x.element_size())
         yield from (slice(start, min(start + rows, len(x))) for start in range(0, len(x), rows))
 
-    def _parts(self, chunk: slice, count: int) -> Iterator[tuple[slice, slice]]:
-        """Yield parts of a chunk: their rows in it, and among all."""
+    def _parts(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield parts of a chunk: their rows in it, and among all. Fused kernels have no logits in the accumulation dtype: one part."""
+        count = len(logits)
         size = max(1, _PART_BYTES // (self.vocab.rows * self.losses.element_size()))
+        size = count if is_fused(logits) else size
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield slice(start, stop), slice(chunk.start + start, chunk.start + stop)
 
-    def _compared(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Note the losses of some tokens; return both tempered logits, [t, v/tp], and their log-sum-exps, [2, t]."""
+    def _compared(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Note the losses of some tokens; return the teacher's logits, [t, v/tp], and the log-sum-exps of both, [2, t]."""
         spec, vocab = self.spec, self.vocab
-        student = tempered(logits, spec.temperature, vocab.num_real)
-        teacher = tempered(self.head.chunk_logits(self.rows[rows]), spec.temperature, vocab.num_real)
-        largest = all_reduce(torch.stack((student.amax(1), teacher.amax(1))), vocab.group, "max")
-        sums = all_reduce(
-            divergence_sums(student, teacher, largest, is_reversed=spec.is_reversed), vocab.group
-        )
+        teacher = self.head.chunk_logits(self.rows[rows])
+        found = statistics(logits, teacher, spec.temperature, vocab.num_real, is_reversed=spec.is_reversed)
+        largest = all_reduce(found[:2].clone(), vocab.group, "max")
+        sums = all_reduce(rescaled(found, largest, is_reversed=spec.is_reversed), vocab.group)
         losses, log_sums = divergences(sums, largest, is_reversed=spec.is_reversed)
         self.losses[rows] = losses * spec.temperature**2
-        return student, teacher, log_sums
+        return teacher, log_sums
 
 
 class CachedDivergence:

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model.contexts import PackContexts, SampleContexts
 from megatrain.model.distillation import Distillation
 from megatrain.model.embedding import Embedding
 from megatrain.model.embedding_parts import CastToDtype, LearnedPositions, Scale, TokenTypes
@@ -42,7 +41,7 @@ from megatrain.model.families.masked_lm import (
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
-from megatrain.model.implementations.dropout import leave_sums_to_biases
+from megatrain.model.implementations.bias_sums import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -52,7 +51,6 @@ from megatrain.model.layer import (
     Attention,
     Mlp,
     ParallelLayer,
-    RotaryEmbedding,
     Sequential,
     TransformerLayer,
 )
@@ -62,7 +60,6 @@ from megatrain.model.mtp import MtpLayer
 from megatrain.model.parts import build_part
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.user_loss import UserLoss
-from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.scaling import Fp8Recipes
@@ -133,6 +130,7 @@ def build_model(
     qat: QuantizationFormat | None = None,
     user_loss: UserLoss | None = None,
     others: OtherModules | None = None,
+    has_packs: bool = False,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -148,41 +146,50 @@ def build_model(
         recompute: activations to recompute.
         communication: communication of experts.
         placement: virtual stages of the pipeline; None: one per rank.
-        stages: numbers of the layers of each virtual stage; None: equally many.
-        tower_stages: the same of a vision tower; None: the first has them all.
+        stages, tower_stages: numbers of each virtual stage's layers; None: equally many, the whole tower in the first.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
         fp8: builders of the FP8 tensors of linear layers.
         qat: format that linear layers are rounded to (--qat).
         user_loss: loss of the user in place of the cross-entropy (--loss).
         others: makes the head, and modules around layers, of a teacher or of a model that has one.
+        has_packs: micro-batches are packs, each on a group of ranks of its own.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
-    peers = peer_memory(grid.tp, device) if overlaps_tp and sequence_parallel and grid.tp.size > 1 else None
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel, peers), ContextParallel(grid.cp)
+    contexts = (PackContexts if has_packs else SampleContexts)(grid, seq_length, cp_comm_types, dtype, device)
+    tp, cp = _tensor_parallel(grid, device, sequence_parallel, overlaps_tp), contexts.cp
     new_builder = _new_builder(implementation, qat, spec)
 
     def builder_of(layer: int) -> ModuleBuilder:
-        context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
-        fp8_recipe = None if fp8 is None else functools.partial(fp8.recipe, layer)
-        return new_builder(tp, cp, dtype, spec.norm, seed, attention, context, fp8_recipe)
+        recipe = fp8 and functools.partial(fp8.recipe, layer)
+        return new_builder(tp, cp, dtype, spec.norm, seed, attention, contexts.attention(layer), recipe)
 
     ranks = LayerRanks(
         split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
-    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, torch.device("cpu")).to(device), dtype)
-    mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
-    builder = _StageBuilder(
-        spec, placement, stages, mtp_stage, builder_of, ranks, ropes, recompute, user_loss, others,
-        tower_stages,
-    )  # fmt: skip
+    split = (placement, stages, tower_stages, placement.num_stages - 1 if mtp_stage is None else mtp_stage)
+    builder = _StageBuilder(spec, *split, builder_of, ranks, contexts, recompute, user_loss, others)
     segments, chunks = builder.chunks(grid.pp.rank)
-    freeze(segments, spec)
-    biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
-    biases.attach_to(segments)
+    biases = _expert_biases(spec, segments, dtype, device)
     parts = (segments, chunks, placement, ParamRegistry.of(segments), tp, cp, builder.hidden_dtype)
     return Model(spec, *parts, biases, fp8, communication)
+
+
+def _tensor_parallel(
+    grid: RankGrid, device: torch.device, sequence_parallel: bool, overlaps: bool
+) -> TensorParallel:
+    has_peers = overlaps and sequence_parallel and grid.tp.size > 1
+    peers = peer_memory(grid.tp, device) if has_peers else None
+    return TensorParallel(grid.tp, grid.kv, sequence_parallel, peers)
+
+
+def _expert_biases(
+    spec: ModelSpec, segments: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
+) -> ExpertBiases:
+    biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
+    biases.attach_to(segments)
+    return biases
 
 
 def _new_builder(
@@ -214,17 +221,17 @@ class _StageBuilder:
     placement: Placement
     stages: Sequence[range]
     """Numbers of the layers of each virtual stage."""
+    tower_stages: Sequence[range] | None
+    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
     builder_of: Callable[[int], ModuleBuilder]
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
-    ropes: _RotaryEmbeddings
+    contexts: SampleContexts
     recompute: Recompute
     user_loss: UserLoss | None
     others: OtherModules | None
-    tower_stages: Sequence[range] | None
-    """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -242,6 +249,8 @@ class _StageBuilder:
             chunks.append(range(first, len(segments)))
         for stack, table in self.relative_positions.items():
             segments[0].add_module(f"relative_positions_of_{stack}", table)
+        freeze(segments, self.spec)
+        self.contexts.follow(segments)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
@@ -325,7 +334,7 @@ class _StageBuilder:
         builder = self.builder_of(number)
         relative = self.relative_positions.get(self.spec.stack_of(number).name)
         layer = _layer(
-            LayerContext(self.spec, number, builder, self.ranks, self.ropes.of, self.recompute, relative)
+            LayerContext(self.spec, number, builder, self.ranks, self.contexts.rope, self.recompute, relative)
         )
         return layer if self.others is None else self.others.layer(number, layer, self.spec, self.ranks)
 
@@ -494,20 +503,3 @@ def _leave_sums_to_residual(branches: Sequence[nn.Module]) -> None:
         is_plain = isinstance(branch.output, Sequential) and not branch.output.steps
         if is_plain and isinstance(last, LocalRowLinear) and last.fp8 is None and not hasattr(last, "bias"):
             last.returns_partial_sums = True
-
-
-class _RotaryEmbeddings:
-    """RoPE modules of the layers; layers with the same spec share one."""
-
-    def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
-        self.positions, self.dtype = positions, accumulation_dtype(dtype)
-        self.modules: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
-
-    def of(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
-        """Return the module of an attention, if it has RoPE."""
-        if mixer.rotary is None:
-            return None
-        key = (mixer.rotary, mixer.rope_dim)
-        if key not in self.modules:
-            self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
-        return self.modules[key]

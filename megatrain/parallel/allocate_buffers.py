@@ -8,6 +8,8 @@ Parameters have no memory before this.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -27,6 +29,7 @@ def allocate_buffers(
     has_gradients: bool = True,
     keep_full_weights: bool = True,
     keep_full_gradients: bool = True,
+    whole_segments: Collection[int] = (),
 ) -> FlatBuffers:
     """Allocate weights and gradients, and make the parameters views of them.
 
@@ -35,7 +38,8 @@ def allocate_buffers(
         grid: the ranks over which optimizer state is sharded, per family.
         has_gradients: False for inference.
         keep_full_weights, keep_full_gradients: keep full buckets allocated; else only this rank's shards, except
-            for a tied embedding.
+            for a tied embedding, and for scales, which passes write.
+        whole_segments: segments whose weights are kept full anyway.
     """
     buckets = cut_buckets(registry, grid)
     shards = [local_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
@@ -44,7 +48,9 @@ def allocate_buffers(
     for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
         for user in bucket.users:
             buckets_of.setdefault(user, []).append(number)
-        is_kept = shard.numel == bucket.size or bucket.params[0].entry.is_shared
+        first = bucket.params[0].entry
+        is_kept = shard.numel == bucket.size or first.is_shared or first.layout.kind == "scale"
+        is_kept = is_kept or first.segment in whole_segments
         own = slice(shard.start, shard.stop)
         weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
         has_own = has_gradients and bucket.is_trained

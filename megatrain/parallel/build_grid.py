@@ -60,10 +60,17 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
     groups |= maker.make_sharing(of_layers)
     groups |= maker.make_sharing(of_replicas)
     groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
+    # They share no communicator with replicas: passes of packs do not wait for concurrent reductions.
+    contexts = tuple(maker.make(name, lists) for name, lists in shape.pack_lists().items())
     has_store = make_handle is not None and shape.world_size > 1
     store = make_handle("messages", everyone) if make_handle is not None and has_store else None
     return RankGrid(
-        shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), channels=channels, **groups
+        shape=shape,
+        rank=rank,
+        messages=Messages(rank, shape.world_size, store),
+        channels=channels,
+        contexts=contexts,
+        **groups,
     )
 
 

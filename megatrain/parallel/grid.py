@@ -87,6 +87,8 @@ class RankGrid:
     """Consecutive ranks of `cp` that exchange heads under a two-level cp_comm_type; else this rank alone."""
     cp_ring: RankGroup
     """Ranks of `cp` with the same index in their `cp_heads` groups; else this rank alone."""
+    contexts: tuple[RankGroup, ...] = ()
+    """Ranks of `replicas` that may share a pack of documents: a group of each size, ascending."""
     tp_cp: RankGroup
     """Ranks of a stage that process the same micro-batch."""
     etp: RankGroup
@@ -136,5 +138,4 @@ class RankGrid:
 
     def group(self, name: str) -> RankGroup:
         """Return a group by the name that parameter layouts use."""
-        found: RankGroup = getattr(self, name)
-        return found
+        return getattr(self, name)  # type: ignore[no-any-return]

@@ -84,7 +84,7 @@ class ParamLayout:
     decays: bool = True
     """Weight decay applies (Megatron-LM's rule: except to biases and other one-dimensional parameters)."""
     kind: ParamKind = "matrix"
-    """Kind that decides the learning rate."""
+    """Kind that decides the learning rate; `scale`: passes write it, nothing trains it."""
     is_qkv: bool = False
     """The pieces are queries, keys and values, which an optimizer may treat as separate matrices."""
     family: Family = "dense"

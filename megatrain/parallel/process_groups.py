@@ -78,7 +78,7 @@ def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
 
 def groups_of(grid: RankGrid) -> list[RankGroup]:
     """Return all groups of collectives in which this rank communicates."""
-    found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]
+    found = [*grid.contexts, *(getattr(grid, field.name) for field in dataclasses.fields(grid))]
     return [group for group in found if isinstance(group, RankGroup) and group.handle is not None]
 
 

@@ -69,6 +69,8 @@ class GridShape:
     """Number of optimizer instances: runs of consecutive replicas that together hold all optimizer state."""
     expert_copies: int = 1
     """The same for the replicas of experts."""
+    pack_sizes: tuple[int, ...] = ()
+    """Sizes of the groups of replicas that may share a pack of documents."""
     has_matrices: bool = False
     """The optimizer assembles whole matrices from their shards, as Muon does."""
 
@@ -132,6 +134,12 @@ class GridShape:
         if size == 1:
             return [], []
         return _runs(lists, size), [ranks[index::size] for ranks in lists for index in range(size)]
+
+    def pack_lists(self) -> dict[str, RankLists]:
+        """Return the runs of replicas that may share a pack, by the name of each size above one."""
+        return {
+            f"context_{size}": _runs(self.rank_lists("dp-cp"), size) for size in self.pack_sizes if size > 1
+        }
 
     def state_lists(self, family: Family) -> StateLists:
         """Return the ranks that hold the weights and the optimizer state of a family."""

@@ -38,7 +38,7 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.subcommands import RUN_FLAGS, add_command
 from megatrain.training.batches import build_samples
-from megatrain.training.distillation.teacher import RunTeacher, build_distillation
+from megatrain.training.distillation.teacher import RunTeacher, build_distillation, with_whole_weights
 from megatrain.training.launch.ranks import Ranks, joined_ranks
 
 _ROWS = 2048
@@ -97,7 +97,9 @@ def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Pa
     folder = _folder(folder, ranks)
     manifest = _manifest(ranks, min(top_k, plan.derived.vocab_size), dtype)
     _begin(ranks, folder, manifest)
-    distillation = build_distillation(plan, grid, ranks.device, ExpertCommunication())
+    # Replicas compute different numbers of samples: no weights are gathered over them.
+    whole = with_whole_weights(grid)
+    distillation = build_distillation(plan, whole, ranks.device, ExpertCommunication())
     assert distillation is not None
     teacher = distillation.teacher
     assert isinstance(teacher, RunTeacher)

@@ -97,7 +97,7 @@ def with_image(
 
 
 def _high_image(tile: tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of an image that leaves borders in most sizes."""
+    """Return the height and width of an image that needs padding in most sizes."""
     return 2 * tile[0], 3 * tile[1] // 5
 
 
@@ -136,7 +136,9 @@ def logits_of_transformers(model: Any, tokens: Tensor, images: Tensor | None = N
         ids = torch.where(tokens < 0, model.config.image_token_id, tokens)
         kind, more = model.config.model_type, {}
         if kind == "llava_next":
-            more["image_sizes"] = torch.tensor([_high_image(images.shape[-2:])] * len(images))
+            more["image_sizes"] = torch.tensor(
+                [_high_image((images.shape[-2], images.shape[-1]))] * len(images)
+            )
         pixels = images if kind in ("idefics3", "smolvlm", "llava_next") else images.flatten(0, 1)
         return [model.eval()(ids, pixel_values=pixels, use_cache=False, **more).logits]
     if model.config.is_encoder_decoder:

@@ -1,6 +1,6 @@
 """Micro-batches of a run on one rank: builds a loader for each split of the plan.
 
-    rank 0 builds the samples and caches large indices ──> one rank per host ──> all others
+    all ranks map cached indices ──> rank 0 builds what is missing ──> one rank per host, if it does not see it ──> all others
     samples + sampler ──> BatchLoader; ranks in the middle of a pipeline read nothing
 
 Only the first and last pipeline stages, and that of multi-token prediction, need tokens; the stages between need document boundaries at most.
@@ -8,7 +8,10 @@ Only the first and last pipeline stages, and that of multi-token prediction, nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,6 +26,7 @@ from megatrain.config.user_function import user_function
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
+from megatrain.data.samples.index_cache import NotCachedError
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
@@ -32,6 +36,10 @@ from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.planning.packs import pack_loader
+
+_COMPUTED_SECONDS = 1.0
+"""Processor time since the last announcement without which a rank that builds samples makes no progress."""
 
 
 class Batches(Protocol):
@@ -55,14 +63,17 @@ class EvaluationSet:
     dataset: str | None
     """Name of the dataset; None for a whole split."""
     batches: Batches
-    sampler: Sampler
+    sampler: Sampler | None
+    """None: micro-batches are packs of whole samples."""
     num_microbatches: int
     """Micro-batches of each rank in one evaluation."""
     is_whole: bool
     """Each evaluation reads all samples, from the first one."""
 
-    def num_samples(self, consumed_samples: int, num_microbatches: int) -> list[int]:
-        """Return the samples of each of the rank's micro-batches, without padding."""
+    def num_samples(self, consumed_samples: int, num_microbatches: int) -> list[int] | None:
+        """Return the samples of each of the rank's micro-batches, without padding; None: it has none."""
+        if self.sampler is None:
+            return None
         return [len(self.sampler.indices(consumed_samples, number)) for number in range(num_microbatches)]
 
     @property
@@ -93,12 +104,13 @@ def build_samples(
     on_built: Callable[[BuiltIndex], None] | None = None,
     *,
     checks_files: bool = False,
+    builds: bool = True,
 ) -> SplitDatasets:
     """Build the samples of a plan.
 
     Args:
         plan, facts: equal on all ranks.
-        log, on_built: see `SplitBuilder`.
+        log, on_built, builds: see `SplitBuilder`.
         checks_files: compare the files with the facts, which another host gathered.
 
     Raises:
@@ -106,18 +118,7 @@ def build_samples(
         InputError: the files differ from the facts.
     """
     data, derived = plan.config.data, plan.derived
-    special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
-    options = SampleOptions(
-        seq_length=text_length(plan.config),
-        eod=derived.eod_id,
-        pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
-        vocab_size=derived.vocab_size,
-        eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        inter_document_masking=data.dataloader_inter_document_masking,
-        conversations=data.sft,
-    )
+    options = _sample_options(plan, facts)
     plans = SamplePlans(
         train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
         valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
@@ -140,9 +141,10 @@ def build_samples(
         log=log,
         on_built=on_built,
         masked=masked_samples(plan.config),
+        builds=builds,
     )
     splits = builder.build(
-        blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
+        blends_from_facts(facts.datasets), data.split, plans, named_valid=data.separate_validation_sets
     )
     splits = with_mock_images(splits, plan.config)
     if plans.train != (0,):
@@ -154,6 +156,25 @@ def build_samples(
         _require(splits.valid, derived.requested_valid_samples, "validation", "fewer --eval-iters")
         _require(splits.test, derived.requested_test_samples, "test", "fewer --eval-iters")
     return splits
+
+
+def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
+    """Return the options of all samples of a GPT."""
+    data, derived = plan.config.data, plan.derived
+    special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
+    return SampleOptions(
+        seq_length=text_length(plan.config),
+        eod=derived.eod_id,
+        pad=effective_pad(facts.pad_id, special, allow_ambiguous=data.allow_ambiguous_pad_tokens),
+        vocab_size=derived.vocab_size,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        inter_document_masking=data.dataloader_inter_document_masking,
+        conversations=data.sft,
+        packs_documents=data.pack_documents,
+        mock_lengths=data.varlen_mock_dataset_config_json,
+    )
 
 
 def _phases(plan: Plan, facts: Facts) -> list[PhaseSamples]:
@@ -216,30 +237,80 @@ def _build_in_turns(
 ) -> tuple[SplitDatasets | None, _Lengths]:
     """Return the samples, or None on a rank that reads none, and their number.
 
-    Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
-    shared disk or on their host's.
+    All ranks read cached indices at once. Of what is missing, rank 0 builds it, then one rank of each host, then all others: later
+    ranks read it from the cache, on a shared disk or on their host's.
     """
-    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
-    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, later_stage=later)
-    reads = reads or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
-    is_cached = plan.config.data.data_cache_path is not None or plan.config.data.dataset is not None
+    data, waits = plan.config.data, _reads_samples(ranks, plan)
+    is_cached = data.data_cache_path is not None or data.dataset is not None
+    # Images and datasets of a user must be built before it is known what is cached.
+    first_turn = 2 if data.dataset is not None or data.image_data_path else 0
     takes_turns = is_cached and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)
     for turn in range(3 if takes_turns else 1):
         failure: Exception | None = None
-        if turn == own_turn and reads:
+        if waits and turn >= min(own_turn, first_turn):
             try:
-                splits = build_samples(plan, ranks.facts, log, checks_files=not ranks.is_main)
+                # Another rank builds in this turn what is not cached.
+                with contextlib.suppress(NotCachedError), _announced(ranks, plan):
+                    splits = build_samples(
+                        plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
+                    )
+                    waits = False
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
                 failure = error
-        answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
+        answer = {
+            "failed": failure is not None,
+            "waits": waits,
+            "lengths": vars(_Lengths.of(splits)) if splits else None,
+        }
         found = ranks.grid.messages.gather_and_broadcast(answer, _conclusion)
         _raise_together(ranks, failure, found["first_failed"])
         if found["first_other"] is not None:
             raise _other_samples(ranks, plan, found["first_other"])
         lengths = _Lengths(**found["lengths"])
+        if not found["waits"]:
+            break
     return splits, lengths
+
+
+def _reads_samples(ranks: Ranks, plan: Plan) -> bool:
+    """Return whether this rank needs tokens or document boundaries."""
+    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
+    is_at_end = placement.has_head(rank) or rank in embedding_ranks(
+        placement, is_tied=False, later_stage=later
+    )
+    return is_at_end or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
+
+
+@contextlib.contextmanager
+def _announced(ranks: Ranks, plan: Plan) -> Iterator[None]:
+    """Let the other ranks wait while this one computes in the context, however long it does."""
+    messages, heartbeat = ranks.grid.messages, None if ranks.watch is None else ranks.watch.heartbeat
+    if messages.size == 1:
+        yield
+        return
+
+    def is_alive() -> None:
+        if heartbeat is not None:
+            heartbeat.stalled_seconds = 0.0
+
+    def announce() -> None:
+        computed = time.process_time()
+        while not ended.wait(plan.derived.startup_timeout_seconds / 10):
+            if time.process_time() > computed + _COMPUTED_SECONDS:
+                computed = time.process_time()
+                messages.announce_progress()
+                is_alive()
+
+    ended, messages.on_progress = threading.Event(), is_alive
+    thread = threading.Thread(target=announce, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -247,7 +318,12 @@ def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
     failed = (rank for rank, answer in enumerate(answers) if answer["failed"])
     lengths = answers[0]["lengths"]
     others = (rank for rank, answer in enumerate(answers) if answer["lengths"] not in (None, lengths))
-    return {"first_failed": next(failed, None), "first_other": next(others, None), "lengths": lengths}
+    return {
+        "first_failed": next(failed, None),
+        "first_other": next(others, None),
+        "waits": any(answer["waits"] for answer in answers),
+        "lengths": lengths,
+    }
 
 
 def _other_samples(ranks: Ranks, plan: Plan, rank: int) -> ConfigError:
@@ -281,6 +357,7 @@ class _LoaderBuilder:
         self.ranks = ranks
         self.plan = plan
         self.config = plan.config
+        self.has_packs = self.config.data.pack_documents
         dp = ranks.grid.dp
         self.shard = DataShard(
             micro_batch_size=self.config.training.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size
@@ -297,7 +374,8 @@ class _LoaderBuilder:
             whole = FullSampler(self.shard, length)
             sampler: Sampler = whole if is_whole else self._sampler(length)
             count = whole.num_microbatches if is_whole else per_evaluation
-            return EvaluationSet(split, name, self._batches(samples, sampler), sampler, count, is_whole)
+            batches = self._batches(samples, sampler, length)
+            return EvaluationSet(split, name, batches, None if self.has_packs else sampler, count, is_whole)
 
         evaluations = []
         if lengths.valid is not None:
@@ -309,7 +387,7 @@ class _LoaderBuilder:
             evaluations.append(evaluation("test", None, splits.test, lengths.test, is_whole=False))
         train = None
         if lengths.train is not None:
-            train = self._batches(splits.train, self._sampler(lengths.train))
+            train = self._batches(splits.train, self._sampler(lengths.train), lengths.train)
         return RunBatches(train, tuple(evaluations))
 
     def _sampler(self, length: int) -> Sampler:
@@ -318,9 +396,11 @@ class _LoaderBuilder:
             return CyclicSampler(self.shard, length, data_sharding=not data.no_data_sharding)
         return SingleSampler(self.shard, length)
 
-    def _batches(self, samples: SampleDataset | None, sampler: Sampler) -> Batches:
+    def _batches(self, samples: SampleDataset | None, sampler: Sampler, length: int) -> Batches:
         if samples is None:
             return _EmptyBatches(self.ranks.device)
+        if self.has_packs:
+            return pack_loader(self.plan, self.ranks.grid, self.ranks.device, samples, length)
         model = self.config.model
         return BatchLoader(
             samples,

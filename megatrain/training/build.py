@@ -91,6 +91,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
         others=distillation,
+        has_packs=bool(plan.derived.pack_group_sizes),
     )
     return dataclasses.replace(model, distillation=distillation)
 

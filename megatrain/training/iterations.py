@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from megatrain.config.derive.batch_sizes import batch_sizes
+from megatrain.parallel.packs.context import PackBatch
 from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
@@ -152,6 +153,7 @@ class Iterations:
             consumed_samples=progress.consumed_train_samples,
             batch=iteration.batch,
             lr=iteration.lr,
+            work=next((one.work for one in iteration.batches if isinstance(one, PackBatch)), None),
             compute_seconds=None if self.engine.compute_times is None else self.engine.compute_times.take(),
             is_line_due=is_first or iteration.number >= self.plan.derived.train_iters,
         )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
+from megatrain.parallel.packs.context import StepWork
 from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.console import format_duration
@@ -143,6 +144,7 @@ class RunLog:
         consumed_samples: int,
         batch: int,
         lr: float,
+        work: StepWork | None = None,
         compute_seconds: float | None = None,
         is_line_due: bool,
     ) -> None:
@@ -151,6 +153,7 @@ class RunLog:
         Args:
             end: when the device completed the iteration.
             batch: samples of the iteration.
+            work: its documents, if they differ in length.
             compute_seconds: time of this rank's forward and backward passes, with --log-straggler.
             is_line_due: print a log line also between log intervals, as for the first and the last iteration.
         """
@@ -165,6 +168,7 @@ class RunLog:
             consumed_samples=consumed_samples,
             batch=batch,
             lr=lr,
+            work=work,
         )
         values["compute_ms"] = None if compute_seconds is None else 1000 * compute_seconds
         self._save = None
@@ -230,16 +234,19 @@ class RunLog:
         consumed_samples: int,
         batch: int,
         lr: float,
+        work: StepWork | None,
     ) -> dict[str, Any]:
         """Return the fields of a line of `metrics.jsonl`, which docs/metrics.md describes."""
         derived, device = self._derived, self._ranks.device
         fraction = batch / self._config.training.global_batch_size  # below 1 during batch size ramp-up
-        flops = fraction * derived.flops_per_iteration
+        flops, tokens = fraction * derived.flops_per_iteration, fraction * derived.tokens_per_iteration
+        if work is not None:
+            tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
-            "consumed_tokens": consumed_samples * self._config.data.seq_length,
+            "consumed_tokens": None if work else consumed_samples * self._config.data.seq_length,
             "global_batch_size": batch,
             "lm_loss": report.lm_loss,
             "sop_loss": report.sop_loss,
@@ -254,10 +261,7 @@ class RunLog:
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),
-            "tokens_per_second_per_gpu": fraction
-            * derived.tokens_per_iteration
-            / seconds
-            / derived.world_size,
+            "tokens_per_second_per_gpu": tokens / seconds / derived.world_size,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak if tflops is not None and self.peak else None,
             "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,

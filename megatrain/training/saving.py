@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,12 +104,26 @@ class RunSaves:
             verifies=plan.config.checkpoint.verify_saves,
         )
         self._pending: _Pending | None = None
+        self._remover = ThreadPoolExecutor(1, "remove-checkpoints")
+        self._removal: Future[list[str]] | None = None
+        """Removal of older checkpoints: training does not wait for the deletion of a file of each rank."""
         self._intact = {progress.loaded.resolve()} if progress.loaded is not None else set[Path]()
         """Checkpoints that this run wrote or loaded."""
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Save in the background inside the context, with --async-save. A save that is pending at its end is abandoned."""
+        """Save in the background inside the context, with --async-save. A save that is pending at its end is abandoned.
+
+        The removal of older checkpoints ends with the context in any case.
+        """
+        try:
+            with self._with_writer():
+                yield
+        finally:
+            self._end_removal()
+
+    @contextlib.contextmanager
+    def _with_writer(self) -> Iterator[None]:
         checkpoint, direct = self.plan.config.checkpoint, self._writer
         if not saves_in_background(self.plan):
             yield
@@ -149,7 +164,8 @@ class RunSaves:
         Raises:
             CheckpointError: see `save`.
         """
-        self.finish()
+        self._commit()
+        self._end_removal()
         begun_at, stall = time.perf_counter(), self.stall_seconds
         with self._stalling("saving a checkpoint"), self._failing_by_policy():
             save = self._new_save(
@@ -166,7 +182,7 @@ class RunSaves:
             if self._writer.is_in_background:
                 self.ranks.console.print(f"> saving iteration {save.iteration} in the background")
         if not self._writer.is_in_background:
-            self.finish()
+            self._commit()
 
     def _new_save(self, folder: Path, **options: Any) -> Save:
         """Return a save in a shared folder, or in the folders of several nodes."""
@@ -204,19 +220,20 @@ class RunSaves:
             self._commit()
 
     def finish(self) -> None:
-        """Commit the pending save, if there is one, once its files are written.
+        """Commit the pending save, if there is one, once its files are written, and end the removal of older ones.
 
         Raises:
             CheckpointError: see `save`.
         """
-        if self._pending is not None and self.is_writing:
-            iteration = self._pending.save.iteration
-            self.ranks.console.print(f"> waiting until iteration {iteration} is written")
         self._commit()
+        self._end_removal()
 
     def _commit(self) -> None:
         if self._pending is None:
             return
+        if self.is_writing:
+            iteration = self._pending.save.iteration
+            self.ranks.console.print(f"> waiting until iteration {iteration} is written")
         pending, self._pending = self._pending, None
         save = pending.save
         with self._failing_by_policy():
@@ -242,15 +259,23 @@ class RunSaves:
             self.on_commit(times)
 
     def _remove_older(self, save: Save) -> None:
-        """Remove the checkpoints that are not kept after this one; rank 0 does it, and a rank of each node with local ones."""
+        """Begin to remove the checkpoints that are not kept after this one; rank 0 does it, and a rank of each node with local ones."""
         checkpoint = self.plan.config.checkpoint
         rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
         frequent = checkpoint.non_persistent_folder
         if frequent is not None and save.folder == Path(frequent):
             rule = Retention(keep_last=1)
         if save.is_committing:
-            for line in remove_older(save.folder, save.iteration, rule, Disk(), intact=self._intact):
-                self.ranks.console.print(f"> {line}")
+            self._end_removal()
+            self._removal = self._remover.submit(
+                remove_older, save.folder, save.iteration, rule, Disk(), intact=set(self._intact)
+            )
+
+    def _end_removal(self) -> None:
+        """Wait for the removal of older checkpoints, if there is one, and print what it did."""
+        removal, self._removal = self._removal, None
+        for line in removal.result() if removal is not None else ():
+            self.ranks.console.print(f"> {line}")
 
     @contextlib.contextmanager
     def _stalling(self, what: str) -> Iterator[None]:

@@ -62,7 +62,7 @@ def main() -> None:
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
     works: list[tuple[Case, str, Tile | None]] = [(case, "TILES", None) for case in CASES]
     if arguments.tune:
-        works += [(case, name, Tile(*tile)) for case in CASES[:2] for name in TUNED for tile in TUNED[name]]
+        works += [(case, name, Tile(*tile)) for case in CASES for name in TUNED for tile in TUNED[name]]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         errors = pool.starmap(compiles, works, chunksize=1)
     for (case, name, tile), error in zip(works, errors, strict=True):

@@ -27,6 +27,7 @@ from megatrain.checkpoint.load import (
     load_checkpoint,
     load_shards,
 )
+from megatrain.checkpoint.parts import merge_parts, write_part
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.save import (
     DirectWriter,
@@ -204,9 +205,15 @@ def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
 
 
 def save_all(
-    folder: Path, ranks: list[Rank], iteration: int, *, chunk_bytes: int = 1 << 20, file_bytes: int = 1 << 30
+    folder: Path,
+    ranks: list[Rank],
+    iteration: int,
+    *,
+    chunk_bytes: int = 1 << 20,
+    file_bytes: int = 1 << 30,
+    in_parts: bool = False,
 ) -> Path:
-    """Save as `save` does, rank after rank."""
+    """Save as `save` does, rank after rank; `in_parts`, as with many ranks."""
     disk = Disk()
     final = folder / f"iter_{iteration:07d}"
     temporary = final.with_name(f"{final.name}.tmp-0")
@@ -221,8 +228,11 @@ def save_all(
         )
         for rank in ranks
     ]
-    manifest = merge_reports(
-        json.loads(json.dumps(reports)),
+    reports = json.loads(json.dumps(reports))
+    if in_parts:
+        reports = [write_part(temporary, number, files, disk) for number, files in enumerate(reports)]
+    manifest = (merge_parts if in_parts else merge_reports)(
+        reports,
         iteration=iteration,
         consumed_train_samples=8 * iteration,
         optimizer_step_count=ranks[0].optimizer.step_count,

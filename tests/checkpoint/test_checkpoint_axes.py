@@ -8,7 +8,7 @@ from canonical_weights import hash_tensors
 from checkpoint_helpers import STATE_KINDS, assert_same, build_ranks, fill_all, save_all, small_spec
 from everyday import one_in
 
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec

@@ -273,8 +273,8 @@ def test_an_edit_without_the_checksum_falls_back(folder: Path) -> None:
 
 
 def test_a_newer_format_is_reported_and_not_skipped(folder: Path) -> None:
-    edited(folder / NEW, lambda content: content.update(version=4))
-    with pytest.raises(MismatchError, match="version 4; this program reads 'megatrain', up to version 3"):
+    edited(folder / NEW, lambda content: content.update(version=5))
+    with pytest.raises(MismatchError, match="version 5; this program reads 'megatrain', up to version 4"):
         load(folder, one_rank())
 
 

@@ -29,7 +29,8 @@ from safetensors import safe_open
 from megatrain.checkpoint.chunks import plan_chunks, split_box
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import read_manifest, tiling_problem
+from megatrain.checkpoint.manifest import tiling_problem
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, verify
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import fill_weights

@@ -14,7 +14,8 @@ from hostile_manifests import HostileManifest, changed, hostile_manifests, signe
 
 from megatrain.checkpoint.block_checksums import BLOCKS
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.checkpoint.manifest import StoredFile, read_manifest, tiling_problem
+from megatrain.checkpoint.manifest import StoredFile, tiling_problem
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.tensor_file import TensorFile
 from megatrain.config import Facts, StoredRun, parse, resolve
 from megatrain.config.errors import ConfigError, NoCheckpointError

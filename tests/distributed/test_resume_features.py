@@ -13,7 +13,7 @@ from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.optim.loss_scale import DynamicLossScaler
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
@@ -48,6 +48,9 @@ RUNS = {
     "fp8 tensorwise tp2 dp2": (4, ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --tensor-model-parallel-size 2"
                                    " --first-last-layers-bf16")),
     "cp2 dp2": (4, "--context-parallel-size 2"),
+    "packs on groups of four": (4, ("--pack-documents --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 --micro-batch-size 1"
+                                    " --calculate-per-token-loss --seq-length 64 --hidden-dropout 0.1"
+                                    ' --varlen-mock-dataset-config-json {"type":"uniform","min_seq_len":3,"max_seq_len":65}')),
     "experts ep2 dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4"
                                 " --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] --moe-router-score-function sigmoid"
                                 " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.1"
@@ -111,6 +114,27 @@ def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns
     for line, expected in zip(metrics(tmp_path), metrics(whole[name]), strict=True):
         if "lm_loss" in expected:
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
+
+
+@pytest.mark.nightly
+def test_packs_resume_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
+    name = "packs on groups of four"
+    assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
+    flags = [
+        word
+        for word in RUNS[name][1].split()
+        if word not in ("--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank")
+    ]
+    flags = [
+        *(word for word in flags if word != "16"),
+        "--context-parallel-size",
+        "2",
+        *folder_flags(tmp_path),
+    ]
+    assert set(pool.run(2, train_here, flags)) == {0}
+    for line, expected in zip(metrics(tmp_path), metrics(whole[name]), strict=True):
+        if "lm_loss" in expected:
+            assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-4)
 
 
 def test_expert_biases_have_changed(whole: UnbrokenRuns) -> None:

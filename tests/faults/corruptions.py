@@ -65,8 +65,8 @@ class Subject:
             path.chmod(0o644)
 
     @classmethod
-    def make(cls, folder: Path, *, is_large: bool, has_older: bool) -> Subject:
-        """Save three shards of a small model, or one shard whose chunks have several blocks."""
+    def make(cls, folder: Path, *, is_large: bool, has_older: bool, in_parts: bool) -> Subject:
+        """Save three shards of a small model, or one shard whose chunks have several blocks; or a manifest in parts."""
         spec = _LARGE if is_large else _SMALL
         seeds = Seeds([1, 2], spec)
         ranks = build_ranks(GridShape() if is_large else GridShape(dp=3), spec)
@@ -76,7 +76,7 @@ class Subject:
             if is_large:
                 save(folder, ranks[0], 10 * seed)
             else:
-                save_all(folder, ranks, 10 * seed)
+                save_all(folder, ranks, 10 * seed, in_parts=in_parts)
         files = {path.name: path.read_bytes() for path in (folder / NEW).iterdir()}
         return cls(folder, seeds, files, has_older)
 
@@ -92,10 +92,13 @@ def corruptions(count: int, folder: Path, seed: int = 0) -> Cases:
     chance = random.Random(seed)
     folder.chmod(0o755)  # also read as another user
     subjects = {
-        (is_large, has_older): Subject.make(
-            folder / f"{is_large}-{has_older}", is_large=is_large, has_older=has_older
+        (is_large, has_older, in_parts): Subject.make(
+            folder / f"{is_large}-{has_older}-{in_parts}",
+            is_large=is_large,
+            has_older=has_older,
+            in_parts=in_parts,
         )
-        for is_large in (False, True)
+        for is_large, in_parts in ((False, False), (False, True), (True, False))
         for has_older in (False, True)
     }
     weights = [weight for weight, _ in CORRUPTIONS]
@@ -103,10 +106,10 @@ def corruptions(count: int, folder: Path, seed: int = 0) -> Cases:
         ((_, corrupt),) = chance.choices(CORRUPTIONS, weights)
         has_older = number % 3 > 0 or corrupt in NEED_OLDER
         is_large = number % _LARGE_EVERY == 0 and corrupt not in NEED_SHARDS
-        subject = subjects[is_large, has_older]
-        name = (
-            f"{corrupt.__name__}{' of a large file' * is_large}{'' if has_older else ', no older checkpoint'}"
-        )
+        in_parts = number % 4 == 1 and not is_large and corrupt not in NEED_WHOLE
+        subject = subjects[is_large, has_older, in_parts]
+        where = " of a large file" * is_large + " of a manifest in parts" * in_parts
+        name = f"{corrupt.__name__}{where}{'' if has_older else ', no older checkpoint'}"
         is_command_run = number % _COMMAND_EVERY == 0
         own = random.Random(chance.random())
         work = functools.partial(check, subject, corrupt, own, is_command_run=is_command_run)
@@ -374,3 +377,4 @@ CORRUPTIONS: list[tuple[int, Any]] = [
 """Each with its weight."""
 NEED_OLDER = (stale_shard, stale_shards, stale_manifest, stale_checkpoint)
 NEED_SHARDS = (swapped_shards,)
+NEED_WHOLE = (signed_manifest, swapped_shards, stale_shards)

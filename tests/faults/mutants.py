@@ -259,7 +259,7 @@ MUTANTS = [
         "sizes are not compared",
         "C",
         "checkpoint/tensor_file.py",
-        "if num_bytes != stored.num_bytes:",
+        "if num_bytes != written:",
         "if num_bytes < 0:",
     ),
     _one(

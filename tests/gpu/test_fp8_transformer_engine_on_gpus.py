@@ -17,7 +17,7 @@ from canonical_weights import hash_tensors
 from stale_casts import casting_once
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8.amax_history import AmaxHistory

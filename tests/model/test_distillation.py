@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.divergence import divergence_gradient, divergence_sums, divergences, tempered
+from megatrain.kernels.divergence import divergence_gradient, divergences, rescaled, statistics
 from megatrain.model.distillation import CachedDivergence, DistilledHead, TopTargets
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGroup
@@ -34,11 +34,13 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(temperature: float, 
     first, second = real / temperature, teacher[:, :11] / temperature
     expected = kl(first, second) if is_reversed else kl(second, first)
     (expected * scale).sum().backward()
-    a, b = (tempered(x, temperature, num_real=11) for x in (student, teacher))
-    largest = torch.stack((a.amax(1), b.amax(1)))
-    sums = divergence_sums(a, b, largest, is_reversed=is_reversed)
+    known = statistics(student, teacher, temperature, 11, is_reversed=is_reversed)
+    largest = known[:2] + 1
+    sums = rescaled(known, largest, is_reversed=is_reversed)
     losses, log_sums = divergences(sums, largest, is_reversed=is_reversed)
-    found = divergence_gradient(a, b, log_sums, losses, scale, is_reversed=is_reversed) / temperature
+    found = divergence_gradient(
+        student, teacher, log_sums, losses, scale / temperature, temperature, 11, is_reversed=is_reversed
+    )
     assert torch.allclose(losses, expected, **CLOSE)
     assert torch.allclose(found[:, :11], real.grad, **CLOSE)
     assert not found[:, 11:].any()

@@ -11,7 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from megatrain.config.subjects.pipeline import layer_ranges
-from megatrain.kernels.divergence import tempered
+from megatrain.kernels.divergence import statistics
 from megatrain.model import distillation as losses
 from megatrain.model.distillation import Divergence, PairLoss
 from megatrain.parallel.batch import PassInfo
@@ -32,17 +32,17 @@ def _with_dropout() -> AbstractContextManager[Any]:
 def _square_missing() -> AbstractContextManager[Any]:
     gradient = Divergence.gradient
 
-    def smaller(self: Divergence, logits: Tensor, chunk: slice) -> Tensor:
-        return gradient(self, logits, chunk) / self.spec.temperature**2
+    def smaller(self: Divergence, logits: Tensor, chunk: slice, factor: float) -> Tensor:
+        return gradient(self, logits, chunk, factor / self.spec.temperature**2)
 
     return mock.patch.object(Divergence, "gradient", smaller)
 
 
 def _padding_counted() -> AbstractContextManager[Any]:
-    def whole(logits: Tensor, temperature: float, num_real: int) -> Tensor:
-        return tempered(logits, temperature, logits.shape[1])
+    def whole(logits: Tensor, teacher: Tensor, temperature: float, _: int, **named: bool) -> Tensor:
+        return statistics(logits, teacher, temperature, logits.shape[1], **named)
 
-    return mock.patch.object(losses, "tempered", whole)
+    return mock.patch.object(losses, "statistics", whole)
 
 
 def _weights_move() -> AbstractContextManager[Any]:

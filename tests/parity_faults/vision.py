@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatrain.model.families import image_shares, vision
 from megatrain.model.families.image_shares import ImageShares
+from megatrain.model.families.vision import Newline
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.batch import Batch
@@ -29,15 +30,15 @@ _REPLICATE = image_shares.replicate
 def _images_shifted_by_one() -> AbstractContextManager[Any]:
     """Take the vector before the one of each place."""
 
-    def shifted(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
-        return _PUT(x, vectors.roll(1, dims=0), tokens)
+    def shifted(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | None) -> Tensor:
+        return _PUT(x, vectors.roll(1, dims=0), tokens, newline)
 
     return mock.patch.object(vision, "put_vectors", shifted)
 
 
 def _image_of_the_neighbouring_sample() -> AbstractContextManager[Any]:
-    def adjacent(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
-        return _PUT(x, vectors.roll(1, dims=1), tokens)
+    def adjacent(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | None) -> Tensor:
+        return _PUT(x, vectors.roll(1, dims=1), tokens, newline)
 
     return mock.patch.object(vision, "put_vectors", adjacent)
 
@@ -76,9 +77,9 @@ def _gradients_of_own_rows_alone() -> AbstractContextManager[Any]:
 
 
 def _same_image_on_every_place() -> AbstractContextManager[Any]:
-    def first(x: Tensor, vectors: Tensor, tokens: Tensor) -> Tensor:
+    def first(x: Tensor, vectors: Tensor, tokens: Tensor, newline: Newline | None) -> Tensor:
         n = len(vectors)
-        return _PUT(x, vectors, torch.where(tokens < -n, tokens + n, tokens))
+        return _PUT(x, vectors, torch.where(tokens < -n, tokens + n, tokens), newline)
 
     return mock.patch.object(vision, "put_vectors", first)
 
@@ -111,6 +112,16 @@ def _gradients_of_own_images_alone() -> AbstractContextManager[Any]:
     return mock.patch.object(vision, "replicate", alone)
 
 
+def _gradients_of_own_newlines_alone() -> AbstractContextManager[Any]:
+    """Leave out the sum of the newline's gradients over tensor ranks, which have rows of their own."""
+
+    class Alone(Newline):
+        def __init__(self, width: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+            super().__init__(width, replace(tp, sequence_parallel=False, peers=None), dtype)
+
+    return mock.patch.object(vision, "Newline", Alone)
+
+
 VISION_FAULTS: dict[str, tuple[Patch, str]] = {
     "images shifted by one": (_images_shifted_by_one, "tp2 vlm"),
     "image of the neighbouring sample": (_image_of_the_neighbouring_sample, "dp2 vlm"),
@@ -121,5 +132,6 @@ VISION_FAULTS: dict[str, tuple[Patch, str]] = {
     "tiles in another order": (_tiles_in_another_order, "cp2 tiles"),
     "gradients of shared images of own tokens alone": (_gradients_of_own_tokens_alone, "cp2 tiles"),
     "gradients of a whole tower of own images alone": (_gradients_of_own_images_alone, "tp2 tiles"),
+    "gradients of newlines of own rows alone": (_gradients_of_own_newlines_alone, "tp2 sp tiles"),
 }
 """The function that plants each fault, and the layout in which parity finds it."""

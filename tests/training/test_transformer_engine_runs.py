@@ -13,7 +13,7 @@ from transformer_engine_stand_in import stand_in
 
 import pretrain
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.config.plan import DerivedValue
 from megatrain.config.registry import Derivation
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear

@@ -13,8 +13,9 @@ from typing import Any
 from megatrain.checkpoint.errors import DamagedError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME, node_files
 from megatrain.checkpoint.local.nodes import Node
-from megatrain.checkpoint.local.transfer import Transfer, raise_first, send
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode, read_manifest
+from megatrain.checkpoint.local.transfer import Transfer, raise_first, send, send_bytes
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, decode
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, find_damage
 from megatrain.checkpoint.tensor_file import check_size
 from megatrain.optim.sharded import ShardedOptimizer
@@ -49,17 +50,22 @@ def complete_node(
     """
     messages, is_first = grid.messages, grid.world.is_first
 
-    def read() -> str | None:
+    of_rank_0: list[bytes] = []
+
+    def read() -> int | None:
         if not is_first or not (_is_divided(path) or node.num_nodes > 1):
             return None
         read_manifest(path)  # raises DamagedError
-        return (path / MANIFEST_NAME).read_text("utf-8")
+        of_rank_0.append((path / MANIFEST_NAME).read_bytes())
+        return len(of_rank_0[0])
 
-    text = agree(read, messages, then=lambda answers: answers[0])
-    if text is None:
+    num_bytes = agree(read, messages, then=lambda answers: answers[0])
+    if num_bytes is None:
         return []
-    agree(lambda: take_manifest(path, text.encode()) if node.is_leader else None, messages)
-    manifest = decode(text.encode())
+    own = of_rank_0[0] if of_rank_0 else None
+    text = send_bytes(own, num_bytes, grid.world, optimizer.device, wants=True)
+    agree(lambda: take_manifest(path, text) if node.is_leader else None, messages)
+    manifest = decode(text)
 
     def ask() -> tuple[int, list[str], list[str]]:
         damaged_here = {name for leader, name in damaged if leader == node.leader}
@@ -191,7 +197,7 @@ def _whole(path: Path, manifest: Manifest, names: Iterable[str]) -> set[str]:
     found = set()
     for name in names:
         with contextlib.suppress(OSError, DamagedError):
-            check_size(path / name, (path / name).lstat().st_size, manifest.files[name])
+            check_size(path / name, (path / name).lstat().st_size, manifest.files[name].num_bytes)
             found.add(name)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from megatrain.checkpoint.chunks import PlannedChunk
 from megatrain.checkpoint.errors import CheckpointError, agree
 from megatrain.checkpoint.find import NODE_FILES_NAME
 from megatrain.checkpoint.local.nodes import Node
-from megatrain.checkpoint.local.transfer import Transfer, raise_first, send
-from megatrain.checkpoint.manifest import MANIFEST_NAME, encode, read_manifest
+from megatrain.checkpoint.local.transfer import Transfer, raise_first, send, send_bytes
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode
 from megatrain.checkpoint.save import (
     Save,
     begin_save,
@@ -67,18 +67,21 @@ class LocalSave(Save):
         Raises:
             CheckpointError: on all ranks; the files of this save are removed.
         """
-        messages, own = self.grid.messages, []
+        messages, own, of_rank_0 = self.grid.messages, list[dict[str, Any]](), list[tuple[Manifest, bytes]]()
 
         def write() -> list[dict[str, Any]]:
             with self._sized_errors():
                 own.extend(written())
             return own
 
-        def merged(reports: list[Any]) -> str:
-            return encode(merge_reports(reports, **self._contents)).decode()
+        def merged(reports: list[Any]) -> int:
+            manifest = merge_reports(reports, **self._contents)
+            text = encode(manifest)
+            of_rank_0.append((manifest, text))
+            return len(text)
 
         def count_files(of_ranks: list[list[str]]) -> int:
-            files = read_manifest(self.temporary).files
+            files = of_rank_0[0][0].files
             for name in sorted(set(files) - {name for names in of_ranks for name in names}):
                 raise CheckpointError(
                     f"{self.temporary / name}: no node sees the file as it was written",
@@ -87,17 +90,27 @@ class LocalSave(Save):
             return sum(file.num_bytes for file in files.values())
 
         with self._cleaned_up():
-            text = agree(write, messages, then=merged)
+            num_bytes = agree(write, messages, then=merged)
+            # Not through the store of all ranks: it would have to send it once to each of them.
+            text = send_bytes(
+                of_rank_0[0][1] if of_rank_0 else None,
+                num_bytes,
+                self.grid.world,
+                self.device,
+                wants=self.is_committing,
+            )
+            sizes = {report["name"]: report["file"]["num_bytes"] for report in own}
             if self.copies is not None:
-                self._copy([(report["name"], report["file"]["num_bytes"]) for report in own])
-            self.committed_bytes = agree(lambda: self._describe(text.encode()), messages, then=count_files)
+                sizes |= self._copy(list(sizes.items()))
+            agree(lambda: self._check(sizes), messages)
+            self.committed_bytes = agree(lambda: self._describe(text), messages, then=count_files)
             agree(self._rename, messages)
         if self.is_committing:
             remove_leftovers(self.folder, self.disk)
         return self.final
 
-    def _copy(self, own: Sequence[tuple[str, int]]) -> None:
-        """Store the files of the other ranks with copies on this node."""
+    def _copy(self, own: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """Store the files of the other ranks with copies on this node; return their sizes."""
         assert self.copies is not None
         of_ranks = self.grid.messages.gather_and_broadcast(list(own), list)
         transfers = [
@@ -115,6 +128,13 @@ class LocalSave(Save):
             for one in transfers
         ]
         agree(lambda: raise_first(errors), self.grid.messages)
+        return {one.name: one.num_bytes for one in transfers if self.grid.rank in one.targets}
+
+    def _check(self, sizes: Mapping[str, int]) -> None:
+        """Check the files that this rank has written here, its own and its copies of others."""
+        for name, num_bytes in sizes.items():
+            if (self.temporary / name).exists():  # else rank 0 finds that no node has it
+                check_written(self.temporary / name, num_bytes)
 
     def _describe(self, manifest: bytes) -> list[str]:
         """Write the manifest and the names of the node's files; return these names."""
@@ -122,10 +142,7 @@ class LocalSave(Save):
             return []
         with self._sized_errors():
             write_file(self.disk, self.temporary / MANIFEST_NAME, manifest)
-            files = read_manifest(self.temporary).files
-            names = [name for name in files if (self.temporary / name).exists()]
-            for name in names:
-                check_written(self.temporary / name, files[name])
+            names = sorted(path.name for path in self.temporary.glob("*.safetensors"))
             write_file(self.disk, self.temporary / NODE_FILES_NAME, json.dumps(names).encode())
             self.disk.sync_folder(self.temporary)
         return names
@@ -133,4 +150,4 @@ class LocalSave(Save):
     def _rename(self) -> None:
         if self.is_committing:
             with self._sized_errors():
-                rename_whole(self.temporary, self.final, read_manifest(self.temporary), self.disk)
+                rename_whole(self.temporary, self.final, self.iteration, self.disk)

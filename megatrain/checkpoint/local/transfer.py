@@ -1,4 +1,4 @@
-"""A file goes from the folder of one rank to the folders of others, piece by piece."""
+"""A file goes from the folder of one rank to the folders of others, or bytes to their memory, piece by piece."""
 
 from __future__ import annotations
 
@@ -55,6 +55,21 @@ def send(
     except (OSError, CheckpointError) as found:
         error = error or found
     return error
+
+
+def send_bytes(
+    content: bytes | None, num_bytes: int, group: RankGroup, device: torch.device, *, wants: bool
+) -> bytes:
+    """Return the bytes of the one rank that has `content`, or nothing on a rank that does not want them; all ranks call it."""
+    found = []
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        piece = torch.zeros(min(_PIECE_BYTES, num_bytes - start), dtype=torch.uint8)
+        if content is not None:
+            bytes_of(piece)[:] = content[start : start + len(piece)]
+        piece = all_reduce(piece.to(device), group, "max")
+        if wants:
+            found.append(bytes(bytes_of(piece.cpu())))
+    return b"".join(found)
 
 
 def _pieces(

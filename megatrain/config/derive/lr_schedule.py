@@ -90,7 +90,7 @@ class ScheduleValues(LrDecay):
         return self.reads(name)
 
 
-ParamKind = Literal["matrix", "vector", "embedding", "positions", "output"]
+ParamKind = Literal["matrix", "vector", "embedding", "positions", "output", "scale"]
 """Kind of a parameter: a matrix of a layer, a bias or norm, the token embedding (and a tied output layer), the learned
 position embedding, an untied output layer."""
 

@@ -21,6 +21,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.vision import CHANNELS, ProjectorSpec, VisionSpec
+from megatrain.config.schema.quantization import SCALE_PREFIX
 from megatrain.config.schema.tree import flag_of
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ def is_frozen(name: str, *, tower: bool, language: bool) -> bool:
 
 
 def is_frozen_in(config: Mapping[str, Any], name: str) -> bool:
-    """Return the same for a stored configuration."""
+    """Return the same for a stored configuration; scales of --qat are never trained."""
     vision = config.get("vision", {})
+    if name.startswith(SCALE_PREFIX):
+        return True
     return is_frozen(name, tower=vision.get("freeze_vit", False), language=vision.get("freeze_lm", False))
 
 

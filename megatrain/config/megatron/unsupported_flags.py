@@ -10,11 +10,6 @@ from megatrain.config.megatron.answer import missing
 UNSUPPORTED_FLAGS: Final = (
     # Parallelism
     missing(
-        "context parallelism with a different number of ranks per sample is not supported",
-        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
-        instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
-    ),
-    missing(
         "interleaved gates of experts, and probabilities applied to their inputs, are not supported",
         "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
@@ -106,11 +101,6 @@ UNSUPPORTED_FLAGS: Final = (
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
-    missing(
-        "naming validation sets is not supported",
-        "--validation-set-names=+",
-        instead="remove the flag; validation sets are named by their paths",
-    ),
     missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
@@ -168,9 +158,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this profiling option is not supported",
-        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack"
-        " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
-        " --record-shapes",
+        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-chakra --record-memory-history",
     ),
     missing("OpenTelemetry is not supported", "--otel-enabled --otel-service-name= --otel-span-groups="),
 )

@@ -36,7 +36,7 @@ class ProjectorSpec(Part):
     mlp: MlpSpec | None
     """None: one linear layer, `affine`."""
     norm: NormSpec | None = None
-    """Of its inputs; None: there is none."""
+    """Norm of its inputs; None: there is none."""
     has_bias: bool = True
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import conflict, none_of, one_of
+from megatrain.config.schema.needs import conflict, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -38,6 +38,11 @@ _NOT_WITH_SFT: Final = conflict("data.sft", why=", which has its own attention, 
 _NOT_WITH_STORED_DOCUMENTS: Final = conflict(
     "data.dataloader_inter_document_masking",
     why=", which uses the stored document boundaries, not end-of-document tokens",
+)
+_PACKED_ALONE: Final = (
+    conflict("data.dataset", why=", whose samples have one length"),
+    conflict("data.full_validation", why=", whose last batch is not full"),
+    conflict("data.multiple_validation_sets", why=", whose last batches are not full"),
 )
 
 
@@ -123,6 +128,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Evaluate on all validation samples, instead of --eval-iters batches."""
     multiple_validation_sets: bool = setting(False, conflicts=_NEEDS_FILES[1])
     """Evaluate on each validation dataset separately."""
+    validation_set_names: tuple[str, ...] = setting(
+        (), on_resume=SAFE, needs=on("data.multiple_validation_sets")
+    )
+    """Names of the validation sets in logs, in the order of --valid-data-path. Default: the names of their files."""
     reset_position_ids: bool = setting(
         False,
         needs=(
@@ -145,6 +154,14 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     sft: bool = setting(False, on_resume=ORDER, conflicts=_NEEDS_FILES)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
+    pack_documents: bool = setting(
+        False, on_resume=ORDER, needs=_GPT, conflicts=(_ORDERED, _NOT_WITH_SFT, *_PACKED_ALONE)
+    )
+    """Samples are whole documents in an order that --seed decides; one that is longer than --seq-length is cut into several. Those of a global batch are packed into micro-batches, with attention and positions of their own. Not in Megatron-LM."""
+    varlen_mock_dataset_config_json: str | None = setting(
+        None, on_resume=ORDER, needs=(on("data.pack_documents"), on("data.mock_data"))
+    )
+    """Lengths of the documents of --mock-data: JSON, or a file of it, such as {"type": "lognormal", "min_seq_len": 64, "max_seq_len": 131072, "mean_seq_len": 8192, "lognormal_sigma": 1.5}."""
     mask_prob: float = setting(0.15, above=0, at_most=1, on_resume=ORDER, needs=_MASKED)
     """BERT and T5: share of the tokens of a sample that are masked."""
     short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
@@ -160,4 +177,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             or self.dataloader_inter_document_masking
             or self.sft
             or self.use_packed_sequence
+            or self.pack_documents
         )
+
+    @property
+    def separate_validation_sets(self) -> tuple[str, ...] | None:
+        """Return the names of validation sets that are evaluated separately; empty: by their files; None: they are one set."""
+        return self.validation_set_names if self.multiple_validation_sets else None

@@ -1,9 +1,9 @@
 """Settings of parallelism. The data-parallel size follows from the number of ranks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from megatrain.config.schema.needs import above, conflict, off, on, one_of
+from megatrain.config.schema.needs import above, conflict, costly, off, on, one_of
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.schema.resume_class import SAFE, SILENT
 from megatrain.config.schema.setting import LAYOUT, Section, setting
@@ -12,6 +12,9 @@ from megatrain.config.schema.values import AUTO
 _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
 _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
+_PACKS = on("data.pack_documents")
+DYNAMIC: Final = "default_dynamic_cp"
+"""The scheduler whose groups differ from pack to pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,18 @@ class ParallelConfig(Section, on_resume=SAFE):
     """For --cp-comm-type a2a+p2p and a2a+all_gather: number of ranks per a2a group, and number of groups."""
     context_parallel_chunk_means: bool = setting(False, needs=_CONTEXT)
     """Average the loss per context-parallel rank first, as Megatron-LM does: with a loss mask, the result depends on the split of samples. Not in Megatron-LM."""
+    dynamic_context_parallel: bool = False
+    """With --pack-documents: each pack is on as many context ranks as its documents need: groups of 1, 2, 4 ... of the ranks of dp and cp."""
+    min_dynamic_context_parallel_size: int = setting(
+        1, at_least=1, needs=one_of("parallel.sequence_packing_scheduler", DYNAMIC)
+    )
+    """Smallest group of --dynamic-context-parallel, a power of two."""
+    max_seqlen_per_dp_cp_rank: int | None = setting(AUTO, at_least=1, unit="tokens", needs=_PACKS)
+    """Most tokens of a pack on a rank of dp and cp. auto: so many that the largest group holds --seq-length."""
+    sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced", "first_fit"] | None = setting(
+        AUTO, needs=_PACKS
+    )
+    """Distribution of the documents of a global batch over ranks. default_dynamic_cp: that of --dynamic-context-parallel; dp_balanced: groups of --context-parallel-size ranks with balanced times; first_fit: the same groups, filled in order (not in Megatron-LM). auto: default_dynamic_cp with --dynamic-context-parallel, else dp_balanced."""
     expert_model_parallel_size: int = setting(1, at_least=1, taken_by=LAYOUT)
     """Expert-parallel size (ep): ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = setting(
@@ -82,12 +97,18 @@ class ParallelConfig(Section, on_resume=SAFE):
             on("parallel.sequence_parallel"),
             _TENSOR,
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
-            one_of(
-                "derived.transformer_impl",
-                "local",
-                words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
+            costly(
+                one_of(
+                    "derived.transformer_impl",
+                    "local",
+                    words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
+                )
             ),
-            off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
+            costly(
+                off(
+                    "precision.fp8_format", words="in linear layers of {}, which wait for their communication"
+                )
+            ),
         ),
         conflicts=conflict(
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"

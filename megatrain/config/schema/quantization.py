@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 Strategy = Literal["tensor", "channel", "group", "block", "token"]
+SCALE_PREFIX: Final = "qat."
+"""Start of the names of the scales of --qat, each followed by the name of its weight."""
 BLOCK: Final = 128
 """Rows and columns of a block with a scale of its own, as DeepSeek-V3 has them."""
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.subjects.attention import (
     EAGER_BACKENDS,
@@ -54,6 +55,8 @@ _LACKS: Final = {
 }
 """Features that GPU kernels lack. torch's own choice needs mask tensors and does not return the log-sum-exp."""
 _GPU_KERNELS: Final = ("flash4", "flash2", "cudnn")
+_SLOW: Final = ("sdpa", "triton", "math")
+"""Kernels of GPUs that take more time or memory than the others."""
 _LIBRARY: Final = "flash-attn-4"
 _MIN_VERSION: Final = "4.0.0b36"
 """Oldest flash-attn-4 that was tested in training."""
@@ -78,16 +81,17 @@ def attention_backend(draft: Draft) -> DerivedValue:
     return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}{_padded_values(kernel, draft)}")
 
 
-@note
+@note("nothing")
 def attention_kernel(draft: Draft) -> Notes:
     is_given = not draft.is_default("model.attention_backend")
     if draft.config.training.device == "cuda" or is_given or layers_with_softcap_or_dropout(draft) != "none":
-        yield draft.origins["derived.attention_backend"].detail
+        is_slow = draft.config.training.device == "cuda" and draft.derived.attention_backend in _SLOW
+        yield PlanNote(draft.origins["derived.attention_backend"].detail, "cost" if is_slow else "nothing")
 
 
 def _padded_values(kernel: str, draft: Draft) -> str:
     """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
-    is_native = kernel in ("sdpa", "math") and draft.config.parallel.context_parallel_size == 1
+    is_native = kernel in ("sdpa", "math") and not draft.derived.cp_comm_types
     widths = {(mixer.v_head_dim, mixer.head_dim) for mixer in attentions(draft)}
     narrow = sorted(width for width in widths if width[0] < width[1])
     if is_native or not narrow:
@@ -228,6 +232,6 @@ def _features(draft: Draft) -> list[str]:
         "windows": has_windows(draft),
         "gathered keys": any("all_gather" in each for each in draft.derived.cp_comm_types),
         "sinks": has_sinks(draft),
-        "context ranks": draft.config.parallel.context_parallel_size > 1,
+        "context ranks": bool(draft.derived.cp_comm_types),
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -31,6 +31,8 @@ _GPUS_OF_A_HOST: Final = 8
 def cp_comm_types(draft: Draft) -> DerivedValue:
     """Derive the communication: for all layers, or for each. GPU kernels need keys in order for windows and documents."""
     parallel = draft.config.parallel
+    if draft.derived.pack_group_sizes:
+        return _comm_type_of_packs(draft)
     if parallel.context_parallel_size == 1:
         return DerivedValue((), "--context-parallel-size 1: no communication")
     if draft.config.model.model_family in MASKED_FAMILIES:
@@ -52,13 +54,29 @@ def cp_comm_types(draft: Draft) -> DerivedValue:
     return DerivedValue(comm_types, "--cp-comm-type")
 
 
+def _comm_type_of_packs(draft: Draft) -> DerivedValue:
+    """Derive the communication of groups of any size: heads balance the ranks for documents of any length."""
+    if given := draft.config.parallel.cp_comm_type:
+        return DerivedValue(given[:1], "--cp-comm-type")
+    if reason := _why_not_heads(draft):
+        return DerivedValue(("all_gather",), f"keys and values of a pack are gathered: {reason}")
+    return DerivedValue(
+        ("a2a",), "heads divide over the ranks of all groups, which balances packs of any documents"
+    )
+
+
+def _widest_group(draft: Draft) -> int:
+    """Return the number of ranks of the largest context group."""
+    return max(draft.config.parallel.context_parallel_size, *draft.derived.pack_group_sizes, 1)
+
+
 def _why_not_heads(draft: Draft) -> str:
     """Return the reason against an exchange of heads by default; empty: none.
 
     Sent heads are not overlapped: they cost less than a ring's smaller kernels and sums where links are fast.
     """
     parallel = draft.config.parallel
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp, cp = parallel.tensor_model_parallel_size, _widest_group(draft)
     per_host = draft.facts.ranks_per_node or draft.facts.devices_per_node or _GPUS_OF_A_HOST
     if per_host % (tp * cp):
         return f"{tp * cp} tensor and context ranks are not on one host of {per_host}"
@@ -73,7 +91,7 @@ def _why_not_heads(draft: Draft) -> str:
     return ""
 
 
-@note
+@note("cost")
 def ring_is_replaced(draft: Draft) -> Notes:
     """Note that all-gather replaces the ring of --cp-comm-type."""
     given = draft.config.parallel.cp_comm_type
@@ -151,7 +169,7 @@ def heads_divide_over_context_ranks(draft: Draft) -> Problems:
             yield Problem(
                 f"--cp-comm-type {comm_type} exchanges heads between {ranks} context-parallel ranks; layer {layer} (from 0)"
                 f" has {heads} heads and {groups} query groups per tensor-parallel rank, which do not divide over them",
-                "use --cp-comm-type p2p",
+                f"use --cp-comm-type {'all_gather' if draft.derived.pack_group_sizes else 'p2p'}",
             )
             return
 
@@ -191,7 +209,7 @@ class HeadExchange(NamedTuple):
 def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
     """Iterate over the layers whose communication exchanges heads."""
     parallel = draft.config.parallel
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp, cp = parallel.tensor_model_parallel_size, _widest_group(draft)
     sizes = parallel.hierarchical_context_parallel_sizes
     inner = sizes[0] if are_levels(sizes, cp) else 1
     comm_types, layers = draft.derived.cp_comm_types, draft.derived.model_spec.layers
@@ -205,7 +223,7 @@ def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
             yield HeadExchange(number, comm_type, ranks, layer.attention.num_heads // tp, groups)
 
 
-@unproven
+@unproven("result")
 def means_of_context_ranks(draft: Draft) -> Notes:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:

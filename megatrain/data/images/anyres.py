@@ -1,7 +1,7 @@
 """Tiles of LLaVA-NeXT: an image keeps its shape, within the one of several sizes that holds most of it.
 
-    tiles      the whole image, scaled to one tile; then those of the scaled image between black borders, row by row
-    vectors    those of the whole image; then each row of patches across the tiles, and a newline; none of the borders
+    tiles      the whole image, scaled to one tile; then those of the scaled image and its black padding, row by row
+    vectors    those of the whole image; then each row of patches across the tiles, and a newline; none of the padding
 
 Source: `LlavaNextImageProcessor` and `LlavaNextModel.pack_image_features` of `transformers`.
 """
@@ -65,7 +65,7 @@ class AnyRes:
         down, across = size[0] // self.tile[0], size[1] // self.tile[1]
         numbers = per_tile + np.arange(down * across * per_tile).reshape(down, across, *vectors)
         grid = numbers.transpose(0, 2, 1, 3).reshape(down * vectors[0], across * vectors[1])
-        grid = _without_borders(grid, image)
+        grid = _without_padding(grid, image)
         lines = np.pad(grid, ((0, 0), (0, 1)), constant_values=NEWLINE)
         return np.concatenate((whole, lines.ravel()))
 
@@ -91,10 +91,10 @@ def _inner(image: Size, size: Size) -> Size:
     return size[0], min(math.ceil(image[1] * of_height), size[1])
 
 
-def _without_borders(grid: npt.NDArray[np.int64], image: Size) -> npt.NDArray[np.int64]:
+def _without_padding(grid: npt.NDArray[np.int64], image: Size) -> npt.NDArray[np.int64]:
     (height, width), (rows, columns) = image, grid.shape
     if width / height > columns / rows:
-        border = (rows - int(round(height * (columns / width), 7))) // 2
-        return grid[border : rows - border]
-    border = (columns - int(round(width * (rows / height), 7))) // 2
-    return grid[:, border : columns - border]
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        return grid[padding : rows - padding]
+    padding = (columns - int(round(width * (rows / height), 7))) // 2
+    return grid[:, padding : columns - padding]

@@ -17,7 +17,7 @@ import difflib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from megatrain.config.errors import InputError
 from megatrain.data.indexed.bin_file import BinFile, LocalBinFile
 from megatrain.data.indexed.object_store import RemoteFile, exists, is_url, local_copy
+from megatrain.data.indexed.stamps import WORTH_SEQUENCES, Stamp
 
 Elements = npt.NDArray[Any]
 
@@ -60,7 +61,14 @@ class SequenceSource(Protocol):
 class IndexedDataset:
     """The sequences of `<prefix>.bin/.idx`, files or in an object store. Thread-safe."""
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True, index_cache: str | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        mmap: bool = True,
+        index_cache: str | None = None,
+        stamp_folders: Sequence[Path] = (),
+    ) -> None:
         """Open and check both files.
 
         Args:
@@ -68,6 +76,7 @@ class IndexedDataset:
             mmap: map both files, so that the processes of a host share the memory; else the index is read into memory
                 and elements are read on request, which elements of a URL always are.
             index_cache: folder for a copy of the index of a URL.
+            stamp_folders: folders of stamps; large files that have one are mapped and not read.
 
         Raises:
             InputError: a file is missing or damaged, or the two files contradict each other.
@@ -94,14 +103,27 @@ class IndexedDataset:
         self.offsets: npt.NDArray[np.int64] = offsets.view("<i8")
         self.document_boundaries: npt.NDArray[np.int64] = boundaries.view("<i8")
         self.modes: npt.NDArray[np.int8] | None = modes.view("i1") if has_modes else None
-        self.num_tokens = _check_offsets(index_path, self.lengths, self.offsets, self.dtype)
-        _check_boundaries(index_path, self.document_boundaries, num_sequences)
+        self.stamp: Stamp | None = None
+        """Facts about both files; None: they are small or remote, or no folder is given."""
+        if stamp_folders and num_sequences >= WORTH_SEQUENCES and not is_url(self.prefix):
+            self.stamp = Stamp([index_path, Path(self.name)], stamp_folders)
+        self.num_tokens = int(self.known("num_tokens", lambda: self._checked_tokens(index_path)))
         self._bin: BinFile
         if is_url(self.prefix):
             self._bin = RemoteFile(self.name)
         else:
             self._bin = LocalBinFile(Path(self.name), mmap=mmap)
         _check_bin(self.name, self._bin.size, self.num_tokens, self.dtype)
+
+    def _checked_tokens(self, index_path: Path) -> int:
+        """Check the whole index; return the elements of all sequences."""
+        num_tokens = _check_offsets(index_path, self.lengths, self.offsets, self.dtype)
+        _check_boundaries(index_path, self.document_boundaries, len(self.lengths))
+        return num_tokens
+
+    def known(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return a fact about both files, a JSON value: from their stamp, or computed."""
+        return compute() if self.stamp is None else self.stamp.get(name, compute)
 
     def __len__(self) -> int:
         """Return the number of sequences."""

@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data.indexed.reader import IndexedDataset, SequenceSource
@@ -37,8 +35,9 @@ from megatrain.data.samples.conversations import (
     build_conversation_index,
 )
 from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
+from megatrain.data.samples.document_dataset import DocumentDataset, build_document_index
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
-from megatrain.data.samples.gpt_index import build_index
+from megatrain.data.samples.gpt_index import LengthFacts, build_index
 from megatrain.data.samples.index_cache import Arrays, IndexCache
 from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples, build_masked_dataset
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
@@ -121,6 +120,7 @@ class SplitBuilder:
         log: Callable[[str], None] = print,
         on_built: Callable[[BuiltIndex], None] | None = None,
         masked: MaskedSamples | None = None,
+        builds: bool = True,
     ) -> None:
         """Configure the builder.
 
@@ -133,10 +133,11 @@ class SplitBuilder:
             log: receives a line for each unexpected condition that is not an error.
             on_built: called with each index when it is ready.
             masked: samples are of BERT or T5; None: of a GPT.
+            builds: see `IndexCache`.
         """
         self.options = options
         self.masked = masked
-        self.cache = _RecordingCache(cache_folder, log)
+        self.cache = _RecordingCache(cache_folder, log, builds=builds)
         self._log = log
         self._on_built = on_built
         self._mmap, self._index_cache = mmap, index_cache
@@ -146,7 +147,12 @@ class SplitBuilder:
         self._logged: set[str] = set()
 
     def build(
-        self, blends: Mapping[str, Blend], split: str, plans: SamplePlans, *, named_valid: bool = False
+        self,
+        blends: Mapping[str, Blend],
+        split: str,
+        plans: SamplePlans,
+        *,
+        named_valid: Sequence[str] | None = None,
     ) -> SplitDatasets:
         """Build the three splits.
 
@@ -155,7 +161,7 @@ class SplitBuilder:
                 data, divided evenly.
             split: such as `969,30,1`; it divides sequences, or documents for BERT and T5.
             plans: the requested samples.
-            named_valid: keep the datasets of the validation blend separate, under the names of their files.
+            named_valid: keep the datasets of the validation blend separate, under these names; empty: those of their files.
 
         Raises:
             ConfigError: samples are requested from a split without sequences, or a blend is invalid.
@@ -163,7 +169,8 @@ class SplitBuilder:
         """
         if not blends:
             assert self.masked is None, "the rule `sentences_come_from_files` reports it"
-            mock = MockSequences(vocab_size=self.options.vocab_size or 1, eod=self.options.eod or 0)
+            vocab_size, eod = self.options.vocab_size or 1, self.options.eod or 0
+            mock = MockSequences(vocab_size=vocab_size, eod=eod, lengths=self.options.mock_lengths)
             return self._divide([mock], None, MOCK_SPLIT, plans)
         if "all" in blends:
             blend = blends["all"]
@@ -178,8 +185,9 @@ class SplitBuilder:
             blend = blends[name]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             parts = [range(self._num_units(source)) for source in sources]
-            if named_valid and name == "valid":
-                for label, source, part in zip(dataset_names(blend.prefixes), sources, parts, strict=True):
+            if named_valid is not None and name == "valid":
+                labels = named_valid or dataset_names(blend.prefixes)
+                for label, source, part in zip(labels, sources, parts, strict=True):
                     named[label] = self._build_split([source], [part], None, wanted, plans.seed, name)
             else:
                 # As in Megatron-LM, the weight of a single dataset is ignored here.
@@ -349,7 +357,7 @@ class SplitBuilder:
                 seed=seed,
                 source=source.name,
                 num_sequences=len(sequences),
-                num_tokens=int(source.lengths[sequences.start : sequences.stop].sum(dtype=np.int64)),
+                num_tokens=LengthFacts.of(source, sequences).num_tokens,
                 num_epochs=dataset.index.num_epochs,
                 num_samples=len(dataset),
                 seconds=time.perf_counter() - start,
@@ -360,15 +368,19 @@ class SplitBuilder:
 
     def _dataset(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
-    ) -> GPTDataset | ConversationDataset | MaskedDataset:
+    ) -> GPTDataset | ConversationDataset | DocumentDataset | MaskedDataset:
         """Return the samples of a split of a dataset, of the kind that the run reads."""
         order: dict[str, Any] = {"seed": seed, "num_samples": num_samples, "cache": self.cache}
         if self.masked is not None:
             assert isinstance(source, IndexedDataset), "mock data has no sentences"
             return build_masked_dataset(source, part, self.masked, **order)
         order["seq_length"] = self.options.seq_length
+        if self.options.packs_documents:
+            del order["cache"]  # the index is a few sums
+            return DocumentDataset(source, build_document_index(source.lengths, part, **order), self.options)
         if not self.options.conversations:
-            return GPTDataset(source, build_index(source.lengths, part, **order), self.options)
+            facts = LengthFacts.of(source, part)
+            return GPTDataset(source, build_index(source.lengths, part, facts=facts, **order), self.options)
         assert isinstance(source, IndexedDataset), "mock data has no conversations"
         mask = open_loss_mask(source, mmap=self._mmap)
         conversations = build_conversation_index(source.lengths, mask, part, **order)
@@ -402,7 +414,7 @@ class SplitBuilder:
         if self.cache.should_cache(num_samples):
             key = {"weights": list(weights), "samples": num_samples, "is_exhaustive": is_exhaustive}
             arrays = self.cache.get_or_build("blend", key, lambda: _arrays_of(build()))
-            index = BlendIndex(dataset_index=arrays["dataset"], dataset_sample_index=arrays["sample"])
+            index = BlendIndex(arrays["dataset"], arrays["sample"], arrays.get("counts"))
         else:
             index = build()
         if self._on_built is not None:
@@ -422,7 +434,9 @@ class SplitBuilder:
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            opened = open_token_ids(prefix, mmap=self._mmap, index_cache=self._index_cache)
+            opened = open_token_ids(
+                prefix, mmap=self._mmap, index_cache=self._index_cache, cache_folder=self.cache.folder
+            )
             if prefix in self._digests and self._digests[prefix] != dataset_digest(
                 opened, conversations=self.options.conversations, sentences=self.masked is not None
             ):
@@ -458,7 +472,11 @@ class _RecordingCache(IndexCache):
 
 def _arrays_of(index: BlendIndex) -> Arrays:
     """Return the arrays of a blend index under their names in cache files."""
-    return {"dataset": index.dataset_index, "sample": index.dataset_sample_index}
+    return {
+        "dataset": index.dataset_index,
+        "sample": index.dataset_sample_index,
+        "counts": index.counts(int(index.dataset_index.max()) + 1),
+    }
 
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:

@@ -49,6 +49,10 @@ class SampleOptions:
     """Confine attention and positions to stored sequences, independent of their tokens."""
     conversations: bool = False
     """Sequences are conversations, see `conversations.py`."""
+    packs_documents: bool = False
+    """Samples are whole sequences, see `document_dataset.py`."""
+    mock_lengths: str | None = None
+    """Lengths of mock documents, see `mock_lengths.py`."""
 
 
 def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:

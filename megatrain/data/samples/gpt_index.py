@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError
+from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.index_cache import digest
 
 if TYPE_CHECKING:
+    from megatrain.data.indexed.reader import SequenceSource
     from megatrain.data.samples.index_cache import IndexCache
 
 Integers = npt.NDArray[np.integer[Any]]
@@ -29,6 +31,27 @@ SEPARATE_BELOW: Final = 0.80
 """If less than this share of the last epoch is needed, the last epoch is shuffled separately."""
 CUT_ROWS: Final = 1 << 20
 """Sample boundaries computed at once: bounds the scratch memory of building an index."""
+
+
+@dataclass(frozen=True)
+class LengthFacts:
+    """Facts about the sequence lengths of a split, which a large dataset has in its stamp."""
+
+    num_tokens: int
+    digest: str
+
+    @classmethod
+    def of(cls, source: SequenceSource, part: range) -> LengthFacts:
+        """Return the facts about the sequences `part` of a dataset."""
+        if isinstance(source, IndexedDataset):
+            name = f"lengths {part.start} {part.stop}"
+            return cls(*source.known(name, lambda: cls._computed(source.lengths, part)))
+        return cls(*cls._computed(source.lengths, part))
+
+    @staticmethod
+    def _computed(lengths: Integers, part: range) -> tuple[int, str]:
+        found = lengths[part.start : part.stop]
+        return int(found.sum(dtype=np.int64)), digest(found)
 
 
 @dataclass(frozen=True)
@@ -81,6 +104,7 @@ def build_index(
     seed: int,
     num_samples: int | None,
     cache: IndexCache | None = None,
+    facts: LengthFacts | None = None,
 ) -> GPTIndex:
     """Build the index of one split.
 
@@ -91,10 +115,11 @@ def build_index(
         seed: seed of the split's own generator; all shuffles draw from it in turn.
         num_samples: requested samples, rounded up to whole epochs; None: one epoch.
         cache: reads the index if it is cached, and stores it if it is large.
+        facts: of these sequences, if they are known.
     """
     assert seq_length > 0, "checked with the configuration"
     split_lengths = lengths[sequence_range.start : sequence_range.stop]
-    epoch_tokens = int(split_lengths.sum(dtype=np.int64))
+    epoch_tokens = facts.num_tokens if facts is not None else int(split_lengths.sum(dtype=np.int64))
     if not epoch_tokens:
         raise ConfigError(
             f"sequences {sequence_range.start} to {sequence_range.stop} (excluded) contain no tokens",
@@ -117,7 +142,7 @@ def build_index(
     if cache is None or not cache.should_cache(num_rows):
         return GPTIndex(**build(), epochs=epochs)
     key = {
-        "lengths": digest(split_lengths),
+        "lengths": facts.digest if facts is not None else digest(split_lengths),
         "sequences": [sequence_range.start, sequence_range.stop],
         "seq_length": seq_length,
         "seed": seed,

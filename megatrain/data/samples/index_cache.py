@@ -5,12 +5,16 @@
 
     file   magic 8 | header bytes u64 | header crc u32 | header (JSON: key, arrays) | padding to 64 | arrays, each padded
 
+The arrays of a file are checked once: before it gets a modification time that belongs to its header, which a later change replaces. A
+start that finds this time maps the arrays and does not read them.
+
 A key names everything that the arrays depend on, so a file is never out of date. A file is written under a temporary
 name and renamed, so readers find only complete files; two processes that write the same file write the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -37,20 +41,30 @@ ALIGNMENT: Final = 64
 WORTH_ROWS: Final = 1 << 16
 """Smaller indices are computed faster than a file is opened."""
 _DTYPES: Final = frozenset(np.dtype(code).str for code in np.typecodes["AllInteger"] + np.typecodes["Float"])
+CHECKED_PERIOD: Final = 86_389
+"""Seconds, about a day: one of them is the modification time of a checked file."""
 STALE_SECONDS: Final = 3600.0
 """Age after which a temporary file belongs to no running job."""
+
+
+class NotCachedError(Exception):
+    """An index is not in the cache, and another rank builds it."""
 
 
 class IndexCache:
     """A folder of cached arrays."""
 
-    def __init__(self, folder: str | Path | None, log: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, folder: str | Path | None, log: Callable[[str], None] = lambda _: None, *, builds: bool = True
+    ) -> None:
         """Use a folder, which need not exist or be writable; None: always compute.
 
         Args:
             folder: location of the files.
             log: receives one line if the folder cannot be written, and one for each invalid file.
+            builds: build what is not cached; otherwise that is a NotCachedError.
         """
+        self._builds = builds
         self.folder = Path(folder) if folder is not None else None
         self._log = log
         self._is_writable = folder is not None
@@ -70,6 +84,8 @@ class IndexCache:
             pass
         except (OSError, ValueError) as error:
             self._log(f"{path}: ignored and rebuilt: {error}")
+        if not self._builds:
+            raise NotCachedError(path)
         arrays = build()
         if self._is_writable:
             try:
@@ -91,7 +107,8 @@ def digest(array: npt.NDArray[Any]) -> str:
 def _read(path: Path, key: str) -> Arrays:
     """Map the arrays of a file. Raises ValueError if it is damaged or belongs to another key."""
     with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        size = status.st_size
         prefix = file.read(PREFIX.size)
         if len(prefix) < PREFIX.size:
             raise ValueError(f"it ends after {size} bytes")
@@ -109,13 +126,28 @@ def _read(path: Path, key: str) -> Arrays:
     if described["bytes"] != size:
         raise ValueError(f"it has {size} bytes instead of {described['bytes']}")
     content = np.asarray(np.memmap(path, np.uint8, "r"))
-    arrays = {}
+    arrays, is_checked = {}, _is_checked(status.st_mtime_ns, crc)
     for array in described["arrays"]:
         part = content[array["start"] : array["start"] + array["bytes"]]
-        if zlib.crc32(part.data) != array["crc"]:
+        if not is_checked and zlib.crc32(part.data) != array["crc"]:
             raise ValueError(f"its {array['name']} is damaged")
         arrays[array["name"]] = part.view(array["dtype"]).reshape(array["shape"])
+    if not is_checked:
+        _mark_as_checked(path, crc)
     return arrays
+
+
+def _is_checked(mtime_ns: int, header_crc: int) -> bool:
+    seconds, rest = divmod(mtime_ns, 10**9)
+    return rest == 0 and (seconds - header_crc) % CHECKED_PERIOD == 0
+
+
+def _mark_as_checked(path: Path, header_crc: int) -> None:
+    """Set the modification time to the last one that `_is_checked` accepts."""
+    now = int(time.time())
+    seconds = now - (now - header_crc) % CHECKED_PERIOD
+    with contextlib.suppress(OSError):  # another user's file, which each start checks
+        os.utime(path, (seconds, seconds))
 
 
 def _is_header(value: object) -> bool:
@@ -170,6 +202,7 @@ def _write(path: Path, key: str, arrays: Arrays) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+    _mark_as_checked(path, zlib.crc32(header))
 
 
 def _header(key: str, arrays: list[dict[str, Any]], size: int) -> bytes:

@@ -132,7 +132,7 @@ class BatchLoader:
         self._shapes = array_shapes(family, seq_length, decoder_seq_length, image_shape)
         self._has_documents = has_documents
         self._threads = (
-            ThreadPoolExecutor(num_workers, "batches", initializer=_set_device, initargs=(self._device,))
+            ThreadPoolExecutor(num_workers, "batches", initializer=set_device, initargs=(self._device,))
             if num_workers
             else None
         )
@@ -261,7 +261,7 @@ def _documents(samples: Sequence[AnySample]) -> Documents:
     return Documents(torch.from_numpy(cu_seqlens), int(np.diff(cu_seqlens).max()), len(samples), length)
 
 
-def _set_device(device: torch.device) -> None:
+def set_device(device: torch.device) -> None:
     """Select the rank's GPU in a new thread, which would otherwise create a CUDA context on device 0 to pin memory."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

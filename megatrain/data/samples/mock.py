@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.samples.mock_lengths import mock_lengths
+
 if TYPE_CHECKING:
     from megatrain.data.indexed.reader import Elements
 
@@ -20,14 +22,21 @@ MOCK_SPLIT: Final = "1,1,1"
 
 
 class MockSequences:
-    """A `SequenceSource` without files; each sequence is a document."""
+    """A `SequenceSource` without files; each sequence is a document.
 
-    def __init__(self, *, vocab_size: int, eod: int) -> None:
+    Args:
+        lengths: see `mock_lengths`; None: Megatron-LM's.
+    """
+
+    def __init__(self, *, vocab_size: int, eod: int, lengths: str | None = None) -> None:
         self.name = "mock data"
-        self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(
-            1, MAX_LENGTH, NUM_SEQUENCES, dtype=np.int32
+        self.lengths: npt.NDArray[np.int32] = (
+            np.random.default_rng(0).integers(1, MAX_LENGTH, NUM_SEQUENCES, dtype=np.int32)
+            if lengths is None
+            else mock_lengths(lengths, NUM_SEQUENCES)
         )
-        self._elements: npt.NDArray[np.int64] = np.arange(1, MAX_LENGTH, dtype=np.int64) % vocab_size
+        longest = max(MAX_LENGTH, int(self.lengths.max()) + 1)
+        self._elements: npt.NDArray[np.int64] = np.arange(1, longest, dtype=np.int64) % vocab_size
         self._eod = eod
 
     def __len__(self) -> int:

@@ -87,6 +87,7 @@ def inspect_datasets(
     conversations: bool = False,
     sentences: bool = False,
     index_cache: str | None = None,
+    cache_folder: str | None = None,
 ) -> tuple[list[DatasetFacts], list[Problem]]:
     """Return the facts about every dataset, and all problems with any of them.
 
@@ -99,6 +100,7 @@ def inspect_datasets(
         conversations: the datasets have loss masks (--sft).
         sentences: samples depend on the documents of sequences (BERT and T5).
         index_cache: see `IndexedDataset`.
+        cache_folder: --data-cache-path, if it is given.
     """
     facts: list[DatasetFacts] = []
     problems: list[Problem] = []
@@ -110,7 +112,11 @@ def inspect_datasets(
                 seen[prefix] = None
                 try:
                     dataset = seen[prefix] = _facts_of(
-                        prefix, conversations=conversations, sentences=sentences, index_cache=index_cache
+                        prefix,
+                        conversations=conversations,
+                        sentences=sentences,
+                        index_cache=index_cache,
+                        cache_folder=cache_folder,
                     )
                     found_here = [*_description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)]
                 except ConfigError as error:
@@ -123,8 +129,10 @@ def inspect_datasets(
     return facts, problems
 
 
-def _facts_of(prefix: str, *, conversations: bool, sentences: bool, index_cache: str | None) -> DatasetFacts:
-    dataset = open_token_ids(prefix, index_cache=index_cache)
+def _facts_of(
+    prefix: str, *, conversations: bool, sentences: bool, index_cache: str | None, cache_folder: str | None
+) -> DatasetFacts:
+    dataset = open_token_ids(prefix, index_cache=index_cache, cache_folder=cache_folder)
     return DatasetFacts(
         split="all",
         prefix=prefix,
@@ -137,10 +145,15 @@ def _facts_of(prefix: str, *, conversations: bool, sentences: bool, index_cache:
     )
 
 
-def open_token_ids(prefix: str, *, mmap: bool = True, index_cache: str | None = None) -> IndexedDataset:
-    """Open a dataset. Raises InputError unless its elements are integers."""
+def open_token_ids(
+    prefix: str, *, mmap: bool = True, index_cache: str | None = None, cache_folder: str | Path | None = None
+) -> IndexedDataset:
+    """Open a dataset, with a stamp in `cache_folder` or next to it. Raises InputError unless its elements are integers."""
+    folders = [Path(prefix).parent / "index_cache"]
+    if cache_folder is not None:
+        folders.insert(0, Path(cache_folder))
     with _report_read_errors(prefix):
-        dataset = IndexedDataset(prefix, mmap=mmap, index_cache=index_cache)
+        dataset = IndexedDataset(prefix, mmap=mmap, index_cache=index_cache, stamp_folders=folders)
     if dataset.dtype.kind not in "iu":
         raise InputError(
             f"{dataset.name}: elements are {dataset.dtype.name}, but token ids are integers",
@@ -171,12 +184,20 @@ def dataset_digest(dataset: IndexedDataset, *, conversations: bool, sentences: b
     digest_of_tokens = content_digest(dataset)
     if not (conversations or sentences):
         return digest_of_tokens
-    more = content_digest(open_loss_mask(dataset)) if conversations else digest(dataset.document_boundaries)
+    more = (
+        content_digest(open_loss_mask(dataset))
+        if conversations
+        else str(dataset.known("documents", lambda: digest(dataset.document_boundaries)))
+    )
     return hashlib.sha256((digest_of_tokens + more).encode()).hexdigest()
 
 
 def content_digest(dataset: IndexedDataset) -> str:
     """Return the SHA-256 of all sequence lengths and of parts of the elements: reading whole files would take too long."""
+    return str(dataset.known("content", lambda: _computed_digest(dataset)))
+
+
+def _computed_digest(dataset: IndexedDataset) -> str:
     result = hashlib.sha256(digest(np.asarray(dataset.lengths)).encode())
     result.update(dataset.dtype.str.encode())
     size = dataset.num_tokens * dataset.dtype.itemsize

@@ -9,6 +9,7 @@ Shapes: q and the result [sq, b, n, d], k and v [sk, b, g, d]. Every query has a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import attention as fused
+from megatrain.kernels.sums import ColumnSums
 
 
 def masked_attention(
@@ -68,16 +70,24 @@ def eager_masked_attention(
 
 
 def fused_masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    *,
+    bias: DistanceBias | None,
+    scale: float,
+    sums: Sequence[ColumnSums] = (),
 ) -> Tensor:
     """Compute attention by megatrain's kernel.
 
     Args:
         mask: causality, padding and dropout.
         bias: added to scaled scores, in fp32; None: none.
+        sums: of the gradients of q, k and v as columns of one tensor, or of q, and of k and v.
     """
     values, reach = (None, 0) if bias is None else bias
-    out: Tensor = _FusedMaskedAttention.apply(q, k, v, values, reach, mask, scale)
+    out: Tensor = _FusedMaskedAttention.apply(q, k, v, values, reach, mask, scale, sums)
     return out
 
 
@@ -92,19 +102,25 @@ class _FusedMaskedAttention(Function):
         reach: int,
         mask: MaskSpec,
         scale: float,
+        sums: Sequence[ColumnSums],
     ) -> Tensor:
         bias = None if values is None else DistanceBias(values, reach)
         kept = fused.memory_for_mask(q, k, mask.dropout)
         out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias, kept=kept)
         ctx.save_for_backward(q, k, v, out, lse, values, kept)
-        ctx.reach, ctx.mask, ctx.scale = reach, mask, scale
+        ctx.reach, ctx.mask, ctx.scale, ctx.sums = reach, mask, scale, sums
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, values, kept = ctx.saved_tensors
         bias = None if values is None else DistanceBias(values, ctx.reach)
-        found = fused.backward(
-            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias, kept=kept
-        )
-        return *found, None, None, None
+        *found, sums = fused.backward(
+            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias, kept=kept,
+            has_sums=bool(ctx.sums),
+        )  # fmt: skip
+        if sums is not None:
+            values_of_sums = sums if len(ctx.sums) > 1 else (torch.cat(sums),)
+            for left, value in zip(ctx.sums, values_of_sums, strict=True):
+                left.value = value
+        return *found, None, None, None, None

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
-from megatrain.kernels.fused.sums import PROGRAMS, column_sums
+from megatrain.kernels.fused.sums import column_sums
 
 _BLOCK = 2048
 _PROGRAMS = 8192
 """Maximum programs of weighted rows: each computes several, so that rows after the last end cost nothing."""
+_SUMMING_PROGRAMS = 132 * 4
+"""Programs that sum columns of a gradient: an H200's multiprocessors hold them all at once."""
 
 
 def activate(
@@ -53,7 +55,7 @@ def activate_backward(
     columns = dy.shape[-1]
     dx = x if overwrites_x else torch.empty_like(x)
     (num_rows, num_blocks), block = _grid(dy, columns)
-    programs = min(num_rows, cdiv(PROGRAMS, num_blocks)) if has_sums else num_rows
+    programs = min(num_rows, cdiv(_SUMMING_PROGRAMS, num_blocks)) if has_sums else num_rows
     sums = torch.empty(programs if has_sums else 0, x.shape[-1], dtype=torch.float32, device=x.device)
     launch(
         _backward, (programs, num_blocks), dy, x, dx, dx if recomputed is None else recomputed, sums, num_rows, columns,
@@ -206,15 +208,14 @@ def _backward_rows(
         if IS_IN_PLACE:
             tl.debug_barrier()  # another thread may overwrite what this one reads
         dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
-        dx, dup = dx.to(DX.dtype.element_ty), dup.to(DX.dtype.element_ty)
-        tl.store(DX + start, dx, mask=inside)
+        tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
         if IS_GATED:
-            tl.store(DX + start + columns, dup, mask=inside)
+            tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
         if RECOMPUTES:
             tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
         if HAS_SUMS:
-            total += dx.to(tl.float32)
-            total_up += dup.to(tl.float32)
+            total += dx
+            total_up += dup
     if HAS_SUMS:
         SUMS += tl.program_id(0) * width + column
         tl.store(SUMS, total, mask=inside)

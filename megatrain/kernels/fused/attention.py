@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
@@ -74,6 +74,8 @@ class Gradients(NamedTuple):
     v: Tensor
     bias: Tensor | None
     """Gradient of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
+    sums: tuple[Tensor, Tensor] | None = None
+    """Sums over rows and samples of q's, [n d], and of k's and v's, [2 g d], in fp32."""
 
 
 def forward(
@@ -118,10 +120,11 @@ def _mask_width(k: Tensor) -> int:
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None,
+    has_sums: bool = False, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `AttentionKernel.backward`; `bias` and `kept` as in `forward`."""
-    (sq, b, n, _), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
+    """Implement `AttentionKernel.backward`; `bias` and `kept` as in `forward`. `has_sums`: sum the gradients too, if all heads are computed together."""
+    (sq, b, n, d), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
     width = _mask_width(k)
     if rule is not None and kept is None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
         return _backward_by_group(
@@ -145,16 +148,20 @@ def backward(
     elif kept is None:
         kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
     of_rows = lse_2, dout_dot_out, kept, width
+    tiles_q, tiles_k = cdiv(sq, of_queries.queries), cdiv(sk, of_keys.keys)
+    sums = lse, lse
+    if has_sums:
+        sums = lse.new_empty(b * tiles_q, n * d), lse.new_empty(b * tiles_k, 2 * g * d)
     launch(
-        kernels.dq_of_queries, (cdiv(sq, of_queries.queries), n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, *scores, lse if first is None else first, *masks, scale, *numbers,
-        HAS_FIRST=first is not None, **_constants(q, k, mask, softcap, bias, of_queries),
+        kernels.dq_of_queries, (tiles_q, n, b),
+        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, *scores, sums[0], lse if first is None else first, *masks, scale, *numbers,
+        HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_queries),
     )  # fmt: skip
     end = None if first is None else _query_ends(first, sk)
     launch(
-        kernels.dkdv_of_keys, (cdiv(sk, of_keys.keys), g, b),
-        *_with_strides(q, k, v, dout, dk, dv), *of_rows, lse if end is None else end, *masks, scale, *numbers,
-        HAS_END=end is not None, **_constants(q, k, mask, softcap, bias, of_keys),
+        kernels.dkdv_of_keys, (tiles_k, g, b),
+        *_with_strides(q, k, v, dout, dk, dv), *of_rows, sums[1], lse if end is None else end, *masks, scale, *numbers,
+        HAS_END=end is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
     dbias = None
     if bias is not None:
@@ -162,7 +169,7 @@ def backward(
         assert softcap is None, "a bias with a softcap"
         dbias = scores.sums_of_distances(sq, sk)
         dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)
-    return Gradients(dq, dk, dv, dbias)
+    return Gradients(dq, dk, dv, dbias, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
 
 
 def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +187,7 @@ class _ScoreGradients(NamedTuple):
     far: Tensor
     """Sums over the tiles with one bias before and after each query, fp32 [b, n, 2, sq]."""
     near: Tensor
-    """Those of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
+    """Gradients of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
     near_at: tuple[int, int]
     """The width, and the first key less the first query of a tile."""
 

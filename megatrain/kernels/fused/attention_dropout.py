@@ -113,12 +113,13 @@ def keeps(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_
 
 
 @jit
-def store_kept(KEPT, kept, row, rows, first_key, width, KEYS: tl.constexpr):
-    """Store the mask of a tile, bool [queries, keys]."""
+def store_kept(KEPT, signed, row, rows, first_key, width, KEYS: tl.constexpr):
+    """Store the mask of a tile: of fp32 [queries, keys], which is negative where dropped."""
     queries: tl.constexpr = row.shape[0]
-    kept = tl.reshape(kept, [queries, KEYS // 64, 8, 8]).to(tl.int32) << tl.arange(0, 8)[None, None, :, None]
+    ones = tl.reshape(signed.to(tl.int32, bitcast=True) >> 31, [queries, KEYS // 64, 8, 8])
+    dropped = tl.xor_sum(ones & (1 << tl.arange(0, 8))[None, None, :, None], 2)
     place = tl.cast(row, tl.int64)[:, None, None] * width + _bytes_of_keys(first_key, KEYS)[None]
-    tl.store(KEPT + place, tl.sum(kept, 2).to(tl.uint8), mask=(row < rows)[:, None, None])
+    tl.store(KEPT + place, (dropped ^ 255).to(tl.uint8), mask=(row < rows)[:, None, None])
 
 
 @jit

@@ -53,11 +53,18 @@ def _load(
 
 
 @jit
-def _store(X, x, start, stride, rows, CHANNELS: tl.constexpr):
-    """Store the tile of the rows from `start` on."""
+def _store(
+    X, x, start, stride, rows, CHANNELS: tl.constexpr, SUMS=None, place=0, HAS_SUMS: tl.constexpr = False
+):
+    """Store the tile of the rows from `start` on, and their sums after those of `place` heads."""
     row, channel = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
-    tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < CHANNELS))
+    x = x.to(X.dtype.element_ty)
+    tl.store(pointer, x, mask=(start + row < rows) & (channel < CHANNELS))
+    if HAS_SUMS:
+        sums = tl.sum(tl.where(start + row < rows, x.to(tl.float32), 0), 0)
+        column = tl.arange(0, x.shape[1])
+        tl.store(SUMS + place * CHANNELS + column, sums, mask=column < CHANNELS)
 
 
 @jit
@@ -235,13 +242,14 @@ def forward(
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                if STORES_MASK:
-                    probs = tl.where(
-                        kept, probs, -1
-                    )  # to read the mask from; else a second one is computed to store
-                    kept = (probs < 0) == 0
-                    store_kept(KEPT, kept, row, sq, start_key, kept_width, KEYS)
-                probs = tl.where(kept, probs, 0)
+                if (
+                    STORES_MASK
+                ):  # from the signs of probabilities; else the compiler computes a second mask to store
+                    probs = tl.where(kept, probs, -1)
+                    store_kept(KEPT, probs, row, sq, start_key, kept_width, KEYS)
+                    probs = tl.maximum(probs, 0)
+                else:  # a product, as the compiler selects after the cast to 16 bits, which takes more instructions
+                    probs *= tl.where(kept, 1.0, 0.0)
             v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
@@ -264,13 +272,38 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
     tl.store(TOKENS + 2 * sample + 1, end)
 
 
+@jit
+def _near(NEAR, near_at, sample, tile, head, end, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return pointers of a tile's gradients of scores near the diagonal, to which its first key is added; set tiles without any to 0."""
+    first = tile * QUERIES + near_at[1]
+    own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    row, key = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+    near = NEAR + own * QUERIES * near_at[0] - first + (row * near_at[0] + key)
+    for start_key in tl.range(first, first + near_at[0], KEYS):
+        if (start_key < 0) | (start_key >= end):
+            tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
+    return near
+
+
+@jit
+def _of_bias(
+    dscores, near, start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_NEAR: tl.constexpr
+):  # fmt: skip
+    """Store the gradients of a tile near the diagonal; return the sums of those of a tile with one bias, before and after the queries."""
+    is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
+    if HAS_NEAR:
+        tl.store(near + start_key, dscores.to(near.dtype.element_ty), mask=is_far == 0)
+    far = tl.where(is_far, tl.sum(dscores, 1), 0)
+    return tl.where(start_key < start_row, far, 0), tl.where(start_key < start_row, 0, far)
+
+
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
@@ -296,15 +329,8 @@ def dq_of_queries(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
     starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
-    if HAS_BIAS:  # gradients of scores near the diagonal; 0 where there are none
-        first_near = tile * QUERIES + near_at[1]
-        own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-        near = NEAR + own * QUERIES * near_at[0] - first_near + (
-            tl.arange(0, QUERIES)[:, None] * near_at[0] + tl.arange(0, KEYS)[None, :]
-        )  # fmt: skip
-        for start_key in tl.range(first_near, first_near + near_at[0], KEYS):
-            if (start_key < 0) | (start_key >= bounds[3]):
-                tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
+    if HAS_BIAS:
+        near = _near(NEAR, near_at, sample, tile, head, bounds[3], QUERIES, KEYS)
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
         3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
@@ -332,14 +358,11 @@ def dq_of_queries(
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             if HAS_BIAS:
-                is_far = _is_far(tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS)
-                far = tl.where(is_far, tl.sum(dscores, 1), 0)
-                before += tl.where(start_key < tile * QUERIES, far, 0)
-                after += tl.where(start_key < tile * QUERIES, 0, far)
-                if part < 3:
-                    tl.store(near + start_key, dscores.to(k.dtype), mask=is_far == 0)
+                sums = _of_bias(dscores, near, tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS, part < 3)
+                before, after = before + sums[0], after + sums[1]
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS)
+    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
     if HAS_BIAS:
         FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
         tl.store(FAR, before, mask=row < sq)
@@ -348,11 +371,11 @@ def dq_of_queries(
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, END, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
     K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
@@ -410,8 +433,10 @@ def dkdv_of_keys(
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
-    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS)
-    _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
+    groups = tl.num_programs(1)
+    place = (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * groups + group
+    _store(DK, dk * (scale * keep_factor), start_key, dk_at[0], sk, CHANNELS, SUMS, place, HAS_SUMS)
+    _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS, SUMS, place + groups, HAS_SUMS)
 
 
 @jit

@@ -180,12 +180,11 @@ def _drop(
         word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
         x = tl.load(X + row * columns + column, mask=inside, other=0).to(tl.float32)
         out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
-        if ADDS or HAS_SUMS:
-            out = out.to(X.dtype.element_ty).to(tl.float32)
         if HAS_SUMS:
             total += out
         if ADDS:
-            out += tl.load(ADDED + row * columns + column, mask=inside, other=0).to(tl.float32)
+            added = tl.load(ADDED + row * columns + column, mask=inside, other=0).to(tl.float32)
+            out = added + out.to(X.dtype.element_ty).to(tl.float32)
         tl.store(OUT + row * columns + column, out.to(OUT.dtype.element_ty), mask=inside)
     if HAS_SUMS:
         tl.store(SUMS + tl.program_id(0) * columns + column, total, mask=inside)

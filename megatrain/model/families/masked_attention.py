@@ -24,6 +24,7 @@ from megatrain.kernels.attention.masked import (
     masked_attention,
 )
 from megatrain.kernels.random import stream_key
+from megatrain.kernels.sums import ColumnSums
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.layer_context import LayerContext
 from megatrain.parallel.batch import PassInfo
@@ -41,6 +42,8 @@ class MaskedAttention(ShardedModule):
         self.dropout_key = stream_key(context.ranks.seed, f"{context.name(spec)}.dropout")
         self.kernel = context.builder.attention
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
+        self.dx_sums: tuple[ColumnSums, ...] = ()
+        """Sums of the gradients of q, k and v, see `fused_masked_attention`."""
         self.has_bias = isinstance(spec, AttentionSpec) and spec.relative is not None
         if isinstance(spec, AttentionSpec) and spec.relative is not None:
             self.tied_to = (context.relative_positions,)
@@ -50,7 +53,8 @@ class MaskedAttention(ShardedModule):
         if self.kernel == "triton":
             spec = MaskSpec(is_causal=self.is_causal, is_token=is_token, dropout=dropout)
             by_distance = self.positions.bias_of_distances(q.shape[0], k.shape[0]) if self.has_bias else None
-            return fused_masked_attention(q, k, v, spec, bias=by_distance, scale=self.scale).flatten(2)
+            out = fused_masked_attention(q, k, v, spec, bias=by_distance, scale=self.scale, sums=self.dx_sums)
+            return out.flatten(2)
         mask = None if is_token is None else is_token[:, None, None]
         if self.is_causal:
             mask = torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()

@@ -3,12 +3,14 @@
     forward    y = Q(x) Q(W)^T, with scales from the largest values now          backward    straight through both roundings
 
 A scale covers an output, a group of inputs or a token, over all tensor ranks, so that it does not depend on the layout. The weights
-that train are those before rounding; rounding them once more for the export gives the values that the last pass has computed with.
+that train are those before rounding. Each pass of training takes their scales anew and keeps them as tensors of the checkpoint;
+evaluations and exports round the weights with the scales that are kept.
 Source: Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432 (the gradient).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.config.model_spec.mlp import MlpSpec
-from megatrain.config.schema.quantization import NumberFormat, QuantizationFormat
+from megatrain.config.schema.quantization import SCALE_PREFIX, NumberFormat, QuantizationFormat
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.quantization.rounding import amax_of, round_trip, scales_for
@@ -29,7 +31,10 @@ from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
+
+_SCALE = "weight_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,7 @@ class FakeQuantizedBuilder(LocalBuilder):
             self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
         )
         layer.format = self.format
+        layer.add_weight(_SCALE, scale_layout(linear.weight, self.format.weights, None), self.dtype)
         return layer
 
     def row_linear(self, linear: LinearLayout) -> RowLinear:
@@ -54,15 +60,42 @@ class FakeQuantizedBuilder(LocalBuilder):
         return FakeQuantizedRowLinear(linear, self.tp, self.dtype, self.format, activation_of(spec))
 
 
+def scale_layout(weight: ParamLayout, numbers: NumberFormat, group: RankGroup | None) -> ParamLayout:
+    """Return the layout of the scales of a weight, [o, 1] or [o, groups]. `group`: see `scales_now`."""
+    size = numbers.group_size
+    copies = () if group is None or size is not None else (group.name,)
+
+    def of(piece: Piece) -> Piece:
+        rows, (start, stop) = piece.box
+        return dataclasses.replace(
+            piece,
+            name=f"{SCALE_PREFIX}{piece.name}",
+            shape=(piece.shape[0], piece.shape[1] // size if size else 1),
+            box=(rows, (start // size, stop // size) if size else (0, 1)),
+            copies=(*piece.copies, *copies),
+            grad_sum_groups=(),
+        )
+
+    return ParamLayout(
+        shape=(weight.shape[0], weight.shape[1] // size if size else 1),
+        pieces=tuple(map(of, weight.pieces)),
+        init=Init(),
+        decays=False,
+        kind="scale",
+        is_trained=False,
+    )
+
+
 class FakeQuantizedColumnLinear(LocalColumnLinear):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     format: QuantizationFormat
+    weight_scale: Tensor
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, normed = self.norm.add_and_norm(hidden, delta)
         recompute_fn = functools.partial(self._recompute, hidden.detach()) if self.recompute_norm else None
-        x, weight = self._rounded_input(normed), rounded(self.weight, self.format.weights)
+        x, weight = self._rounded_input(normed), rounded_weight(self, self.format.weights, info)
         grad = self.weight_grads.get("weight")
         return hidden, column_linear(x, weight, grad, self.tp, info, bias_of(self), recompute_fn=recompute_fn)
 
@@ -77,6 +110,8 @@ class FakeQuantizedColumnLinear(LocalColumnLinear):
 class FakeQuantizedRowLinear(LocalRowLinear):
     """Activation, if there is one, and row-parallel linear layer; its inputs are rounded after the activation."""
 
+    weight_scale: Tensor
+
     def __init__(
         self,
         linear: LinearLayout,
@@ -87,13 +122,14 @@ class FakeQuantizedRowLinear(LocalRowLinear):
     ) -> None:
         super().__init__(linear, tp, dtype)
         self.format, self.activation = numbers, activation
+        self.add_weight(_SCALE, scale_layout(linear.weight, numbers.weights, tp.group), dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         activation, group = self.activation, self.tp.group
         if self.format.inputs is not None:
             x = x if activation is None else apply_activation(x, activation)
             x, activation = straight_through(x, self.format.inputs, group), None
-        weight, grad = rounded(self.weight, self.format.weights, group), self.weight_grads.get("weight")
+        weight, grad = rounded_weight(self, self.format.weights, info, group), self.weight_grads.get("weight")
         return row_linear(
             x,
             weight,
@@ -107,17 +143,40 @@ class FakeQuantizedRowLinear(LocalRowLinear):
 
 
 @torch.no_grad()
-def rounded(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:
-    """Return values [..., c] as their quantized form stands for them, in their dtype.
+def rounded_weight(
+    layer: FakeQuantizedColumnLinear | FakeQuantizedRowLinear,
+    numbers: NumberFormat,
+    info: PassInfo,
+    group: RankGroup | None = None,
+) -> Tensor:
+    """Return the weight as its quantized form stands for it; see `scales_now`."""
+    wide = layer.weight.to(accumulation_dtype(layer.weight.dtype))
+    scales = scales_now(wide, numbers, layer.weight.dtype, group)
+    kept: Tensor = layer.weight_scale.data  # hides the write from autograd
+    if info.is_training:
+        kept.copy_(scales)
+    else:
+        scales = torch.where(kept == 0, scales, kept.to(wide.dtype))  # 0: there was no pass of training
+    return round_trip(wide, scales, numbers).to(layer.weight.dtype)
+
+
+def scales_now(x: Tensor, numbers: NumberFormat, dtype: torch.dtype, group: RankGroup | None) -> Tensor:
+    """Return the scales of values [..., c], rounded to `dtype`.
 
     Args:
         group: ranks that hold other columns of the same rows; None: this rank has them all.
     """
-    wide = x.to(accumulation_dtype(x.dtype))
-    amax = amax_of(wide, numbers)
+    amax = amax_of(x, numbers)
     if group is not None and numbers.group_size is None:
         amax = all_reduce(amax.contiguous(), group, "max")
-    return round_trip(wide, scales_for(amax, numbers, wide.dtype, x.dtype), numbers).to(x.dtype)
+    return scales_for(amax, numbers, x.dtype, dtype)
+
+
+@torch.no_grad()
+def rounded(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:
+    """Return values [..., c] as their quantized form stands for them, in their dtype; `group`: see `scales_now`."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    return round_trip(wide, scales_now(wide, numbers, x.dtype, group), numbers).to(x.dtype)
 
 
 def straight_through(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:

@@ -19,7 +19,8 @@ from megatrain.checkpoint.find import (
     leftovers,
     node_files,
 )
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import verify as verify_files
 from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
 from megatrain.config.errors import ConfigError, NoCheckpointError
@@ -93,7 +94,7 @@ def entries_of(folder: Path) -> Iterator[Entry]:
 
 
 def _elsewhere(path: Path, manifest: Manifest) -> str | None:
-    here, total = len(node_files(path, manifest)), len(manifest.files)
+    here, total = len(node_files(path, manifest)), len(manifest.sizes)
     return None if here == total else f"{here} of {total} files are on this node, the others on other nodes"
 
 

@@ -82,7 +82,7 @@ def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterat
         check_versions,
         check_gpus,
         check_shared_memory,
-        check_limits,
+        lambda: check_limits(0 if environment.rank else environment.open_files),
         lambda: check_disk(save, None if request is None else num_parameters(words, request)),
         lambda: check_rendezvous(environment),
     ]

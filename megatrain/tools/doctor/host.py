@@ -89,15 +89,16 @@ def has_infiniband() -> bool:
     return Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
 
 
-def check_limits() -> Iterator[Finding]:
-    """Check open files and locked memory."""
+def check_limits(open_files: int = 0) -> Iterator[Finding]:
+    """Check open files and locked memory. `open_files`: files that this process needs."""
     files = read_limit(resource.RLIMIT_NOFILE)
-    if 0 <= files < MIN_OPEN_FILES:
+    needed = max(MIN_OPEN_FILES, open_files)
+    if 0 <= files < needed:
         yield Finding(
             "error",
             "open files",
-            f"the limit is {files:,}: large runs end with `Too many open files`",
-            "ulimit -n 65536 before the launch, or LimitNOFILE of the service that starts the ranks",
+            f"the limit is {files:,}, and {needed:,} are needed: large runs end with `Too many open files`",
+            f"ulimit -n {max(65536, needed)} before the launch, or LimitNOFILE of the service that starts the ranks",
         )
     else:
         yield Finding("ok", "open files", "unlimited" if files < 0 else f"{files:,}")

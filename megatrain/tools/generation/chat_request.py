@@ -90,7 +90,7 @@ class ChatFormat:
         count = fields.get("n") or 1
         return CompletionRequest(
             prompts=(tuple(ids),), samplings=with_seeds(sampling, count), choices_per_prompt=count,
-            streams=bool(fields.get("stream")), images=images and images.tiles, is_chat=True,
+            streams=bool(fields.get("stream")), images=None if images is None else images.tiles, is_chat=True,
         )  # fmt: skip
 
     def _turns(self, messages: Any, files: list[tuple[bytes, str]]) -> Iterator[tuple[str, bool]]:

@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         start = decoder_start(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings, start)
-        tiles = [one and one.tiles for one in images]
+        tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatrain.config.errors import ConfigError
-from megatrain.tools.plan import pipeline
+from megatrain.tools.plan import failures, pipeline
 from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
@@ -41,9 +41,9 @@ def _add_layouts(actions: Any) -> None:
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
-        " [--top N] [--json]",
+        " [--top N] [--search] [--json] [--failures]",
         description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
-        f" flags. Layout flags on the command line are kept, layout flags of a --config file are not. {RUN_FLAGS}",
+        f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
     layouts.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs of the run")
     layouts.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU, SXM (default: %(default)s)")
@@ -63,7 +63,13 @@ def _add_layouts(actions: Any) -> None:
         help="Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
     )
     layouts.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default: 5)")
+    layouts.add_argument(
+        "--search",
+        action="store_true",
+        help="search other layouts than that of the flags, and list it with them",
+    )
     layouts.add_argument("--json", action="store_true", help="print one JSON object")
+    failures.add_flags(layouts)
 
 
 def _add_pipeline(actions: Any) -> None:
@@ -101,9 +107,10 @@ def _add_pipeline(actions: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the fastest layouts of a run; return the exit code."""
+    failures.check_flags(arguments)
     cluster = _cluster(arguments)
     limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
-    one_run = Run.of(arguments.run_flags, cluster)
+    one_run = dataclasses.replace(Run.of(arguments.run_flags, cluster), keeps_layout=not arguments.search)
     workload = one_run.workload()
     found = best_layouts(one_run, workload, limit, arguments.top)
     if not found:
@@ -114,11 +121,26 @@ def run(arguments: argparse.Namespace) -> int:
             " the data-parallel size",
         )
     given = given_layout(one_run, workload)
+    lost = _losses(arguments, one_run, found[0] if isinstance(given, str) else given)
     if arguments.json:
-        print(json.dumps(_to_dict(found, given, limit)))
+        more = {} if lost is None else {"failures": failures.to_dict(lost)}
+        print(json.dumps(_to_dict(found, given, limit) | more))
     else:
         print("\n".join(_text(one_run, workload, found, given, limit)))
+        print(
+            "\n".join(failures.text(lost) if lost is not None else ()), end="\n" if lost is not None else ""
+        )
     return 0
+
+
+def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failures.Losses | None:
+    """Return what failures cost with --failures, with the step of a layout."""
+    if not arguments.failures:
+        return None
+    interval = one_run.request.known("checkpoint.save_interval")
+    return failures.losses(
+        arguments, num_gpus=one_run.cluster.num_gpus, step=layout.time.total, save_interval=interval
+    )
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -159,6 +181,8 @@ def _to_dict(found: Sequence[Found], given: Found | str, limit: float) -> dict[s
     }
 
 
+_TIGHT = 0.95
+"""Share of the memory above which a layout is named as tight."""
 _TITLES = ("step", "MFU", "memory", "layout", "bubble", "data par.", "flags")
 
 
@@ -173,9 +197,7 @@ def _text(
     yield f"global batch {workload.global_batch:,} x {workload.seq_length:,} tokens"
     rows = [_TITLES, *(_row(one) for one in found)]
     if isinstance(given, Found):
-        rows.append(
-            (*_row(given)[:-1], "as given" + (" (does not fit)" if given.memory_bytes > limit else ""))
-        )
+        rows.append((*_row(given)[:-1], f"as given{_fit(given, limit)}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -184,6 +206,13 @@ def _text(
         yield f"  the flags' own layout does not start on these GPUs: {given}"
     yield from _fp8_text(one_run, workload)
     yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
+
+
+def _fit(given: Found, limit: float) -> str:
+    share = given.memory_bytes / limit
+    if share > 1:
+        return " (does not fit)"
+    return f" (takes {share:.0%} of the memory: it may not fit)" if share > _TIGHT else ""
 
 
 def _fp8_text(one_run: Run, workload: Workload) -> Iterator[str]:

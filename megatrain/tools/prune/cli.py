@@ -19,10 +19,11 @@ from megatrain.config.environment import read_environment
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tree import flag_of
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.checkpoint.rewrite import write_checkpoint
 from megatrain.tools.checkpoint.source import opened
 from megatrain.tools.generation.load import chosen_device, foreign_reader
-from megatrain.tools.prune.measure import Calibration, measured, read_samples
+from megatrain.tools.prune.measure import Calibration, measured
 from megatrain.tools.prune.pruned import Kept, PrunedCheckpoint
 from megatrain.tools.prune.sizes import (
     EXPERT_FFN,
@@ -152,10 +153,12 @@ def prune(reader: TensorReader, arguments: argparse.Namespace) -> None:
     calibration = Calibration(
         samples=read_samples(
             arguments.data_path,
+            reader,
+            flag="--data-path",
+            remedy="use fewer --samples, a shorter --seq-length",
             count=arguments.samples,
-            length=length,
+            length=length + 1,
             vocab_size=source.vocab_size,
-            fingerprint=reader.manifest.state["tokenizer_fingerprint"],
         ),
         by_loss=arguments.layer_importance == "loss",
         device=device,

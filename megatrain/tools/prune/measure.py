@@ -25,8 +25,6 @@ from torch import Tensor
 from megatrain.checkpoint.load import restore_expert_biases
 from megatrain.checkpoint.reader import CheckpointSource, TensorReader
 from megatrain.config.errors import ConfigError
-from megatrain.config.schema.tokenizer import is_same_tokenizer
-from megatrain.data.indexed.reader import IndexedDataset, read_description
 from megatrain.model.gpt import Model, build_model, equal_stages
 from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -53,43 +51,6 @@ class Calibration:
     by_loss: bool
     device: torch.device
     dtype: torch.dtype
-
-
-def read_samples(
-    prefix: str, *, count: int, length: int, vocab_size: int, fingerprint: str | None = None
-) -> Tensor:
-    """Return samples of `length + 1` consecutive tokens, evenly spread over a dataset: int64 [count, length + 1].
-
-    Args:
-        fingerprint: of the model's tokenizer; None: not known.
-
-    Raises:
-        ConfigError: the dataset is too short, or has other tokens than the model.
-    """
-    dataset = IndexedDataset(prefix)
-    step, size = dataset.num_tokens // count, dataset.dtype.itemsize
-    if step <= length:
-        raise ConfigError(
-            f"--data-path {prefix} has {dataset.num_tokens} tokens, and {count} samples of {length} take {count * (length + 1)}",
-            fix="use fewer --samples, a shorter --seq-length, or a larger dataset",
-        )
-    stored = (read_description(prefix) or {}).get("tokenizer_fingerprint")
-    if fingerprint is not None and stored is not None and not is_same_tokenizer(fingerprint, stored):
-        raise ConfigError(
-            f"--data-path {prefix} was made with another tokenizer than that of the model",
-            fix="tokenize the calibration set with the tokenizer of the model",
-        )
-    rows = [
-        dataset.read_bytes(number * step * size, (length + 1) * size).view(dataset.dtype)
-        for number in range(count)
-    ]
-    samples = torch.from_numpy(np.stack(rows).astype(np.int64))
-    if int(samples.min()) < 0 or int(samples.max()) >= vocab_size:
-        raise ConfigError(
-            f"--data-path {prefix} has the token {int(samples.max())}, and the model has {vocab_size}",
-            fix="tokenize the calibration set with the tokenizer of the model",
-        )
-    return samples
 
 
 def measured(

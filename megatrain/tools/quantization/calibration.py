@@ -11,49 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.reader import TensorReader
-from megatrain.config.errors import InputError
-from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.inference.stored_model import ModelOptions, build_without_weights, load_weights
-from megatrain.kernels.activations import activate
+from megatrain.kernels.activations import activate, activate_weighted
+from megatrain.kernels.moe.grouped_bias import add_grouped_bias
+from megatrain.kernels.moe.grouped_gemm import groups_of
+from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear
 from megatrain.model.layer import Attention
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamRegistry
 
 _TOKENS_OF_A_PASS = 4096
-
-
-def calibration_tokens(prefix: str, num_samples: int, length: int, vocab_size: int) -> Tensor:
-    """Return samples at equal distances over a dataset, int64 [num_samples, length].
-
-    Raises:
-        InputError: the dataset has fewer tokens, or other ones than the model.
-    """
-    dataset = IndexedDataset(prefix)
-    wanted = num_samples * length
-    if dataset.dtype.kind not in "iu":
-        raise InputError(f"--calibration-data {prefix}: has no tokens", fix="name a dataset of tokens")
-    if dataset.num_tokens < wanted:
-        raise InputError(
-            f"--calibration-data {prefix}: has {dataset.num_tokens} tokens, and {num_samples} samples of {length} need {wanted}",
-            fix="lower --calibration-samples or --calibration-length, or name a longer dataset",
-        )
-    size = dataset.dtype.itemsize
-    starts = np.linspace(0, dataset.num_tokens - length, num_samples).astype(np.int64)
-    rows = [dataset.read_bytes(int(start) * size, length * size).view(dataset.dtype) for start in starts]
-    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    if int(tokens.max()) >= vocab_size:
-        raise InputError(
-            f"--calibration-data {prefix}: has the token {int(tokens.max())}, and the model {vocab_size} of them",
-            fix="name a dataset that the model's tokenizer made",
-        )
-    return tokens
 
 
 @dataclass
@@ -189,6 +164,8 @@ def _observe_inputs(
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Add the inputs of each linear layer to `found` when it runs."""
     for leaf in segment.modules():
+        if isinstance(leaf, LocalGroupedMlp):
+            yield _observe_experts(leaf, found)
         if not isinstance(leaf, LocalColumnLinear | LocalRowLinear):
             continue
         statistics = InputStatistics.zeros(leaf.weight.shape[1], leaf.weight.device)
@@ -200,6 +177,32 @@ def _observe_inputs(
             to.add(_input_of(module, arguments))
 
         yield leaf.register_forward_pre_hook(observe)
+
+
+def _observe_experts(experts: LocalGroupedMlp, found: LayerStatistics) -> torch.utils.hooks.RemovableHandle:
+    """Add the inputs of each expert's linear layers, those of the second times the routing probability."""
+    statistics: dict[str, list[InputStatistics]] = {}
+    for name in ("fc1", "fc2"):
+        layout, inputs = experts.layouts[name], getattr(experts, name).shape[1]
+        count, device = experts.num_local_experts, getattr(experts, name).device
+        statistics[name] = [InputStatistics.zeros(inputs, device) for _ in range(count)]
+        pieces = len(layout.pieces) // count
+        found.inputs |= {
+            piece.name: statistics[name][number // pieces] for number, piece in enumerate(layout.pieces)
+        }
+
+    def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        rows, ends, probs = arguments[0][:3]
+        fc1 = experts.weight_of("fc1")
+        inner = experts.products.fc1(rows, fc1.value, ends, arguments[1])
+        if fc1.bias is not None:
+            add_grouped_bias(inner, fc1.bias.value, ends)
+        weighted = activate_weighted(inner, probs, experts.activation, ends)
+        for number, group in groups_of(ends):
+            statistics["fc1"][number].add(rows[group])
+            statistics["fc2"][number].add(weighted[group])
+
+    return experts.register_forward_pre_hook(observe)
 
 
 def _input_of(leaf: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:

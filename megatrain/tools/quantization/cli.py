@@ -25,15 +25,16 @@ from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.optimizer import PrecisionConfig
-from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
+from megatrain.config.schema.quantization import QUANTIZATION_FORMATS, QuantizationFormat
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tokenizer_files import json_bytes
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES
 from megatrain.tools.checkpoint.source import opened, size_text
 from megatrain.tools.generation.load import foreign_reader
-from megatrain.tools.quantization.calibration import Calibration, calibration_tokens
+from megatrain.tools.quantization.calibration import Calibration
 from megatrain.tools.quantization.folder import PartialFolder
 from megatrain.tools.quantization.layer import ChangedTensors, LayerRounding
 from megatrain.tools.quantization.plan import (
@@ -121,14 +122,20 @@ def run(arguments: argparse.Namespace) -> int:
         tensors = ChangedTensors(reader)
         own = reader.family.architecture if isinstance(reader, HfCheckpoint) else None
         export = HfExport(tensors, arguments.architecture or own)
+        dtype, qat = _dtype(arguments, reader, export), _format_of_training(arguments, reader)
+        if qat is not None and arguments.group_size is None:
+            numbers = qat
         options = Options(
             name=arguments.format,
             format=numbers,
             method=arguments.method,
             has_cache_scales=arguments.kv_cache_scales,
-            dtype=_dtype(arguments, reader, export),
+            dtype=dtype,
             device=torch.device(arguments.device),
+            keeps_scales=numbers == qat and dtype == _params_dtype(reader),
         )
+        if options.keeps_scales:
+            console.print("> the scales are those that training with --qat has kept")
         plan = plan_tensors(export, options)
         tokens = _tokens(arguments, reader, export.vocab_size) if options.is_calibrated else None
         description = _description(arguments, options, reader, tokens)
@@ -217,13 +224,31 @@ def _dtype(arguments: argparse.Namespace, reader: TensorReader, export: HfExport
     """Return the dtype of what is not quantized. A checkpoint of ours has master weights, wider than those of a pass."""
     if arguments.dtype != "auto":
         return DTYPES[DTYPE_NAMES[arguments.dtype]]
-    found = DTYPES[export.kind(*_embedding(export), "weight").dtype]
-    if isinstance(reader, CheckpointReader):
-        precision: PrecisionConfig = stored_section(
-            reader.path, reader.manifest.config, "precision", PrecisionConfig
-        )
-        found = getattr(torch, precision.params_dtype)
+    found = _params_dtype(reader) or DTYPES[export.kind(*_embedding(export), "weight").dtype]
     return torch.float32 if found == torch.float64 else found
+
+
+def _precision(reader: TensorReader) -> PrecisionConfig | None:
+    """Return the precision of a training of ours."""
+    if not isinstance(reader, CheckpointReader):
+        return None
+    found: PrecisionConfig = stored_section(reader.path, reader.manifest.config, "precision", PrecisionConfig)
+    return found
+
+
+def _params_dtype(reader: TensorReader) -> torch.dtype | None:
+    precision = _precision(reader)
+    return None if precision is None else getattr(torch, precision.params_dtype)
+
+
+def _format_of_training(arguments: argparse.Namespace, reader: TensorReader) -> QuantizationFormat | None:
+    """Return the format of --qat if it is the one that is asked for."""
+    precision = _precision(reader)
+    name: str = arguments.format
+    if precision is None or precision.qat != name or arguments.method != "rtn":
+        return None
+    has_groups = QUANTIZATION_FORMATS[name].weights.strategy == "group"
+    return format_of(name, precision.qat_group_size if has_groups else None, "rtn")
 
 
 def _embedding(export: HfExport) -> tuple[str, tuple[int, ...]]:
@@ -249,7 +274,15 @@ def _tokens(arguments: argparse.Namespace, reader: TensorReader, vocab_size: int
             f"--calibration-length {length}: the model is trained with samples of {data.seq_length} tokens",
             fix=f"use --calibration-length {data.seq_length} or less",
         )
-    return calibration_tokens(arguments.calibration_data, arguments.calibration_samples, length, vocab_size)
+    return read_samples(
+        arguments.calibration_data,
+        reader,
+        flag="--calibration-data",
+        remedy="lower --calibration-samples or --calibration-length",
+        count=arguments.calibration_samples,
+        length=length,
+        vocab_size=vocab_size,
+    )
 
 
 def _description(

@@ -15,9 +15,11 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.schema.quantization import NumberFormat
+from megatrain.config.model_spec.part import Part
+from megatrain.config.schema.quantization import SCALE_PREFIX, NumberFormat
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tensors import TheirTensor
@@ -117,6 +119,9 @@ class LayerRounding:
             scales = clipped_scales(weight, inputs.hessian, numbers, dtype)
         else:
             scales = scales_of(weight, numbers, dtype)
+            if self.options.keeps_scales:
+                kept = self._kept_scales(self.export.tensors[name], scales.shape).to(scales)
+                scales = torch.where(kept == 0, scales, kept)  # 0: there was no pass of training
         if self.options.method == "gptq":
             assert inputs is not None
             values = gptq(weight, inputs.hessian, scales, numbers)
@@ -125,6 +130,16 @@ class LayerRounding:
         whole = dequantize(values, scales, numbers).cpu()
         self.tensors.changed |= dict(_pieces(self.export.tensors[name], whole))
         return self._stored(name, values.cpu(), scales.cpu())
+
+    def _kept_scales(self, theirs: TheirTensor, shape: torch.Size) -> Tensor:
+        """Return the scales that training with --qat has kept for a weight, fp32 in its rows."""
+        found = torch.empty(shape)
+        for part in theirs.parts:
+            own_shape = (part.shape[0], shape[1])
+            scales = self.tensors.whole(f"{SCALE_PREFIX}{part.name}")
+            for own, rows in rows_to_copy(part.rows, whole_box(own_shape)):
+                found[rows.start : rows.stop : rows.step] = scales[own]
+        return found
 
     def _stored(self, name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
         layout, numbers = self.options.format.layout, self.options.format.weights
@@ -159,19 +174,27 @@ def _foldable(
 
     offset = 1.0 if spec.norm.is_stored_minus_one else 0.0
     for part in described.parts:
-        if not isinstance(part, AttentionSpec | MlpSpec) or (
-            isinstance(part, AttentionSpec) and part.latent is not None
-        ):
-            continue
+        is_dense = isinstance(part, MlpSpec) or (isinstance(part, AttentionSpec) and part.latent is None)
         norm = existing(f"{part.name}.norm.weight", f"{part.name}.norm.bias")
         # A bias has no offset, so that a LayerNorm that is stored minus 1 is left as it is.
-        if described.norm_position == "pre" and norm and (len(norm) == 1 or not offset):
+        if is_dense and described.norm_position == "pre" and norm and (len(norm) == 1 or not offset):
             first = next(iter(part.linears(spec.hidden_size)))
             yield existing(*(f"{part.name}.{piece.name}.weight" for piece in first.pieces)), norm, offset
-        if isinstance(part, AttentionSpec) and part.num_heads == part.num_query_groups:
+        if isinstance(part, AttentionSpec) and is_dense and part.num_heads == part.num_query_groups:
             yield existing("attention.proj.weight"), existing("attention.v.weight", "attention.v.bias"), 0.0
-        if isinstance(part, MlpSpec) and part.is_gated and part.clamp is None and not part.offset:
-            yield existing("mlp.down.weight"), existing("mlp.up.weight", "mlp.up.bias"), 0.0
+        for name, mlp in _mlps(part):
+            if mlp.is_gated and mlp.clamp is None and not mlp.offset:
+                yield existing(f"{name}.down.weight"), existing(f"{name}.up.weight", f"{name}.up.bias"), 0.0
+
+
+def _mlps(part: Part) -> Iterator[tuple[str, MlpSpec]]:
+    """Yield the MLPs of a part with their names below the layer: one, or each expert's."""
+    if isinstance(part, MlpSpec):
+        yield "mlp", part
+    if isinstance(part, ExpertsSpec):
+        yield from ((f"mlp.experts.{number}", part.expert) for number in range(part.num_experts))
+        if part.shared is not None:
+            yield "mlp.shared", part.shared
 
 
 def _pieces(theirs: TheirTensor, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

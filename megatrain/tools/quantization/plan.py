@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -18,6 +18,8 @@ from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.export import HfExport
 
 Method = Literal["rtn", "gptq", "awq"]
+_EXPERT_FORMATS: Final = ("fp8-tensor", "fp8-channel", "int8-weights", "int4")
+"""Formats in which transformers reads experts; it does not round their inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Options:
     dtype: torch.dtype
     """Dtype of scales and of the tensors that are not quantized."""
     device: torch.device
+    keeps_scales: bool = False
+    """The checkpoint has the scales of this format, of --qat."""
 
     @property
     def is_calibrated(self) -> bool:
@@ -90,24 +94,13 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
     """
     config = export.config
     spec = describe_model(config.model, config.experts, vocab_size=export.vocab_size)
-    ours: dict[str, int] = {}
-    for number, layer in enumerate(spec.layers):
-        for linear in layer.linears(spec.hidden_size):
-            if linear.num_experts:
-                raise _refusal(
-                    export, "its experts are stacked, which compressed-tensors has no linear layers for"
-                )
-            prefix = f"{spec.layer_name(number)}.{linear.part}"
-            ours |= {f"{prefix}.{piece.name}.weight": number for piece in linear.pieces}
-    if export.family.auto_class != "AutoModelForCausalLM" or len(spec.stacks) > 1:
-        raise _refusal(export, "only models that generate text from left to right are quantized")
+    ours = set(_our_linears(spec))
     linears = {
         name: one.parts[0].name
         for name, one in export.tensors.items()
         if one.parts and one.parts[0].name in ours
     }
-    if any(export.tensors[name].is_transposed for name in linears):
-        raise _refusal(export, "its weights are those of Conv1D, which compressed-tensors does not read")
+    _check_readers(export, spec, linears, options)
     _check_sizes(export, linears, options)
     layers, others = _by_layer(export, spec)
     return TensorPlan(
@@ -118,6 +111,32 @@ def plan_tensors(export: HfExport, options: Options) -> TensorPlan:
         attentions=_attentions(export, spec, linears) if options.has_cache_scales else (),
         ignored=_ignored(export, linears),
     )
+
+
+def _our_linears(spec: ModelSpec) -> Iterator[str]:
+    """Yield the canonical names of the weights of GEMMs in layers."""
+    for number, layer in enumerate(spec.layers):
+        for linear in layer.linears(spec.hidden_size):
+            prefix = f"{spec.layer_name(number)}.{linear.part}"
+            for each in [f"{prefix}.{expert}" for expert in range(linear.num_experts)] or [prefix]:
+                yield from (f"{each}.{piece.name}.weight" for piece in linear.pieces)
+
+
+def _check_readers(export: HfExport, spec: ModelSpec, linears: Mapping[str, str], options: Options) -> None:
+    """Raise InputError if compressed-tensors or transformers does not read such models in this format."""
+    if export.family.auto_class != "AutoModelForCausalLM" or len(spec.stacks) > 1:
+        raise _refusal(export, "only models that generate text from left to right are quantized")
+    if any(len(export.tensors[name].shape) == 3 for name in linears):
+        raise _refusal(
+            export, "its experts are stacked in one tensor, for which compressed-tensors has no linear layers"
+        )
+    if any(layer.experts is not None for layer in spec.layers) and options.name not in _EXPERT_FORMATS:
+        raise InputError(
+            f"{export.path}: transformers does not read experts in --format {options.name}",
+            fix=f"use --format with one of {', '.join(_EXPERT_FORMATS)}",
+        )
+    if any(export.tensors[name].is_transposed for name in linears):
+        raise _refusal(export, "its weights are those of Conv1D, which compressed-tensors does not read")
 
 
 def _by_layer(export: HfExport, spec: ModelSpec) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:

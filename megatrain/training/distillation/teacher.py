@@ -4,8 +4,9 @@
     several, or passes      the passes of all micro-batches of the step run before those of the student: the last rank keeps
     that run in turn        their final hidden states
 
-It has no gradients, no optimizer and no saved activations. Each rank reads its part of the weights from the checkpoint. Its
-pipeline stages are balanced by its own FLOPs.
+It has no gradients, no optimizer and no saved activations. Each rank reads its part of the weights from the checkpoint. Where the
+run shards its weights over replicas, so are the teacher's: its passes gather them segment by segment, and the output layer's stay
+whole. Its pipeline stages are balanced by its own FLOPs.
 """
 
 from __future__ import annotations
@@ -31,12 +32,11 @@ from megatrain.optim.sharded import WEIGHT, TensorSource, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.data_parallel import FlatBuffers
+from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.pipeline.actions import Action, Placement
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.graphed_passes import NoHooks
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.training.distillation.cached import RunCachedTeacher
 from megatrain.training.launch.foreign_checkpoints import open_foreign
@@ -75,7 +75,8 @@ class RunTeacher:
         spec, parallel = plan.derived.distillation, plan.config.parallel
         assert spec is not None, "a run with a teacher"
         self.path, self.device = spec.path, device
-        self.grid = with_whole_weights(grid)
+        is_sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+        self.grid = grid if is_sharded else with_whole_weights(grid)
         self.dtype = getattr(torch, plan.config.precision.params_dtype)
         self.parts = _Parts({pair.teacher for pair in spec.pairs if pair.teacher is not None})
         self.model = build_model(
@@ -99,7 +100,11 @@ class RunTeacher:
             grad_dtype=self.dtype,
             device=device,
             has_gradients=False,
+            keep_full_weights=not is_sharded,
+            whole_segments=() if self.parts.last is None else (len(self.model.segments) - 1,),
         )
+        options = DataParallelOptions(overlap_param_gather=parallel.overlap_param_gather)
+        self._parallel = DataParallel(self.buffers, self.grid, options)
         self._schedule = PipelineSchedule("1f1b", self.model.placement)
         rows = self.model.tp.sequence_rows(plan.config.data.seq_length // self.model.cp.size)
         self._executor = Executor(
@@ -108,7 +113,7 @@ class RunTeacher:
             hidden_shape=(rows, plan.config.training.micro_batch_size, spec.model.hidden_size),
             dtype=self.model.hidden_dtype,
             device=device,
-            hooks=NoHooks(),
+            hooks=self._parallel,
         )
         self._computed: dict[int, Batch] = {}
         """Micro-batches whose outputs are kept, by number."""
@@ -153,10 +158,11 @@ class RunTeacher:
     def draw(self, source: TensorSource) -> None:
         """Fill the weights from a source in place of a checkpoint."""
         fill_weights(self.buffers, source)
+        self._parallel.all_gather_all_weights()
 
     def load(self, *, vocab_size: int, allows_format_torch: bool) -> Loaded:
         """Load the weights; all ranks call it. Raises MegatrainError on all ranks."""
-        weights = _Weights(self.buffers)
+        weights = _Weights(self._parallel)
         adaptation = Adaptation(
             upcycling=None,
             unties_head=False,
@@ -243,8 +249,8 @@ class _Weights:
     kinds: Sequence[str] = (WEIGHT,)
     step_count = 0
 
-    def __init__(self, buffers: FlatBuffers) -> None:
-        self.buffers = buffers
+    def __init__(self, parallel: DataParallel) -> None:
+        self.parallel, self.buffers = parallel, parallel.buffers
 
     def kinds_of(self, layout: ParamLayout) -> Sequence[str]:  # noqa: ARG002 (the signature of an optimizer)
         """Return the kinds of state of a parameter."""
@@ -256,4 +262,5 @@ class _Weights:
         fill_weights(self.buffers, source)
 
     def sync_model_weights(self) -> None:
-        """Do nothing: the model computes with these weights."""
+        """All-gather those that each rank keeps whole; others are gathered by passes."""
+        self.parallel.all_gather_all_weights()

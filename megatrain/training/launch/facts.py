@@ -198,6 +198,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             conversations=data.sft,
             sentences=request.known("model.model_family") in MASKED_FAMILIES,
             index_cache=data.object_storage_cache_path,
+            cache_folder=request.known("data.data_cache_path"),
         )
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
         problems += [problem for problem in of_phase if problem not in problems]

@@ -39,6 +39,7 @@ from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
 from megatrain.training.launch.agreement import agreed_plan, exit_after_others, print_error, write_failure
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
+from megatrain.training.launch.flight_recorder import configure_flight_recorder
 from megatrain.training.launch.out_of_memory import allocation_errors, is_out_of_memory, without_plan
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
@@ -273,6 +274,7 @@ def grid_shape(plan: Plan) -> GridShape:
         is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
+        pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
     )
@@ -290,10 +292,17 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Print the launcher and its variables.
 
     Raises:
-        ConfigError: the variables contradict each other, possibly those of this rank alone.
+        ConfigError: the variables contradict each other, possibly those of this rank alone; or rank 0 may open too few files.
     """
     if environment.problems:
         raise ConfigError.of(environment.problems)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if environment.rank == 0 and 0 <= files < environment.open_files:
+        raise ConfigError(
+            f"rank 0 may open {files:,} files, and the connections of {environment.world_size:,} ranks need"
+            f" {environment.open_files:,}",
+            fix=f"run `ulimit -n {environment.open_files}` on the host of rank 0, or set LimitNOFILE of the service that starts it",
+        )
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
         console.print(f"> started by {how}: {environment.description}")
@@ -338,6 +347,7 @@ def _init_process_group(
     if plan.derived.cuda_graphs and has_expandable_segments():
         # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
         set_unless_given("NCCL_GRAPH_REGISTER", "0")
+    configure_flight_recorder(plan.config)
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,

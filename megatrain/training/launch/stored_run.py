@@ -25,7 +25,7 @@ from megatrain.checkpoint.find import (
     list_candidates,
     newest_valid,
 )
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.manifest import read_root
 from megatrain.config import Request, StoredRun
 from megatrain.config.errors import NoCheckpointError, Problem
 from megatrain.config.facts import FIRST_START
@@ -179,7 +179,7 @@ def _written_since_finetuning(request: Request) -> tuple[Path, ...]:
     if save is None or not (request.known("checkpoint.finetune") and _continues_save_folder(request)):
         return ()
     found = [one.path for one in find_checkpoints(Path(save)) if one.problem is None]
-    return tuple(path for path in found if "finetune" in _started(request, read_manifest(path).config))
+    return tuple(path for path in found if "finetune" in _started(request, read_root(path).config))
 
 
 def _sources(request: Request, load: str) -> tuple[Path, ...]:
@@ -223,7 +223,7 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
                 "; ".join(reasons), fix="restore the checkpoint from a backup, or name another folder"
             )
         return None
-    manifest = read_manifest(newest.path)
+    manifest = read_root(newest.path)
     return StoredRun.from_state(
         manifest.state,
         path=str(newest.path),
@@ -307,7 +307,7 @@ def _other_run(request: Request) -> str | None:
 
 def save_folder_of(checkpoint: Path) -> str:
     """Return the --save folder of the run that saved a valid checkpoint."""
-    return str(read_manifest(checkpoint).config.get("checkpoint", {}).get("save"))
+    return str(read_root(checkpoint).config.get("checkpoint", {}).get("save"))
 
 
 def of_another_run(folder: Path | str | None, save: str) -> str:

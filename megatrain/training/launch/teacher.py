@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.manifest import Manifest, read_manifest
+from megatrain.checkpoint.manifest import Manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config import Request
 from megatrain.config.derive.distillation import settings_of_file, teacher_settings

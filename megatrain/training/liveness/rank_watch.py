@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -43,7 +44,10 @@ from megatrain.training.liveness.watch_server import (
     read_location,
 )
 
-_SECONDS_TO_CONNECT = 60.0
+_SECONDS_TO_CONNECT = 120.0
+_SECONDS_TO_ANSWER = 5.0
+"""A connection without an answer after this time may be one that the kernel of rank 0 has dropped: all ranks connect at once. The
+time doubles with each attempt, so that a server that is slow is not asked ever more."""
 _SECONDS_TO_WAIT = 20.0
 """Longest time that a failed rank waits for its turn to print, and that the others wait for its exit."""
 _SECONDS_FOR_SERVER = 2.5
@@ -129,26 +133,27 @@ class RankWatch:
         return server
 
     def _connect(self) -> socket.socket:
-        """Connect; try again if the server is full of unknown peers, which it disconnects."""
+        """Connect; try again if no answer comes, or if the server is full of unknown peers, which it disconnects."""
         address = (self.environment.host, self._server_info["port"])
-        deadline = time.monotonic() + _SECONDS_TO_CONNECT
+        deadline, seconds = time.monotonic() + _SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER
         try:
             while time.monotonic() < deadline:
-                with contextlib.ExitStack() as until_known:
-                    connection = until_known.enter_context(
-                        socket.create_connection(address, timeout=_SECONDS_TO_CONNECT)
-                    )
+                with (
+                    contextlib.suppress(
+                        TimeoutError, ConnectionResetError, BrokenPipeError, ValueError, RecursionError
+                    ),
+                    contextlib.ExitStack() as until_known,
+                ):
+                    connection = until_known.enter_context(socket.create_connection(address, timeout=seconds))
                     answers = until_known.enter_context(connection.makefile("rb"))
-                    with contextlib.suppress(
-                        ConnectionResetError, BrokenPipeError, ValueError, RecursionError
-                    ):
-                        self._server_location = self._introduce(connection, answers)
-                        until_known.pop_all()
-                        connection.settimeout(None)
-                        keep_alive(connection)
-                        self._messages = answers  # may have read more than the first message
-                        return connection
-                time.sleep(0.1)
+                    self._server_location = self._introduce(connection, answers)
+                    until_known.pop_all()
+                    connection.settimeout(None)
+                    keep_alive(connection)
+                    self._messages = answers  # may have read more than the first message
+                    return connection
+                seconds *= 2
+                time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 (not a secret): not all ranks at once again
             raise ConnectionError("no valid answer")
         except OSError as error:
             raise MegatrainError(

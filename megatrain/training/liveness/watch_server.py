@@ -9,6 +9,9 @@ lock or is stopped in a debugger: a long pause is not a failure. Keep-alive pack
 
 Anyone who reaches the port can connect, as to torch's store. A peer is unknown until it says which rank it is: its message is small,
 its time is short, the number of such peers is bounded, and no verdict is sent to it. A second peer of the same rank is refused.
+
+All ranks connect at once, more than the kernel queues: one that gets no answer in time connects again. A rank has joined with its first
+message after the answer, and until then a connection that closes is no death. No step of the server scans all ranks for one of them.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ SECONDS_TO_INTRODUCE = 10.0
 """An unknown peer is disconnected after this time."""
 MIN_UNKNOWN_PEERS = 256
 """As many unknown peers as this, or as there are ranks, may be connected; then the oldest one is disconnected."""
+BACKLOG: Final = 1 << 15
+"""Connections that wait to be accepted; the kernel takes the smaller of this and net.core.somaxconn."""
 _SECONDS_BETWEEN_STEPS = 0.05
 _FILES, _SECONDS, _LOCATION = list_of(integer(-1), most=2), number(), record(LOCATION)
 
@@ -67,13 +72,11 @@ class _Peer:
     location: dict[str, Any] | None = None
     """Rank, host and process; None: an unknown peer."""
     received: bytes = b""
+    has_joined: bool = False
+    """It has sent a message after its first one, so it has read the answer."""
     is_quiet: bool = False
     files: list[int] = field(default_factory=list)
     """File descriptors of its heartbeat."""
-
-    @property
-    def rank(self) -> int | None:
-        return self.location["rank"] if self.location is not None else None
 
 
 class WatchServer:
@@ -92,7 +95,11 @@ class WatchServer:
         self._selector = selectors.DefaultSelector()
         for source in (self._listener, self._wake_receiver):
             self._selector.register(source, selectors.EVENT_READ, source)
-        self._peers: list[_Peer] = []
+        self._unknown: dict[_Peer, None] = {}
+        """Unknown peers, the oldest first."""
+        self._ranks: dict[int, _Peer] = {}
+        self._left: dict[int, _Peer] = {}
+        """Ranks whose connection closed before they had joined, the oldest first: they may connect again."""
         self._failures: list[Failure] = []
         self._decide_at = float("inf")
         self._cause: Failure | None = None
@@ -115,53 +122,65 @@ class WatchServer:
 
     def close_in_child(self) -> None:
         """Close the connections in a forked process, so that they close with this one."""
-        for connection in (self._listener, *(peer.connection for peer in self._peers)):
+        for connection in self._connections():
             connection.close()
+
+    def _connections(self) -> list[socket.socket]:
+        return [self._listener, *(peer.connection for peer in (*self._unknown, *self._ranks.values()))]
 
     def _serve(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(self._seconds_to_wait()):
-                if key.data is self._listener:
-                    self._accept()
-                elif isinstance(key.data, _Peer) and key.data in self._peers:
-                    self._receive(key.data)
-            self._disconnect_late_peers()
-            self._advance()
+            self._serve_once()
         self._broadcast({"leaving": True})
-        for connection in (self._listener, *(peer.connection for peer in self._peers)):
+        for connection in self._connections():
             connection.close()
         self._selector.close()
+
+    def _serve_once(self) -> None:
+        """Wait for messages and act on them."""
+        for key, _ in self._selector.select(self._seconds_to_wait()):
+            if key.data is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Peer) and key.data.connection.fileno() >= 0:
+                self._receive(key.data)
+        self._disconnect_late_peers()
+        self._advance()
 
     def _seconds_to_wait(self) -> float | None:
         if self._failures or self._search is not None:
             return _SECONDS_BETWEEN_STEPS
-        return 1.0 if self._unknown_peers() else None
-
-    def _unknown_peers(self) -> list[_Peer]:
-        return [peer for peer in self._peers if peer.location is None]
+        return 1.0 if self._unknown or self._left else None
 
     def _accept(self) -> None:
-        unknown = self._unknown_peers()
-        if len(unknown) >= max(MIN_UNKNOWN_PEERS, self._environment.world_size):
-            self._disconnect(unknown[0])
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the peer has gone, or this process has too many open files
-            if unknown and unknown[0] in self._peers:
-                self._disconnect(unknown[0])
-            return
-        connection.settimeout(1.0)
-        peer = _Peer(connection)
-        self._peers.append(peer)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        with contextlib.suppress(OSError):
-            keep_alive(connection)
+        """Accept all connections that wait, at most `BACKLOG`: messages of ranks wait meanwhile."""
+        most = max(MIN_UNKNOWN_PEERS, self._environment.world_size)
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # the peer has gone, or this process has too many open files
+                if self._unknown:
+                    self._disconnect(next(iter(self._unknown)))
+                return
+            if len(self._unknown) >= most:
+                self._disconnect(next(iter(self._unknown)))
+            connection.settimeout(1.0)
+            peer = _Peer(connection)
+            self._unknown[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            with contextlib.suppress(OSError):
+                keep_alive(connection)
 
     def _disconnect_late_peers(self) -> None:
+        """Disconnect unknown peers whose time is over; ranks that have not connected again in time are dead."""
         now = time.monotonic()
-        for peer in self._unknown_peers():
-            if now >= peer.deadline:
-                self._disconnect(peer)
+        while self._unknown and now >= (peer := next(iter(self._unknown))).deadline:
+            self._disconnect(peer)
+        while self._left and now >= (peer := next(iter(self._left.values()))).deadline:
+            assert peer.location is not None
+            del self._left[peer.location["rank"]]
+            self._record(Failure(kind="died", **peer.location))
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -182,8 +201,11 @@ class WatchServer:
             is_over = True
         if is_over:
             self._disconnect(peer)
-            if peer.location is not None:
+            if peer.location is not None and peer.has_joined:
                 self._record(Failure(kind="died", **peer.location))
+            elif peer.location is not None:
+                peer.deadline = time.monotonic() + SECONDS_TO_INTRODUCE
+                self._left[peer.location["rank"]] = peer
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
         """Act on a message; return False if the connection must be closed.
@@ -193,6 +215,7 @@ class WatchServer:
         """
         if peer.location is None:
             return self._introduce(peer, line)
+        peer.has_joined = True
         message = json_object(parse_json(line, max_bytes=MAX_MESSAGE_BYTES), "the message")
         if "failure" in message:
             self._record(replace(checked_failure(message["failure"]), **peer.location))
@@ -211,21 +234,33 @@ class WatchServer:
         return True
 
     def _introduce(self, peer: _Peer, line: bytes) -> bool:
-        """Make an unknown peer the rank that it says it is, unless that rank is there already."""
+        """Make an unknown peer the rank that it says it is, unless that rank is there already.
+
+        The same process may connect again until it has joined.
+        """
         location = read_location(line)
-        if any(other.rank == location["rank"] for other in self._peers):
+        earlier = self._ranks.get(location["rank"])
+        if earlier is not None and not earlier.has_joined and earlier.location == location:
+            self._disconnect(earlier)
+        elif earlier is not None:
             with contextlib.suppress(OSError):
                 _send(peer.connection, {"refused": True})
             return False
         with contextlib.suppress(OSError):
             _send(peer.connection, {"location": process_location(self._environment)})
         peer.location = location
+        del self._unknown[peer]
+        self._ranks[location["rank"]] = peer
+        self._left.pop(location["rank"], None)
         return True
 
     def _disconnect(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._peers.remove(peer)
+        if peer.location is None:
+            del self._unknown[peer]
+        else:
+            del self._ranks[peer.location["rank"]]
 
     def _record(self, failure: Failure) -> None:
         if self._cause is not None:
@@ -240,13 +275,13 @@ class WatchServer:
         """Begin to search late ranks, unless there is a search or a root cause."""
         if self._cause is None and self._search is None:
             locations = {
-                peer.location["rank"]: peer.location for peer in self._peers if peer.location is not None
+                rank: peer.location for rank, peer in self._ranks.items() if peer.location is not None
             }
             self._search = LateSearch(locations, seconds)
 
     def _advance_search(self) -> None:
         """Take the next step of the search for late ranks if its time has come."""
-        search, peers = self._search, {peer.rank: peer for peer in self._peers}
+        search, peers = self._search, self._ranks
         if search is None or not search.is_step_due:
             return
         if not search.has_begun:
@@ -279,7 +314,7 @@ class WatchServer:
                 self._advance_search()
             return
         if self._print_at != float("inf"):
-            others = [peer for peer in self._peers if peer.rank not in (None, self._cause.rank)]
+            others = (peer for rank, peer in self._ranks.items() if rank != self._cause.rank)
             if now >= self._print_at or all(peer.is_quiet for peer in others):
                 self._print_at = float("inf")
                 self._broadcast({"print": True})
@@ -291,15 +326,14 @@ class WatchServer:
     def _root_cause(self) -> Failure:
         """Return the root cause; for a failed collective, with the ranks that have not reported a failure."""
         first, reported = root_cause(self._failures), {failure.rank for failure in self._failures}
-        unreported = sorted({peer.rank for peer in self._peers if peer.rank is not None} - reported)
+        unreported = sorted(self._ranks.keys() - reported)
         return replace(first, unreported=unreported) if first.kind == "collective" else first
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         """Send a message to all ranks; rank 0 comes last, as its process may exit."""
-        ranks = [peer for peer in self._peers if peer.location is not None]
-        for peer in sorted(ranks, key=lambda peer: peer.rank == 0):
+        for rank in sorted(self._ranks, key=lambda rank: rank == 0):
             with contextlib.suppress(OSError):  # the connection is closed; reading it reports that
-                _send(peer.connection, message)
+                _send(self._ranks[rank].connection, message)
 
 
 def read_location(line: bytes) -> dict[str, Any]:
@@ -321,7 +355,7 @@ def _listener(environment: LaunchEnvironment) -> socket.socket:
             # A host's own name is often a loopback address in its /etc/hosts.
             if is_one_host or not ipaddress.ip_address(address[0]).is_loopback:
                 with contextlib.suppress(OSError):
-                    return socket.create_server(address[:2], family=family, backlog=1024)
+                    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", 0), backlog=BACKLOG)

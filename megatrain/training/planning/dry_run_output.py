@@ -21,6 +21,9 @@ from megatrain.training.planning.model_tree import Block, StageTree
 
 _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
+_MANY_CHECKPOINTS: Final = 5
+"""More checkpoints than these are worth a word on --keep-last."""
+_MAX_DRAWN_RANKS: Final = 16
 _MEMORY_TITLES: Final = (
     "",
     "weights",
@@ -58,6 +61,7 @@ def as_text(found: DryRun) -> str:
         _memory(found),
         _ranks(found),
         _pipeline(found),
+        *([_packs(found)] if found.packs is not None else []),
         _data(found),
         _timeline(found),
     )
@@ -80,7 +84,7 @@ def to_dict(found: DryRun) -> dict[str, Any]:
         "config": plan.config.to_dict(),
         "derived": dataclasses.asdict(plan.derived),
         "origins": {path: str(origin) for path, origin in plan.origins.items()},
-        "notes": list(plan.notes),
+        "notes": [{"grade": note.grade, "text": note} for note in plan.notes],
     }
     return {"plan": shown} | {name: _plain(value) for name, value in values.items()} | {"memory": memory}
 
@@ -153,7 +157,7 @@ def _memory(found: DryRun) -> Iterator[str]:
     ):
         yield f"  host memory: {found.host_use}"
     largest = max(stage.total for stage in found.memory)
-    compared = comparison(found.plan, largest, found.device_memory_bytes)
+    compared = comparison(found.plan, largest, found.device_memory_bytes, found.assumed_gpu)
     if compared is not None:
         yield f"  {compared}"
 
@@ -256,6 +260,19 @@ def _pipeline(found: DryRun) -> Iterator[str]:
         yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
 
 
+def _packs(found: DryRun) -> Iterator[str]:
+    packs = found.packs
+    assert packs is not None
+    yield (
+        f"packs: the first global batch has {packs.documents:,} documents of {packs.tokens:,} tokens, the longest {packs.longest:,}"
+    )
+    groups = ", ".join(f"{count:,} on {size} rank{'s' * (size > 1)}" for size, count in packs.packs.items())
+    yield f"  {packs.scheduler}: {groups}; idle {packs.idle_share:.1%}, {packs.time_over_bound - 1:.1%} above a lower bound"
+    for name, ratio in packs.time_by_scheduler.items():
+        yield f"  {name} with groups of the largest size would take {ratio:.2f} x as long"
+    yield from (f"  {line}" for line in packs.drawing[:_MAX_DRAWN_RANKS])
+
+
 def _data(found: DryRun) -> Iterator[str]:
     yield "data: requested samples of each dataset, and estimated tokens and epochs"
     for use in found.data[:_MAX_DATASETS]:
@@ -305,6 +322,45 @@ def _timeline(found: DryRun) -> Iterator[str]:
     each = "" if samples is None else f", {samples:,} samples each"
     yield f"  evaluations: {_repeated(timeline.evaluations)}{each if timeline.evaluations.count else ''}"
     yield f"  checkpoints: {_repeated(timeline.checkpoints)}"
+    yield from _duration(found)
+
+
+def _duration(found: DryRun) -> Iterator[str]:
+    """Yield what the checkpoints take, how long the run takes, and what a failure costs."""
+    duration, saves, ranks = found.duration, found.timeline.checkpoints, found.ranks.world_size
+    each = duration.checkpoint_bytes
+    if saves.count:
+        kept = (
+            "all" if duration.kept_checkpoints == saves.count else f"{duration.kept_checkpoints:,} are kept,"
+        )
+        text = f"{kept} {_size(each * duration.kept_checkpoints)}"
+        fewer = (
+            f" (--keep-last 3: {_size(3 * each)})" if duration.kept_checkpoints > _MANY_CHECKPOINTS else ""
+        )
+        yield f"    {_size(each)} each, {text}{fewer}"
+    hours = duration.hours(max(0, found.timeline.train_iters - found.timeline.start_iteration))
+    if not hours or duration.seconds_per_iteration is None:
+        return
+    name = found.assumed_gpu or "GPU"
+    yield (
+        f"  duration: about {_time(hours)}, {duration.seconds_per_iteration:.3g} s an iteration, if {ranks:,} x {name} reach"
+        " 40% of their bf16 peak (`megatrain plan` predicts it)"
+    )
+    between = duration.hours(saves.interval) if saves.count and saves.interval else None
+    lost = (between or hours) / 2
+    every = "no save before the end" if between is None else f"{_time(between)} between saves"
+    yield f"  failure: {every}; one loses {_time(lost)} on average, {lost * ranks:,.3g} GPU hours, and the time of a start"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e12:,.1f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:,.3g} GB"
+
+
+def _time(hours: float) -> str:
+    """Return hours in the unit that fits."""
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.2g} minutes"
 
 
 def _shortened(marks: Sequence[Landmark]) -> list[Landmark | None]:

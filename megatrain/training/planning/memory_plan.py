@@ -58,6 +58,7 @@ from megatrain.training.planning.meta_step import (
     run_with_torch,
 )
 from megatrain.training.planning.model_tree import layers_of, segment_name
+from megatrain.training.planning.packs import largest_pack
 
 CUBLAS_BYTES: Final = 32 << 20
 """Workspace of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""
@@ -222,7 +223,8 @@ def record_step(
     for storage in ledger.live_at_peak():
         memory_class = "other" if storage.allocated_at <= last_event else _memory_class(storage)
         by_class[memory_class] += storage.num_bytes
-    by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
+    if not plan.config.data.pack_documents:  # whose sizes and number are not known
+        by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
     by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
     by_class["other"] -= resident_memory(engine.optimizer, engine.model).total
     by_class["temporaries"] += ledger.peak.workspace
@@ -380,6 +382,8 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _batch(plan: Plan, device: torch.device) -> Batch:
     """Return a micro-batch of the plan's sizes; each sample is one document, or is all padding."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
+    if data.pack_documents:
+        return largest_pack(plan, device)
     s, model = sample_length(plan.config), plan.config.model
     vision = plan.derived.model_spec.vision
     if model.model_family in MASKED_FAMILIES or vision is not None:

@@ -20,7 +20,10 @@ def model_summary(engine: Engine) -> str:
     held = resident_memory(engine.optimizer, engine.model)
     has_master = held.master_weights or held.on_host
     num_local = _numel(
-        piece for entry in engine.model.registry.entries.values() for piece in entry.layout.pieces
+        piece
+        for entry in engine.model.registry.entries.values()
+        if entry.layout.kind != "scale"
+        for piece in entry.layout.pieces
     )
     parts = [
         f"weights {_size(held.weights)}",
@@ -63,7 +66,7 @@ def _whole_model(engine: Engine) -> str:
     pieces = [
         piece
         for entry in engine.model.registry.entries.values()
-        if grid.family(entry.layout.family).replicas.is_first
+        if grid.family(entry.layout.family).replicas.is_first and entry.layout.kind != "scale"
         for piece in entry.layout.pieces
         if grid.is_first_of(piece.copies)
     ]

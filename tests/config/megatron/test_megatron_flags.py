@@ -43,7 +43,6 @@ def test_the_last_value_of_a_repeated_flag_counts(notes_and_problems):
 
 
 NOT_SUPPORTED = {
-    "--hybrid-context-parallel": "--sequence-parallel",
     "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
     "--outer-dp-sharding-strategy optim": "--num-distributed-optimizer-instances",
     "--megatron-fsdp-grad-comm-dtype bf16": "--grad-reduce-in-bf16",
@@ -174,9 +173,9 @@ def test_yaml_files_get_the_same_answers(notes_and_problems, tmp_path, place):
     (note,), problems = notes_and_problems("--config", str(file))
     assert note.startswith(f"{file}:{line}: use_mcore_models: true is ignored: ")
     assert problems == []
-    file.write_text(f"{place}max_seqlen_per_dp_cp_rank: 64\n")
+    file.write_text(f"{place}mtp_hybrid_override_pattern: 64\n")
     _, (problem,) = notes_and_problems("--config", str(file))
-    assert problem.startswith(f"{file}:{line}: max_seqlen_per_dp_cp_rank: 64: ")
+    assert problem.startswith(f"{file}:{line}: mtp_hybrid_override_pattern: 64: ")
     file.write_text(f"{place}encoder_seq_length: 64\n")
     _, (problem,) = notes_and_problems("--config", str(file))
     assert "encoder_seq_length" in problem

@@ -17,6 +17,7 @@ from transformers_reference import TRAINING, global_batches
 
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.distillation.teacher import RunTeacher
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
@@ -73,6 +74,30 @@ def test_three_and_three_iterations_are_six(
     kd = [step["kd_losses"] for step in steps(whole / "metrics")]
     assert list(kd[0]) == ["kd loss", "kd final:final:mse loss"]
     assert kd[-1]["kd final:final:mse loss"] < kd[0]["kd final:final:mse loss"]
+
+
+def train_with_teacher(rank: int, world_size: int, words: list[str]) -> int:
+    """Train; return the bytes that the rank keeps of its teacher."""
+    trainer = trainer_of_command_line(rank, world_size, words)
+    trainer.resume()
+    assert trainer.train() == 0
+    distillation = trainer.engine.model.distillation
+    assert distillation is not None
+    assert isinstance(distillation.teacher, RunTeacher)
+    return sum(x.nbytes for x in distillation.teacher.buffers.weights.kept)
+
+
+def test_a_run_that_shards_its_weights_shards_those_of_its_teacher(
+    teacher: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    sharded = ["--data-parallel-sharding-strategy", "optim_grads_params"]
+    kept, losses = [], []
+    for name, flags in {"whole": [], "sharded": sharded}.items():
+        words = [*flags_of(tmp_path / name, teacher, *flags)]
+        kept.append(max(pool.run(2, train_with_teacher, words)))
+        losses.append([step["kd_losses"]["kd loss"] for step in steps(tmp_path / name / "metrics")])
+    assert kept[1] < 0.7 * kept[0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_folder_of_transformers_teaches_what_it_computes(pool: WorkerPool, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from canonical_weights import hash_tensors
 from run_here import train_here
 from test_distillation_runs import steps, train
 
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool

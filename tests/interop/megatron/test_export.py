@@ -10,7 +10,8 @@ import torch
 from megatron_torch_files import write_torch_files
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatrain.checkpoint.manifest import MANIFEST_NAME, encode, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, encode
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.inert_pickle import Record, path_of
 from megatrain.interop.megatron.torch_dist import TorchDistFolder

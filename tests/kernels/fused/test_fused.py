@@ -9,6 +9,7 @@ from fused_helpers import DEVICE, DTYPES, drawn, near
 from megatrain.kernels import (
     activations,
     cross_entropy,
+    divergence,
     norms,
     output_gate,
     random,
@@ -147,7 +148,7 @@ def test_activation(
     near(recomputed, y, dtype)  # another kernel, with other fused multiply-adds
     with_sums, sums = fused_activations.activate_backward(dy, x, None, *activation.kernel_args, has_sums=True)
     near(with_sums, dx, dtype)
-    near(sums, with_sums.double().flatten(0, -2).sum(0), torch.float32, rows)
+    near(sums, with_sums.double().flatten(0, -2).sum(0), dtype, rows)  # of gradients that are not rounded
     in_place, _ = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
     assert in_place.data_ptr() == x.data_ptr()
     assert torch.equal(in_place, dx)
@@ -241,6 +242,23 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, num_real: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "num_real"), [(3, 7, 7), (4, 9000, 8999)])
+def test_divergence(dtype: torch.dtype, rows: int, columns: int, num_real: int, *, is_reversed: bool) -> None:
+    student, teacher = ((8 * drawn(rows, columns, seed=seed)).to(dtype) for seed in (1, 2))
+    sizes, scale = (1.7, num_real), drawn(rows, seed=3)
+    found = fused_cross_entropy.divergence_statistics(student, teacher, *sizes, is_reversed=is_reversed)
+    expected = divergence.statistics_reference(student, teacher, *sizes, is_reversed=is_reversed)
+    for one, other in zip(found, expected, strict=True):
+        near(one, other, torch.float32, columns)
+    losses, log_sums = divergence.divergences(expected[2:], expected[:2], is_reversed=is_reversed)
+    arguments = (student, teacher.clone(), log_sums, losses, scale, *sizes)
+    gradient = divergence.gradient_reference(*arguments, is_reversed=is_reversed)
+    fused_cross_entropy.write_divergence_gradient(*arguments, is_reversed=is_reversed)
+    near(arguments[1], gradient, dtype, columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1.0, 0.02), (0.0, 0.03)])
 def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: float) -> None:
     # Covers both regions of the quantile, counters beyond 32 bits, rows that begin within a counter, and lower halves (of
@@ -277,7 +295,7 @@ def test_dropout_is_the_same_to_the_last_bit(
     monkeypatch.setattr(fused_random, "PROGRAMS", 3)  # so that a program has several rows
     again, sums_of_columns = fused_random.drop_with_sums(x, rows, 77, 0.3)
     assert torch.equal(again, found)
-    near(sums_of_columns, found.double().flatten(0, 1).sum(0), torch.float32, 4)
+    near(sums_of_columns, found.double().flatten(0, 1).sum(0), dtype, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

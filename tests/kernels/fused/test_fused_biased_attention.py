@@ -37,12 +37,19 @@ def found(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Te
     q, k, v, dout = x
     options = {"scale": 0.3, "softcap": None, "bias": bias, "tiles": TILES}
     out, lse = attention.forward(q, k, v, spec, **options)
-    results = [out, *attention.backward(dout, q, k, v, out, lse, spec, **options)]
+    results = [out, *attention.backward(dout, q, k, v, out, lse, spec, **options)[:4]]
     kept = attention.memory_for_mask(q, k, spec.dropout)
     if kept is not None:  # of the forward pass
         out, lse = attention.forward(q, k, v, spec, **options, kept=kept)
-        again = [out, *attention.backward(dout, q, k, v, out, lse, spec, **options, kept=kept)]
-        assert all(torch.equal(x, y) for x, y in zip(results, again, strict=True) if x is not None)
+        *again, sums = attention.backward(dout, q, k, v, out, lse, spec, **options, kept=kept, has_sums=True)
+        assert all(torch.equal(x, y) for x, y in zip(results, [out, *again], strict=True) if x is not None)
+        assert sums is not None
+        of_keys = torch.cat((again[1], again[2]), dim=2)
+        for found_sums, gradient in zip(sums, (again[0], of_keys), strict=True):
+            wanted = gradient.double().sum((0, 1)).flatten()
+            torch.testing.assert_close(
+                found_sums.double(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item()
+            )
     return results
 
 

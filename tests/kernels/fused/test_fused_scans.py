@@ -84,6 +84,8 @@ def test_mamba2_scan(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if dtype is torch.float32 and shape[-1] > 64:
+        pytest.skip("layers give the kernels 16-bit inputs; these tiles compile for minutes in fp32")
     monkeypatch.setattr(mamba2, "_MIN_BLOCK", 16)  # two programs divide wide states
     cu_seqlens = boundaries(starts, shape[0] * shape[1])
 

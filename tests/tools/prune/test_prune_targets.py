@@ -53,7 +53,7 @@ WRONG = {
         "multiple of 6, from 12 to 24",
     ),
     "T5 --num-layers 1": ("--model-family t5", "name the checkpoint of a GPT"),
-    "Qwen3 --num-layers 2 --samples 100": ("1000 tokens", "100 samples of 64 take 6500", "--samples"),
+    "Qwen3 --num-layers 2 --samples 100": ("1000 tokens", "100 samples of 65 are 6500", "--samples"),
     "Qwen3 --num-layers 2 --samples 0": ("--samples 0",),
     "Qwen3 --num-layers 2 --data-path other": ("token 199", "model has 97", "tokenizer"),
     "Qwen3 --num-layers 2 --data-path none": ("none.bin", "no such file"),

@@ -21,11 +21,12 @@ from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
 from megatrain.tools.prune import measure
 from megatrain.tools.prune.importance import ENERGY
-from megatrain.tools.prune.measure import Calibration, measured, read_samples
+from megatrain.tools.prune.measure import Calibration, measured
 from megatrain.tools.prune.sizes import Source
 
 SAMPLES, LENGTH = 6, 16
@@ -125,11 +126,16 @@ def test_experts_without_tokens_and_heads_of_latents_are_removed_without_effect(
     assert_same_function(prune(model, data, tmp_path, flags))
 
 
+def samples_of(data: str, source: HfCheckpoint) -> Tensor:
+    sizes = {"count": SAMPLES, "length": LENGTH + 1, "vocab_size": VOCAB}
+    return read_samples(data, source, flag="--data-path", remedy="", **sizes)
+
+
 @pytest.mark.parametrize("name", ["Qwen3", "Pythia", "Qwen2-MoE"])
 def test_importance_is_that_of_hooks_in_transformers(name: str, data: str, tmp_path: Path) -> None:
     model = model_of(name)
     source = HfCheckpoint(write(model, tmp_path / "source"))
-    samples = read_samples(data, count=SAMPLES, length=LENGTH, vocab_size=VOCAB)
+    samples = samples_of(data, source)
     calibration = Calibration(samples=samples, by_loss=False, device=WIDE.device, dtype=WIDE.dtype)
     ours = measured(Source.of(source), source, calibration, tmp_path)
     theirs = sums_of_hooks(model, samples[:, :-1])
@@ -200,7 +206,7 @@ def test_a_stopped_command_continues_and_one_layer_at_a_time_measures_the_same(
     data: str, tmp_path: Path
 ) -> None:
     source = HfCheckpoint(write(model_of("Qwen2-MoE"), tmp_path / "source"))
-    samples = read_samples(data, count=SAMPLES, length=LENGTH, vocab_size=VOCAB)
+    samples = samples_of(data, source)
     calibration = Calibration(samples=samples, by_loss=False, device=WIDE.device, dtype=WIDE.dtype)
 
     def sums(name: str) -> dict[str, Tensor]:
@@ -250,7 +256,7 @@ def test_layers_are_scored_by_the_loss_without_them(data: str, tmp_path: Path) -
     """The score is the loss of the checkpoint from which that layer is pruned."""
     model = model_of("Qwen3")
     source = HfCheckpoint(write(model, tmp_path / "source"))
-    samples = read_samples(data, count=SAMPLES, length=LENGTH, vocab_size=VOCAB)
+    samples = samples_of(data, source)
     calibration = Calibration(samples=samples, by_loss=True, device=WIDE.device, dtype=WIDE.dtype)
     found = measured(Source.of(source), source, calibration, tmp_path)["model.num_layers"] / SAMPLES
     layers = model.model.layers

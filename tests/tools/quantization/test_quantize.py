@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import everyday
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from canonical_weights import dequantized, tensors_of
 from tiny_models import VOCAB, tiny_model, write
 from torch import Tensor
 
@@ -15,13 +16,10 @@ from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
-from megatrain.kernels.quantization.packing import unpack
-from megatrain.kernels.quantization.rounding import dequantize
+from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
-from megatrain.tools.quantization import cli
 from megatrain.tools.quantization.layer import LayerRounding
-from megatrain.tools.quantization.plan import format_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,40 +45,15 @@ def calibrated(tmp_path: Path, method: str) -> list[str]:
     return [*flags.split(), dataset(tmp_path)]
 
 
+def calibration_tokens(tmp_path: Path, source: Path) -> Tensor:
+    """Return the samples of `calibrated`."""
+    sizes = {"count": 16, "length": 32, "vocab_size": VOCAB}
+    return read_samples(str(tmp_path / "data"), HfCheckpoint(source), flag="", remedy="", **sizes)
+
+
 def quantize(source: Path, target: Path, name: str, *flags: str) -> Path:
     groups = ["--group-size", "16"] if name == "int4" else []
     assert main(["quantize", f"hf:{source}", str(target), "--format", name, *groups, *flags]) == 0
-    return target
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: one for file in sorted(folder.glob("*.safetensors")) for name, one in load_file(file).items()
-    }
-
-
-def dequantized(folder: Path, name: str, target: Path) -> Path:
-    """Write the folder again with weights that are not quantized."""
-    stored, found = tensors_of(folder), {}
-    numbers = format_of(name, 16 if name == "int4" else None, "rtn").weights
-    for key, one in stored.items():
-        if key.endswith("weight_packed"):
-            key = key.removesuffix("_packed")
-            columns = int(stored[f"{key}_shape"][1])
-            values = unpack(one, numbers.num_bits, columns)
-        elif f"{key}_scale" in stored:
-            values = one
-        elif key.endswith(("weight_scale", "weight_shape")):
-            continue
-        else:
-            found[key] = one
-            continue
-        found[key] = dequantize(values.float(), stored[f"{key}_scale"].float(), numbers)
-    target.mkdir()
-    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
-    (target / "config.json").write_text(json.dumps(config))
     return target
 
 
@@ -111,14 +84,27 @@ def logits_here(folder: Path, tokens: Tensor = TOKENS) -> Tensor:
     return logits_of_heads(model, tokens)[0]
 
 
-@pytest.mark.parametrize("name", QUANTIZATION_FORMATS)
-def test_transformers_opens_every_format_with_the_logits_of_our_model(name: str, tmp_path: Path) -> None:
-    sizes = (
-        {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
-        if name == "fp8-block"
-        else {}
-    )
-    source = folder_of("Llama 3", tmp_path, **sizes)
+WITH_EXPERTS = ("Mixtral", "Qwen2-MoE")
+EXPERTS = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("Llama 3", name) for name in QUANTIZATION_FORMATS),
+        *(
+            everyday.nightly("Mixtral", name)
+            for name in ("fp8-tensor", "fp8-channel", "int8-weights", "int4")
+        ),
+    ],
+)
+def test_transformers_opens_every_format_with_the_logits_of_our_model(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    sizes = EXPERTS if family in WITH_EXPERTS else {}
+    if name == "fp8-block":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    source = folder_of(family, tmp_path, **sizes)
     folder = quantize(source, tmp_path / "quantized", name)
     ours = logits_here(dequantized(folder, name, tmp_path / "dequantized"))
     theirs = logits_there(folder, rounds_inputs=False)
@@ -135,20 +121,18 @@ FAMILIES = [
     "Llama 2",
     "Pythia",
     "Phi-3",
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("Llama, tied", "Gemma 2", "Qwen3", "OLMo-2", "Qwen2")
-    ),
+    "Qwen2-MoE",
+    *map(everyday.nightly, ("Llama, tied", "Gemma 2", "Qwen3", "OLMo-2", "Qwen2", "Mixtral")),
 ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_calibrated_methods_are_better_than_rounding(name: str, method: str, tmp_path: Path) -> None:
-    source = folder_of(name, tmp_path)
+    source = folder_of(name, tmp_path, **EXPERTS if name in WITH_EXPERTS else {})
     rounded = quantize(source, tmp_path / "rtn", "int4")
     folder = quantize(source, tmp_path / method, "int4", *calibrated(tmp_path, method))
-    tokens = cli.calibration_tokens(str(tmp_path / "data"), 16, 32, VOCAB)
+    tokens = calibration_tokens(tmp_path, source)
     exact = logits_here(source, tokens)
     error, by_rounding = (
         float((logits_here(dequantized(one, "int4", tmp_path / f"{one.name}-plain"), tokens) - exact).norm())
@@ -174,7 +158,7 @@ def test_scales_of_the_cache_are_those_of_the_largest_keys_and_values(tmp_path: 
     folder = quantize(source, tmp_path / "quantized", "fp8-channel", *flags)
     found = tensors_of(folder)
     scale = found["model.layers.0.self_attn.v_scale"]
-    tokens = cli.calibration_tokens(str(tmp_path / "data"), 16, 32, VOCAB)
+    tokens = calibration_tokens(tmp_path, source)
     layer = transformers.AutoModelForCausalLM.from_pretrained(source).model
     values = layer.layers[0].self_attn.v_proj(layer.layers[0].input_layernorm(layer.embed_tokens(tokens)))
     assert float(scale) == pytest.approx(float(values.abs().max()) / 448, rel=1e-5)
@@ -238,11 +222,24 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "data.bin", "data.idx"}
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Mixtral", "T5 v1.1", "Megatron BERT"])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    {
+        "GPT-2": "is not quantized",
+        "gpt-oss": "its experts are stacked",
+        "Mixtral": "use --format with one of fp8-tensor",
+        "T5 v1.1": "is not quantized",
+        "Megatron BERT": "is not quantized",
+    }.items(),
+)
 def test_families_that_no_reader_has_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = folder_of(name, tmp_path)
     monkeypatch.setattr(HfCheckpoint, "read_box", None)
     assert main(["quantize", f"hf:{source}", str(tmp_path / "target"), "--format", "int8"]) == 2
-    assert "is not quantized" in capsys.readouterr().err
+    assert problem in " ".join(capsys.readouterr().err.split())

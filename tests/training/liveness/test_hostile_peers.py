@@ -114,7 +114,7 @@ def test_idle_connections_do_not_keep_ranks_out(server: WatchServer) -> None:
         for _ in range(1500):
             open_ones.enter_context(stranger(server))
         assert_serves(server)
-        assert len(server._peers) <= watch_server.MIN_UNKNOWN_PEERS + 1
+        assert len(server._unknown) <= watch_server.MIN_UNKNOWN_PEERS + 1
 
 
 def test_an_idle_stranger_is_disconnected(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,8 @@ def test_an_unknown_peer_gets_no_verdict(server: WatchServer) -> None:
 
 def test_a_second_peer_of_a_rank_is_refused(server: WatchServer) -> None:
     first = Peer(server)
+    first.send({"files": []})
+    assert Peer(server, pid=6).answer == {"refused": True}
     assert Peer(server).answer == {"refused": True}
     assert "location" in first.answer
 

@@ -28,6 +28,7 @@ from megatrain.interop.hf.families.vision import (
 )
 from megatrain.interop.hf.family import (
     Choice,
+    ConfigPart,
     Family,
     Fixed,
     Fused,
@@ -93,29 +94,31 @@ class _Shuffle:
         return {"downsample_ratio": 1 / config.vision.pixel_shuffle_factor}
 
 
+_INTERN_VIT: Final[tuple[ConfigPart, ...]] = (
+    Value("hidden_size", "vision.vision_hidden_size"),
+    Value("num_attention_heads", "vision.vision_num_attention_heads"),
+    Widths(),
+    Square("image_size", ("vision.img_h", "vision.img_w"), is_list=True),
+    Square("patch_size", ("vision.patch_dim",), is_list=True),
+    Choice("num_channels", {3: {}}),
+    Choice("hidden_act", {"gelu": {}}),
+    Choice("layer_norm_eps", {1e-6: {}}),
+    Choice("norm_type", {"layer_norm": {}}, reason="norms of queries and keys over all heads, as in InternViT-6B"),
+    Choice("attention_bias", {True: {}}, default=False, reason="attention without biases, as in InternViT-6B"),
+    Choice("use_qk_norm", {False: {}}, reason="norms of queries and keys over all heads, as in InternViT-6B"),
+    Choice("use_mask_token", {False: {}}),
+    Choice("use_absolute_position_embeddings", {True: {}}),
+    Choice("use_mean_pooling", {True: {}}, reason="a norm after the layers"),
+    *(Choice(key, {0.0: {}}) for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout")),
+    Implied(("layer_scale_init_value",)),
+    Fixed({"vision.vision_model_type": "internvit300M"}),
+)  # fmt: skip
+_INTERN_VIT_SIZES: Final = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "image_size": [448, 448], "patch_size": [14, 14]}  # fmt: skip
+
+
 def _internvl(language: Family) -> Family:
-    tower_type, tower = "internvl_vision", "vision_tower."
-    parts = (
-        Value("hidden_size", "vision.vision_hidden_size"),
-        Value("num_attention_heads", "vision.vision_num_attention_heads"),
-        Widths(),
-        Square("image_size", ("vision.img_h", "vision.img_w"), is_list=True),
-        Square("patch_size", ("vision.patch_dim",), is_list=True),
-        Choice("num_channels", {3: {}}),
-        Choice("hidden_act", {"gelu": {}}),
-        Choice("layer_norm_eps", {1e-6: {}}),
-        Choice("norm_type", {"layer_norm": {}}, reason="norms of queries and keys over all heads, as in InternViT-6B"),
-        Choice("attention_bias", {True: {}}, default=False, reason="attention without biases, as in InternViT-6B"),
-        Choice("use_qk_norm", {False: {}}, reason="norms of queries and keys over all heads, as in InternViT-6B"),
-        Choice("use_mask_token", {False: {}}),
-        Choice("use_absolute_position_embeddings", {True: {}}),
-        Choice("use_mean_pooling", {True: {}}, reason="a norm after the layers"),
-        *(Choice(key, {0.0: {}}) for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout")),
-        Implied(("layer_scale_init_value",)),
-        Fixed({"vision.vision_model_type": "internvit300M"}),
-    )  # fmt: skip
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-             "image_size": [448, 448], "patch_size": [14, 14]}  # fmt: skip
+    tower = "vision_tower."
     layers = f"{tower}encoder.layer"
     layer: dict[str, str | Fused] = {
         "layernorm_before": "attention.norm",
@@ -131,7 +134,7 @@ def _internvl(language: Family) -> Family:
         auto_class="AutoModelForImageTextToText",
         config=(
             LanguageModel("text_config", language.model_type, language.config),
-            Nested("vision_config", tower_type, parts, sizes),
+            Nested("vision_config", "internvl_vision", _INTERN_VIT, _INTERN_VIT_SIZES),
             _Shuffle(),
             ImageTokens(151_667),
             Untied(default=True),

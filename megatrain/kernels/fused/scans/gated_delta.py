@@ -27,6 +27,7 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import gated_delta_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows_of_ids, has_kernel, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.decays import decays_of_chunks
 from megatrain.kernels.qkv import Place
 
 CHUNK = 64
@@ -55,6 +56,8 @@ class Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
     first: Tensor | None
+    sums: Tensor
+    """See `Decays`."""
 
 
 class Chunks(NamedTuple):
@@ -105,22 +108,22 @@ class _Rule(Function):
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> Inputs:
     q, k, v = (with_contiguous_channels(x) for x in (q, k, v))
-    return Inputs(q, k, v, g, beta, first)
+    return Inputs(q, k, v, g, beta, first, decays_of_chunks(g, None, CHUNK).sums)
 
 
 def rule_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs [s, b, n, dv], the last state [b, n, dk, dv] in fp32, and T of all chunks [b, chunks, n, CHUNK, CHUNK]."""
-    q, k, v, g, beta, first = inputs
+    q, k, v, g, beta, first, sums = inputs
     out, (s, b, n, _) = like(v), v.shape
     inverses = torch.empty(b, cdiv(s, CHUNK), n, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
     launch(
-        kernels.solve, (n, cdiv(s, CHUNK), b), k, g, beta, g if first is None else first, inverses, *_strides(k, g, beta),
+        kernels.solve, (n, cdiv(s, CHUNK), b), k, sums, beta, g if first is None else first, inverses, *_strides(k, beta),
         s, n // k.shape[2], **_constants(inputs), **SOLVE._asdict(),
     )  # fmt: skip
     chunks = _scan(inputs, state, inverses)
     launch(
-        kernels.outputs, (n, cdiv(s, CHUNK), b), q, k, g, g if first is None else first, chunks.states, chunks.new, out,
-        *_strides(q, k, g, chunks.new, out), s, n // q.shape[2], **_constants(inputs), **_all_values(v), **OUTPUTS._asdict(),
+        kernels.outputs, (n, cdiv(s, CHUNK), b), q, k, sums, g if first is None else first, chunks.states, chunks.new, out,
+        *_strides(q, k, chunks.new, out), s, n // q.shape[2], **_constants(inputs), **_all_values(v), **OUTPUTS._asdict(),
     )  # fmt: skip
     return out, chunks.last_state, inverses
 
@@ -129,19 +132,19 @@ def rule_backward(
     dout: Tensor, dlast: Tensor | None, inputs: Inputs, state: Tensor | None, inverses: Tensor, place: Place | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of q, k, v, g, beta and the first state; `inverses`: T, of the forward pass."""
-    q, k, v, g, beta, first = inputs
+    q, k, v, g, beta, first, sums = inputs
     dout = with_contiguous_channels(dout.to(v.dtype))
     chunks, scores = _scan(inputs, state, inverses), torch.empty_like(inverses)
     (s, b, n, _), nk = v.shape, q.shape[2]
     shares, pointer, grid = n // nk, g if first is None else first, (n, cdiv(s, CHUNK), b)
     launch(
-        kernels.decayed_scores, grid, q, k, g, pointer, scores, *_strides(q, k, g), s, shares,
+        kernels.decayed_scores, grid, q, k, sums, pointer, scores, *_strides(q, k), s, shares,
         **_constants(inputs), **OUTPUTS._asdict(),
     )  # fmt: skip
     after, dright, dstate = (torch.empty_like(x) for x in (chunks.states, chunks.new, chunks.last_state))
     launch(
-        kernels.state_gradients, _scan_grid(v), dout, q, k, g, beta, pointer, inverses, scores,
-        g if dlast is None else dlast.contiguous(), after, dstate, dright, *_strides(dout, q, k, g, beta, dright),
+        kernels.state_gradients, _scan_grid(v), dout, q, k, sums, beta, pointer, inverses, scores,
+        g if dlast is None else dlast.contiguous(), after, dstate, dright, *_strides(dout, q, k, beta, dright),
         s, cdiv(s, CHUNK), shares, **_constants(inputs), DV=v.shape[-1], BLOCK=_block(v),
         HAS_END=dlast is not None, **STATE_GRADIENTS._asdict(),
     )  # fmt: skip
@@ -150,12 +153,12 @@ def rule_backward(
     dsums, dg, dbeta = (g.new_empty(b, n, s, dtype=torch.float32) for _ in range(3))
     constants = {**_constants(inputs), **_all_values(v)}
     launch(
-        kernels.query_gradients, grid, dout, q, k, g, pointer, chunks.states, chunks.new, dq, dsums,
-        *_strides(dout, q, k, g, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
+        kernels.query_gradients, grid, dout, q, k, sums, pointer, chunks.states, chunks.new, dq, dsums,
+        *_strides(dout, q, k, chunks.new, dq), s, shares, **constants, **QUERY_GRADIENTS._asdict(),
     )  # fmt: skip
     launch(
-        kernels.key_gradients, grid, dout, q, k, v, g, beta, pointer, chunks.states, after, chunks.new, dright, dsums,
-        dk, dv, dg, dbeta, *_strides(dout, q, k, v, g, beta, chunks.new, dk, dv), s, shares,
+        kernels.key_gradients, grid, dout, q, k, v, sums, beta, pointer, chunks.states, after, chunks.new, dright, dsums,
+        dk, dv, dg, dbeta, *_strides(dout, q, k, v, beta, chunks.new, dk, dv), s, shares,
         **constants, **KEY_GRADIENTS._asdict(),
     )  # fmt: skip
     if shares > 1:
@@ -170,15 +173,15 @@ def _sum_of_shares(x: Tensor) -> Tensor:
 
 def _scan(inputs: Inputs, state: Tensor | None, inverses: Tensor) -> Chunks:
     """Scan the chunks."""
-    _, k, v, g, beta, first = inputs
+    _, k, v, g, beta, first, sums = inputs
     (s, b, n, dv), dk, num_chunks = v.shape, k.shape[-1], cdiv(v.shape[0], CHUNK)
     pointer, shares = g if first is None else first, n // k.shape[2]
     new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states = torch.empty(b, num_chunks, n, dk, dv, dtype=v.dtype, device=v.device)
     last_state = torch.empty(b, n, dk, dv, dtype=torch.float32, device=v.device)
     launch(
-        kernels.states, _scan_grid(v), k, v, g, beta, pointer, inverses, g if state is None else state.contiguous(),
-        states, last_state, new, *_strides(k, v, g, beta, new), s, num_chunks, shares,
+        kernels.states, _scan_grid(v), k, v, sums, beta, pointer, inverses, g if state is None else state.contiguous(),
+        states, last_state, new, *_strides(k, v, beta, new), s, num_chunks, shares,
         **_constants(inputs), DV=dv, BLOCK=_block(v), HAS_START=state is not None, **STATES._asdict(),
     )  # fmt: skip
     return Chunks(states, new, last_state)

@@ -26,15 +26,9 @@ from megatrain.kernels.fused.scans.chunks import (
     store_state,
     store_values,
 )
+from megatrain.kernels.fused.scans.decays import load_sums
 
 _kernel = functools.partial(jit, any_value=("s", "chunks", "shares"))
-
-
-@jit
-def _sums(G, start, stride, s, CHUNK: tl.constexpr):
-    """Return the running sums of the log decays of a chunk's rows in base 2, and their total."""
-    decay = load_values(G, start, stride, s, CHUNK) * 1.4426950408889634
-    return tl.cumsum(decay, 0), tl.sum(decay, 0)
 
 
 @jit
@@ -60,7 +54,7 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @_kernel
 def solve(
-    K, G, BETA, FIRST, INVERSES, k_at, g_at, beta_at, s, shares,
+    K, SUMS, BETA, FIRST, INVERSES, k_at, beta_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute (I + beta (k k^T * decay) below the diagonal)^-1: programs (head, chunk, sample)."""
@@ -70,7 +64,7 @@ def solve(
     FIRST += tl.cast(sample, tl.int64) * s
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
     beta = load_values(head_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
-    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, _ = load_sums(SUMS, place, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     decay = decays_between(sums, first, start, CHUNK, HAS_FIRST)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
@@ -80,7 +74,7 @@ def solve(
 
 @_kernel
 def decayed_scores(
-    Q, K, G, FIRST, SCORES, q_at, k_at, g_at, s, shares,
+    Q, K, SUMS, FIRST, SCORES, q_at, k_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute q k^T * decay: programs (head, chunk, sample)."""
@@ -89,7 +83,7 @@ def decayed_scores(
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * tl.num_programs(0) + head
     q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
-    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, _ = load_sums(SUMS, place, CHUNK)
     first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
@@ -108,7 +102,7 @@ def _columns(
 
 @_kernel
 def states(
-    K, V, G, BETA, FIRST, INVERSES, START, STATES, END, NEW, k_at, v_at, g_at, beta_at, new_at, s, chunks, shares,
+    K, V, SUMS, BETA, FIRST, INVERSES, START, STATES, END, NEW, k_at, v_at, beta_at, new_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_START: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +113,7 @@ def states(
     column, head, sample = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     n, width = tl.num_programs(1), DV - column
     K, V = head_at(K, k_at, sample, head // shares), head_at(V, v_at, sample, head) + column
-    G, BETA, NEW = (
-        head_at(G, g_at, sample, head),
+    BETA, NEW = (
         head_at(BETA, beta_at, sample, head),
         head_at(NEW, new_at, sample, head) + column,
     )
@@ -138,7 +131,7 @@ def states(
         v = load_block(V, start, v_at[0], s, width, CHUNK, BLOCK)
         inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         beta = load_values(BETA, start, beta_at[0], s, CHUNK)
-        sums, total = _sums(G, start, g_at[0], s, CHUNK)
+        sums, total = load_sums(SUMS, place, CHUNK)
         first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
         rounded = state.to(k.dtype)
         pointer, inside = _columns(STATES + place * (DK * DV), column, DV, DK, ALL_K, BLOCK)
@@ -157,7 +150,7 @@ def states(
 
 @_kernel
 def outputs(
-    Q, K, G, FIRST, STATES, NEW, OUT, q_at, k_at, g_at, new_at, out_at, s, shares,
+    Q, K, SUMS, FIRST, STATES, NEW, OUT, q_at, k_at, new_at, out_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +163,7 @@ def outputs(
     k = load_rows(head_at(K, k_at, sample, head // shares), start, k_at[0], s, CHUNK, DK, ALL_K)
     new = load_rows(head_at(NEW, new_at, sample, head), start, new_at[0], s, CHUNK, DV, ALL_V)
     state = load_state(STATES + place * (DK * DV), DK, DV, ALL_K, ALL_V)
-    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, _ = load_sums(SUMS, place, CHUNK)
     first, _ = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores *= decays_between(sums, first, start, CHUNK, HAS_FIRST)
@@ -182,8 +175,8 @@ def outputs(
 
 @_kernel
 def state_gradients(
-    DOUT, Q, K, G, BETA, FIRST, INVERSES, SCORES, END, STATES, START, DRIGHT,
-    dout_at, q_at, k_at, g_at, beta_at, dright_at, s, chunks, shares,
+    DOUT, Q, K, SUMS, BETA, FIRST, INVERSES, SCORES, END, STATES, START, DRIGHT,
+    dout_at, q_at, k_at, beta_at, dright_at, s, chunks, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_END: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +192,7 @@ def state_gradients(
         head_at(DOUT, dout_at, sample, head) + column,
         head_at(DRIGHT, dright_at, sample, head) + column,
     )
-    G, BETA = head_at(G, g_at, sample, head), head_at(BETA, beta_at, sample, head)
+    BETA = head_at(BETA, beta_at, sample, head)
     FIRST += tl.cast(sample, tl.int64) * s
     state, of_sample = (
         tl.zeros([ALL_K, BLOCK], tl.float32),
@@ -217,7 +210,7 @@ def state_gradients(
         inverse = load_state(INVERSES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         scores = load_state(SCORES + place * (CHUNK * CHUNK), CHUNK, CHUNK, CHUNK, CHUNK)
         beta = load_values(BETA, start, beta_at[0], s, CHUNK)
-        sums, total = _sums(G, start, g_at[0], s, CHUNK)
+        sums, total = load_sums(SUMS, place, CHUNK)
         first, last = boundaries(FIRST, start, s, CHUNK, HAS_FIRST)
         from_start = decays_from_start(sums, first, start, HAS_FIRST)
         rounded = state.to(k.dtype)
@@ -239,7 +232,7 @@ def state_gradients(
 
 @_kernel
 def query_gradients(
-    DOUT, Q, K, G, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, g_at, new_at, dq_at, s, shares,
+    DOUT, Q, K, SUMS, FIRST, BEFORE, NEW, DQ, DSUMS, dout_at, q_at, k_at, new_at, dq_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +244,7 @@ def query_gradients(
     n, start = tl.num_programs(0), chunk * CHUNK
     place = (tl.cast(sample, tl.int64) * tl.num_programs(1) + chunk) * n + head
     first, _ = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
-    sums, _ = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, _ = load_sums(SUMS, place, CHUNK)
     dout = load_rows(head_at(DOUT, dout_at, sample, head), start, dout_at[0], s, CHUNK, DV, ALL_V)
     before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
     q = load_rows(head_at(Q, q_at, sample, head // shares), start, q_at[0], s, CHUNK, DK, ALL_K)
@@ -271,8 +264,8 @@ def query_gradients(
 
 @_kernel
 def key_gradients(
-    DOUT, Q, K, V, G, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DSUMS, DK_, DV_, DG, DBETA,
-    dout_at, q_at, k_at, v_at, g_at, beta_at, new_at, dk_at, dv_at, s, shares,
+    DOUT, Q, K, V, SUMS, BETA, FIRST, BEFORE, AFTER, NEW, DRIGHT, DSUMS, DK_, DV_, DG, DBETA,
+    dout_at, q_at, k_at, v_at, beta_at, new_at, dk_at, dv_at, s, shares,
     CHUNK: tl.constexpr, DK: tl.constexpr, ALL_K: tl.constexpr, DV: tl.constexpr, ALL_V: tl.constexpr,
     HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +279,7 @@ def key_gradients(
     of_head = (tl.cast(sample, tl.int64) * n + head) * s
     first, last = boundaries(FIRST + tl.cast(sample, tl.int64) * s, start, s, CHUNK, HAS_FIRST)
     beta = load_values(head_at(BETA, beta_at, sample, head), start, beta_at[0], s, CHUNK)
-    sums, total = _sums(head_at(G, g_at, sample, head), start, g_at[0], s, CHUNK)
+    sums, total = load_sums(SUMS, place, CHUNK)
     before = load_state(BEFORE + place * (DK * DV), DK, DV, ALL_K, ALL_V)
     after = load_state(AFTER + place * (DK * DV), DK, DV, ALL_K, ALL_V)
     of_state = decay_of_chunk(total, last, start, HAS_FIRST)

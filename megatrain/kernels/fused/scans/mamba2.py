@@ -1,11 +1,13 @@
 """Mamba-2's scan in chunks: `kernels.mamba2.mamba2_scan` on GPUs, forward and backward.
 
-    states     a head, chunk by chunk               -> the state S before each chunk, and the last state
-    outputs    a chunk of some heads of a group     -> y                                                          forward
-    states     again
-    states     the same in reverse, from dy and C   -> dS after each chunk
-    outputs    the same in reverse, from dy and dS  -> dx
-    gradients  a chunk of all heads of a group      -> ddt, dB, dC, parts of dA and dD                            backward
+    decays_of_chunks                                    -> sums of log decays
+    states           a head, chunk by chunk             -> the state S before each chunk, and the last state
+    outputs          a chunk of some heads of a group   -> y                                                     forward
+    states           again
+    states           in reverse, from dy and C          -> dS after each chunk
+    outputs          in reverse, from dy and dS         -> dx, a part of ddt
+    step_gradients   a chunk of some heads of a group   -> ddt, parts of dA and dD
+    group_gradients  a chunk of all heads of a group    -> dB, dC                                                backward
 
 The scans are as long as the sample: their programs divide the columns of states, which they carry in fp32 and write in the
 dtype of x, the dtype of the GEMMs. The forward pass saves its inputs. Each result is written by one program: no atomic sums,
@@ -27,15 +29,18 @@ from torch.autograd import Function
 from megatrain.kernels.fused.launching import cdiv, launch, power_of_two
 from megatrain.kernels.fused.scans import mamba2_kernels as kernels
 from megatrain.kernels.fused.scans.chunks import first_rows, like, with_contiguous_channels
+from megatrain.kernels.fused.scans.decays import Decays, decays_of_chunks
 from megatrain.kernels.qkv import Place
 
 CHUNK = 64
 """Tokens of a chunk."""
-_PROGRAMS = 512
-"""Programs that fill an H200 several times; fewer divide the columns of states, down to _MIN_BLOCK."""
+_PROGRAMS = 256
+"""Programs that fill an H200; fewer divide the columns of states, down to _MIN_BLOCK."""
 _MIN_BLOCK = 32
-_HEADS = 8
-"""Heads of a program of `outputs`, which share B and C, at most."""
+_HEADS = 16
+"""Heads of a program that share B and C, at most."""
+_STATE_BLOCK = 128
+"""Columns of states in a program of `group_gradients`, which also has the gradients of the scores between tokens."""
 
 
 class Tile(NamedTuple):
@@ -45,7 +50,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-STATES, OUTPUTS, GRADIENTS = Tile(4, 3), Tile(4, 2), Tile(8, 2)
+STATES, OUTPUTS, STEP_GRADIENTS, GROUP_GRADIENTS = Tile(4, 3), Tile(4, 3), Tile(4, 3), Tile(8, 2)
 
 
 class Inputs(NamedTuple):
@@ -100,10 +105,9 @@ def _by_rows(
 
 def scan_forward(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return y [b, s, n, p], and in fp32 the last state [b, n, p, m]."""
-    x, b = inputs.x, inputs.b
-    before, last_state = _states(inputs, x, b, state, is_reverse=False)
-    y = like(x.transpose(0, 1))
-    _outputs(inputs, x, before, y, is_reverse=False)
+    decays, y = decays_of_chunks(inputs.dt, inputs.a, CHUNK), like(inputs.x.transpose(0, 1))
+    before, last_state = _states(inputs, decays, inputs.x, inputs.b, state, is_reverse=False)
+    _outputs(inputs, decays, inputs.x, before, y, decays.sums, is_reverse=False)
     return y, last_state
 
 
@@ -116,18 +120,28 @@ def scan_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, dt, A, B, C, D and the first state, in the axes and dtypes of the arguments of the scan."""
     x, dt, a, b, c, d, first = inputs
-    dy, first = with_contiguous_channels(dy.to(x.dtype)), a if first is None else first
-    before, _ = _states(inputs, x, b, state, is_reverse=False)
-    after, dstate = _states(inputs, dy, c, dlast, is_reverse=True)
-    (s, samples, n, _), (g, m) = x.shape, b.shape[2:]
+    dy, first, decays = (
+        with_contiguous_channels(dy.to(x.dtype)),
+        a if first is None else first,
+        decays_of_chunks(inputs.dt, inputs.a, CHUNK),
+    )
+    before, _ = _states(inputs, decays, x, b, state, is_reverse=False)
+    after, dstate = _states(inputs, decays, dy, c, dlast, is_reverse=True)
+    (s, samples, n, _), (g, m), constants = x.shape, b.shape[2:], _constants(inputs)
     chunks, dx, db, dc = cdiv(s, CHUNK), *_gradients((x, b, c), places)
+    ends = torch.empty_like(decays.sums)
+    _outputs(inputs, decays, dy, after, dx, ends, is_reverse=True)
+    heads, block = math.gcd(n // g, _HEADS), min(_padded(m), _STATE_BLOCK)
     ddt = torch.empty(samples, n, s, dtype=torch.float32, device=x.device)
     da, dd = (torch.empty(samples, chunks, n, dtype=torch.float32, device=x.device) for _ in range(2))
-    _outputs(inputs, dy, after, dx, is_reverse=True)
     launch(
-        kernels.gradients, (g, chunks, samples), dy, x, b, c, dt, a, first, before, after, db, dc, ddt, da, dd,
-        *_strides(dy, x, b, c, dt, db.transpose(0, 1), dc.transpose(0, 1)), s, n, n // g,
-        **_constants(inputs), ALL_M=_padded(m), **GRADIENTS._asdict(),
+        kernels.step_gradients, (n // heads, chunks, samples), dy, x, b, c, *decays, a, first, before, after, ends, ddt, da, dd,
+        *_strides(dy, x, b, c), s, heads, n // g, **constants, ALL_M=_padded(m), **STEP_GRADIENTS._asdict(),
+    )  # fmt: skip
+    launch(
+        kernels.group_gradients, (g * cdiv(m, block), chunks, samples), dy, x, b, c, *decays, first, before, after, db, dc,
+        *_strides(dy, x, b, c, db.transpose(0, 1), dc.transpose(0, 1)), s, n, n // g,
+        **constants, BLOCK=block, **GROUP_GRADIENTS._asdict(),
     )  # fmt: skip
     ddt = ddt.permute(0, 2, 1).to(dt.dtype)
     return dx, ddt, da.sum((0, 1)).to(a.dtype), db, dc, dd.sum((0, 1)).to(d.dtype), dstate
@@ -144,7 +158,7 @@ def _gradients(tensors: Sequence[Tensor], places: Sequence[Place] | None) -> lis
 
 
 def _states(
-    inputs: Inputs, x: Tensor, b: Tensor, start: Tensor | None, *, is_reverse: bool
+    inputs: Inputs, decays: Decays, x: Tensor, b: Tensor, start: Tensor | None, *, is_reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk (after it, if reverse) in the dtype of x, [b, chunks, n, p, m], and the last state in fp32."""
     (s, samples, n, p), m, first = x.shape, b.shape[-1], inputs.first
@@ -152,21 +166,23 @@ def _states(
     end = torch.empty(samples, n, p, m, dtype=torch.float32, device=x.device)
     block = min(_padded(m), max(power_of_two(_padded(m) * samples * n // _PROGRAMS), _MIN_BLOCK))
     launch(
-        kernels.states, (cdiv(m, block), n, samples), x, b, inputs.dt, inputs.a, inputs.a if first is None else first,
-        states if start is None else start.contiguous(), states, end, *_strides(x, b, inputs.dt), s, cdiv(s, CHUNK), n // b.shape[2],
+        kernels.states, (cdiv(m, block), n, samples), x, b, *decays, inputs.a if first is None else first,
+        states if start is None else start.contiguous(), states, end, *_strides(x, b), s, cdiv(s, CHUNK), n // b.shape[2],
         **_constants(inputs), BLOCK=block, HAS_START=start is not None, IS_REVERSE=is_reverse, **STATES._asdict(),
     )  # fmt: skip
     return states, end
 
 
-def _outputs(inputs: Inputs, x: Tensor, states: Tensor, y: Tensor, *, is_reverse: bool) -> None:
-    """Write y from x and the states before chunks, or dx from dy and the gradients of the states after them, into y [b, s, n, p]."""
-    _, dt, a, b, c, d, first = inputs
+def _outputs(
+    inputs: Inputs, decays: Decays, x: Tensor, states: Tensor, y: Tensor, ends: Tensor, *, is_reverse: bool
+) -> None:
+    """Write y [b, s, n, p] from x and the states before chunks; dx and `ends` from dy and the gradients of the states after them."""
+    _, _, a, b, c, d, first = inputs
     (s, samples, n, _), (g, m) = x.shape, b.shape[2:]
     heads = math.gcd(n // g, _HEADS)
     launch(
-        kernels.outputs, (n // heads, cdiv(s, CHUNK), samples), x, b, c, dt, a, d, a if first is None else first, states, y,
-        *_strides(x, b, c, dt, y.transpose(0, 1)), s, heads, n // g,
+        kernels.outputs, (n // heads, cdiv(s, CHUNK), samples), x, inputs.x, b, c, *decays, d, a if first is None else first,
+        states, y, ends, *_strides(x, inputs.x, b, c, y.transpose(0, 1)), s, heads, n // g,
         **_constants(inputs), ALL_M=_padded(m), IS_REVERSE=is_reverse, **OUTPUTS._asdict(),
     )  # fmt: skip
 

@@ -121,6 +121,18 @@ def test_a_teacher_is_split_by_its_own_cost(plan_of):
     assert plan.derived.flops_per_iteration == own + alone // 3
 
 
+def test_no_graphs_are_tried_where_the_host_has_the_outputs(plan_of):
+    dense = "--bf16 --hidden-dropout 0 --attention-dropout 0"
+    runs = {"": Facts(), KD: teacher(), CACHE: cached()}
+    graphs = {
+        flags: plan_of(
+            f"{dense} {flags}", facts=dataclasses.replace(facts, device="cuda")
+        ).derived.cuda_graphs
+        for flags, facts in runs.items()
+    }
+    assert graphs == {"": True, KD: False, CACHE: False}
+
+
 def test_cached_outputs_of_this_run_start(plan_of):
     spec = plan_of(f"{CACHE} --logits-load-kd-loss-alpha 0.7", facts=cached()).derived.distillation
     assert (spec.teacher, spec.kd_weight, spec.needs_balance) == (None, 0.7, False)

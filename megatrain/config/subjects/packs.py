@@ -1,0 +1,171 @@
+"""Packs: micro-batches of whole documents (--pack-documents), on groups of context ranks that differ from pack to pack.
+
+dp_balanced, first_fit     all groups have --context-parallel-size ranks
+default_dynamic_cp         groups of 1, 2, 4 ... ranks of dp and cp, from --min-dynamic-context-parallel-size on
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.fixes import multiples, use
+from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.registry import Problems, derives, rule
+from megatrain.config.schema.parallel import DYNAMIC
+from megatrain.config.schema.tree import Config
+
+_LIMIT: Final = "parallel.max_seqlen_per_dp_cp_rank"
+_GPU_ROWS: Final = 64
+"""Rows of a pack on a GPU are a multiple of this: kernels compute blocks of them."""
+
+
+def row_multiple(config: Config) -> int:
+    """Return a divisor of the rows of a pack on each rank: two chunks, divided further by sequence parallelism."""
+    parallel, is_gpu = config.parallel, config.training.device == "cuda"
+    return math.lcm(
+        2,
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        _GPU_ROWS if is_gpu else 1,
+    )
+
+
+def num_domain_ranks(draft: Draft) -> int:
+    """Return the number of ranks of dp and cp, which share the documents of a global batch."""
+    return draft.derived.data_parallel_size * draft.config.parallel.context_parallel_size
+
+
+@derives("parallel.sequence_packing_scheduler")
+def sequence_packing_scheduler(draft: Draft) -> DerivedValue:
+    if not draft.config.data.pack_documents:
+        return DerivedValue(None, "without --pack-documents")
+    if draft.config.parallel.dynamic_context_parallel:
+        return DerivedValue(DYNAMIC, "--dynamic-context-parallel")
+    return DerivedValue("dp_balanced", "groups of one size")
+
+
+@derives("derived.pack_group_sizes")
+def pack_group_sizes(draft: Draft) -> DerivedValue:
+    parallel = draft.config.parallel
+    if not draft.config.data.pack_documents:
+        return DerivedValue((), "without --pack-documents")
+    if parallel.sequence_packing_scheduler != DYNAMIC:
+        return DerivedValue(
+            (parallel.context_parallel_size,), f"{parallel.sequence_packing_scheduler}: one size"
+        )
+    ranks, smallest = num_domain_ranks(draft), parallel.min_dynamic_context_parallel_size
+    powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
+    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp")
+
+
+@derives("parallel.max_seqlen_per_dp_cp_rank")
+def max_seqlen_per_dp_cp_rank(draft: Draft) -> DerivedValue:
+    sizes, length = draft.derived.pack_group_sizes, draft.config.data.seq_length
+    if not sizes:
+        return DerivedValue(None, "without --pack-documents")
+    multiple = row_multiple(draft.config)
+    rows = -(-length // (sizes[-1] * multiple)) * multiple
+    return DerivedValue(rows, f"--seq-length {length} on {sizes[-1]} ranks, in multiples of {multiple}")
+
+
+@rule
+def longest_document_fits_a_group(draft: Draft) -> Problems:
+    sizes, length = draft.derived.pack_group_sizes, draft.config.data.seq_length
+    rows, multiple = draft.config.parallel.max_seqlen_per_dp_cp_rank, row_multiple(draft.config)
+    if not sizes or rows is None:
+        return
+    needed = -(-length // sizes[-1])
+    if rows % multiple or rows < needed:
+        reason = (
+            f"is not a multiple of {multiple}"
+            if rows % multiple
+            else f"on {sizes[-1]} ranks is less than a document of --seq-length {length}"
+        )
+        yield Problem(
+            f"--max-seqlen-per-dp-cp-rank {rows} {reason}",
+            use(draft, multiples(_LIMIT, max(rows, needed), multiple)),
+        )
+
+
+@rule
+def dynamic_context_parallelism_has_packs(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    if parallel.dynamic_context_parallel and not draft.config.data.pack_documents:
+        yield Problem(
+            "--dynamic-context-parallel chooses the ranks of each pack of documents, and samples are not packed",
+            "add --pack-documents",
+        )
+    elif parallel.dynamic_context_parallel and parallel.sequence_packing_scheduler != DYNAMIC:
+        yield Problem(
+            f"--dynamic-context-parallel and --sequence-packing-scheduler {parallel.sequence_packing_scheduler}, whose groups"
+            " have one size, contradict each other",
+            f"use --sequence-packing-scheduler {DYNAMIC}",
+        )
+
+
+@rule
+def smallest_group_fits_the_ranks(draft: Draft) -> Problems:
+    parallel, sizes = draft.config.parallel, draft.derived.pack_group_sizes
+    smallest = parallel.min_dynamic_context_parallel_size
+    if sizes and parallel.sequence_packing_scheduler == DYNAMIC and sizes[0] != smallest:
+        yield Problem(
+            f"--min-dynamic-context-parallel-size {smallest} is not a power of two that divides the"
+            f" {num_domain_ranks(draft)} ranks of dp and cp",
+            f"use --min-dynamic-context-parallel-size {sizes[0]}",
+        )
+
+
+@rule
+def batch_has_documents_for_all_ranks(draft: Draft) -> Problems:
+    sizes, batch = draft.derived.pack_group_sizes, draft.config.training.global_batch_size
+    if not sizes:
+        return
+    groups = num_domain_ranks(draft) // sizes[0]
+    if batch < groups:
+        yield Problem(
+            f"--global-batch-size {batch} has fewer documents than there are groups of {sizes[0]} ranks, {groups}",
+            use(draft, multiples("training.global_batch_size", groups, draft.derived.data_parallel_size)),
+        )
+
+
+@rule
+def packs_are_supported(draft: Draft) -> Problems:
+    """Refuse what reads whole samples of one length, or groups of ranks that do not change."""
+    if not draft.config.data.pack_documents:
+        return
+    for what, fix in _obstacles(draft):
+        yield Problem(f"--pack-documents is not supported with {what}", fix)
+
+
+def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Yield what packs are not supported with, and the remedies."""
+    config, remove = draft.config, "remove --pack-documents"
+    model, parallel, training = config.model, config.parallel, config.training
+    micro, stages, comm_types = (
+        training.micro_batch_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.cp_comm_type,
+    )
+    is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
+    shards = "use --pipeline-model-parallel-size 1; --data-parallel-sharding-strategy optim_grads_params saves memory"
+    dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
+    table = (
+        (micro > 1, f"--micro-batch-size {micro}", "use --micro-batch-size 1: a micro-batch is one pack"),
+        (not training.calculate_per_token_loss, "means of micro-batches, which differ in size",
+         "add --calculate-per-token-loss"),
+        (stages > 1, f"--pipeline-model-parallel-size {stages}", shards),
+        (model.model_family != "gpt", f"--model-family {model.model_family}", remove),
+        (config.experts.num_experts, f"--num-experts {config.experts.num_experts}", remove),
+        (model.multi_latent_attention, "--multi-latent-attention", remove),
+        (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
+        (model.attention_dropout, dropout, "use --attention-dropout 0"),
+        (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),
+        (config.precision.fp8_format, f"--fp8-format {config.precision.fp8_format}", "remove --fp8-format"),
+        (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),
+        (config.distillation.export_kd_teacher_load, "--export-kd-teacher-load", remove),
+        (is_ring, f"--cp-comm-type {' '.join(comm_types)}", "use --cp-comm-type a2a or all_gather"),
+    )  # fmt: skip
+    yield from ((what, fix) for is_there, what, fix in table if is_there)

@@ -1,0 +1,125 @@
+"""The context-parallel parts of a model: attention over ranks, and RoPE at the positions of this rank's rows.
+
+SampleContexts   samples of one length, split over the ranks of cp
+PackContexts     packs of documents, each split over a group of its own (`parallel/packs/context.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.rotary import RotarySpec
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model import functions
+from megatrain.model.layer import RotaryEmbedding
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context.context_attention import ContextAttention
+from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.packs.context import PackAttention, PackBatch, PackContext
+
+
+class SampleContexts:
+    """Contexts that are whole samples.
+
+    Args:
+        seq_length: length of the longest sample; RoPE tables cover it.
+        cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
+        dtype: dtype of the weights.
+        device: device of the tables.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        seq_length: int,
+        cp_comm_types: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.grid, self.seq_length, self.cp_comm_types = grid, seq_length, cp_comm_types
+        self.dtype, self.device = accumulation_dtype(dtype), device
+        self.cp = self._split()
+        self._ropes: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
+
+    def attention(self, layer: int) -> ContextAttention:
+        """Return the communication of a layer's attention."""
+        return ContextAttention.of(self.cp_comm_types[layer % len(self.cp_comm_types)], self.grid)
+
+    def rope(self, mixer: AttentionSpec) -> RotaryEmbedding | None:
+        """Return the module of an attention, if it has RoPE; layers with the same spec share one."""
+        if mixer.rotary is None:
+            return None
+        key = (mixer.rotary, mixer.rope_dim)
+        if key not in self._ropes:
+            self._ropes[key] = self._rope(*key)
+        return self._ropes[key]
+
+    def follow(self, segments: Sequence[nn.Module]) -> None:
+        """Make the segments begin the passes of their micro-batches."""
+
+    def _split(self) -> ContextParallel:
+        return ContextParallel(self.grid.cp)
+
+    def _rope(self, spec: RotarySpec, head_dim: int) -> RotaryEmbedding:
+        rows = self.seq_length // self.cp.size
+        positions = self.cp.positions(rows, torch.device("cpu")).to(self.device)
+        return RotaryEmbedding(spec, head_dim, positions, self.dtype)
+
+
+class PackContexts(SampleContexts):
+    """Contexts that are packs; `seq_length` is the length of the longest document."""
+
+    cp: PackContext
+
+    def attention(self, layer: int) -> ContextAttention:  # noqa: ARG002 (all layers communicate alike)
+        """See `SampleContexts`."""
+        return PackAttention(self.cp, gathers=self.cp_comm_types[0] == "all_gather")
+
+    def follow(self, segments: Sequence[nn.Module]) -> None:
+        """See `SampleContexts`."""
+
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            _, batch, info = arguments
+            self.cp.enter(batch, info)
+
+        for segment in segments:
+            segment.register_forward_pre_hook(enter)
+
+    def _split(self) -> PackContext:
+        return PackContext(self.grid)
+
+    def _rope(self, spec: RotarySpec, head_dim: int) -> RotaryEmbedding:
+        positions = torch.arange(self.seq_length, device=self.device)
+        return PackRotary(spec, head_dim, positions, self.dtype, self.cp)
+
+
+class PackRotary(RotaryEmbedding):
+    """RoPE at the positions of the current pack, which restart with each document; the tables have those of any document."""
+
+    def __init__(
+        self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype, cp: PackContext
+    ) -> None:
+        super().__init__(spec, head_dim, positions, dtype)
+        self.cp = cp
+        self._of: tuple[PackBatch | None, Any] = (None, None)
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
+        return functions.apply_rope(x, *self._of_pack(), is_interleaved=self.is_interleaved)
+
+    def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """See `RotaryEmbedding`."""
+        return functions.apply_rope_to_qkv(qkv, sizes, *self._of_pack(), is_interleaved=self.is_interleaved)
+
+    def _of_pack(self) -> Any:
+        """Return the rows of the tables for this rank's rows of the pack; layers share them."""
+        batch = self.cp.batch
+        assert batch is not None, "a pass of a pack has begun"
+        if self._of[0] is not batch:
+            self._of = batch, tuple(table[batch.position_ids[0]] for table in self.tables)
+        return self._of[1]

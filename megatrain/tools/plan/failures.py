@@ -1,0 +1,138 @@
+"""Losses of a run to failures and saves, and its best save interval.
+
+    lost = saves a day x wait of a save + failures a day x (detect + restart + computed again: half a save interval)
+
+The best interval is Young's: sqrt(2 x wait of a save x time between failures).
+
+Sources: J. Young, "A first order approximation to the optimum checkpoint interval", 1974; Llama Team, "The Llama 3 Herd of Models",
+arXiv:2407.21783, section 3.3.4: 419 unexpected interruptions of 16,384 H100s in 54 days.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from megatrain.config.errors import ConfigError
+
+PUBLISHED_RATE: Final = 419 / 54 / 16_384
+"""Failures of a GPU a day, with its share of host, network and software."""
+SHARE_OF_HANGS: Final = 0.25
+"""Failures that end no process: the others wait until a collective times out."""
+_DAY: Final = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Losses of a run, as shares of its time; times in seconds."""
+
+    failures_a_day: float
+    step: float
+    interval: float
+    """Training time between saves."""
+    save: float
+    """Time that training waits for a save."""
+    restart: float
+    """Time from the end of the failed ranks to the next step."""
+    hang: float
+    """Time until a rank that hangs is found."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Lost seconds a day, by cause."""
+        failures = self.failures_a_day
+        return {
+            "saves": _DAY / self.interval * self.save,
+            "hangs until found": failures * SHARE_OF_HANGS * self.hang,
+            "restarts": failures * self.restart,
+            "computed again": failures * self.interval / 2,
+        }
+
+    @property
+    def share(self) -> float:
+        return min(sum(self.seconds.values()) / _DAY, 1.0)
+
+    @property
+    def best_interval(self) -> float:
+        """Interval with the smallest loss, at least a step and at most a day."""
+        between = _DAY / self.failures_a_day
+        return min(max(math.sqrt(2 * self.save * between), self.step), _DAY)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags about failures."""
+    parser.add_argument(
+        "--failures",
+        action="store_true",
+        help="also print what failures and saves cost a day, and the best save interval",
+    )
+    numbers = {
+        "--failures-a-day": (
+            None,
+            f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
+        ),
+        "--restart-seconds": (330.0, "time from a failure that ends a process to the next step"),
+        "--hang-seconds": (600.0, "time until a hang is found"),
+        "--save-seconds": (5.0, "time that training waits for a save"),
+    }
+    for flag, (default, text) in numbers.items():
+        shown = text if default is None else f"{text} (default: {default:g})"
+        parser.add_argument(flag, type=float, default=default, metavar="X", help=shown)
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if a number is not above 0."""
+    for name in ("failures_a_day", "restart_seconds", "hang_seconds", "save_seconds"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value:g} is not above 0", fix=f"give {flag} a positive number")
+
+
+def losses(arguments: argparse.Namespace, *, num_gpus: int, step: float, save_interval: int | None) -> Losses:
+    """Return the losses at --save-interval, or at the best one if it is not given."""
+    found = Losses(
+        failures_a_day=arguments.failures_a_day or PUBLISHED_RATE * num_gpus,
+        step=step,
+        interval=step * (save_interval or 1),
+        save=arguments.save_seconds,
+        restart=arguments.restart_seconds,
+        hang=arguments.hang_seconds,
+    )
+    return found if save_interval is not None else at_interval(found, found.best_interval)
+
+
+def at_interval(found: Losses, interval: float) -> Losses:
+    """Return the losses at another interval between saves."""
+    return Losses(**asdict(found) | {"interval": interval})
+
+
+def to_dict(found: Losses) -> dict[str, Any]:
+    """Return JSON values."""
+    best = at_interval(found, found.best_interval)
+    own = asdict(found) | {"share": found.share, "seconds_a_day": found.seconds}
+    return own | {"best_interval": best.interval, "best_share": best.share}
+
+
+def text(found: Losses) -> Iterator[str]:
+    """Yield the lines for the user."""
+    best = at_interval(found, found.best_interval)
+    yield (
+        f"{found.failures_a_day:.2g} failures a day, a step of {found.step:.2f} s, a save every {_steps(found)}:"
+        f" {100 * found.share:.1f} % of the time is lost"
+    )
+    for cause, seconds in found.seconds.items():
+        yield f"  {cause:<18} {seconds / 60:8.1f} min a day  {100 * seconds / _DAY:5.2f} %"
+    yield f"best: a save every {_steps(best)} (--save-interval {_iterations(best)}): {100 * best.share:.1f} %"
+    yield "times of restart, hang and save are those of the flags: measure them"
+
+
+def _iterations(found: Losses) -> int:
+    return max(round(found.interval / found.step), 1)
+
+
+def _steps(found: Losses) -> str:
+    return f"{found.interval:.0f} s"

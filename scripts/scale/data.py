@@ -1,0 +1,88 @@
+"""Start of a rank's data: `python scripts/scale/data.py --documents 10000000 --datasets 1`, with datasets of sparse files.
+
+`cold` computes the index, `warm` is every later start and every other rank: it opens the files, compares their digests with those of rank
+0, and maps index and blend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from megatrain.config.derive.datasets import Blend
+from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
+from megatrain.data.samples.sources import inspect_datasets
+
+UINT16, DOCUMENT_TOKENS, SEQ_LENGTH = 8, 625, 8192
+
+
+def make(prefix: Path, documents: int) -> None:
+    """Write a dataset whose tokens are zeros that take no space."""
+    lengths = np.random.default_rng(1).integers(1, 2 * DOCUMENT_TOKENS, documents, np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, UINT16, documents, documents + 1))
+        lengths.tofile(file)
+        (2 * np.concatenate(([0], ends[:-1]))).tofile(file)
+        np.arange(documents + 1, dtype=np.int64).tofile(file)
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(2 * int(ends[-1]))
+
+
+def start(folder: Path, samples: int) -> dict[str, float]:
+    """Do what a rank does at a start; return wall seconds of both steps, and the largest memory."""
+    names = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
+    blend = Blend(tuple(names), (1.0,) * len(names) if len(names) > 1 else None)
+    before = time.perf_counter()
+    facts, problems = inspect_datasets({"all": blend}, vocab_size=None, tokenizer_fingerprint=None)
+    assert not problems, problems
+    inspected = time.perf_counter()
+    options = SampleOptions(seq_length=SEQ_LENGTH, eod=None)
+    digests = {one.prefix: one.digest for one in facts}
+    builder = SplitBuilder(options, cache_folder=folder / "cache", digests=digests, log=lambda _: None)
+    plans = SamplePlans(train=(samples,), valid=(0,), test=(0,), seed=1)
+    built = builder.build({"all": blend}, "100,0,0", plans)
+    assert built.train is not None
+    return {
+        "inspect": inspected - before,
+        "build": time.perf_counter() - inspected,
+        "largest MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
+
+
+def main() -> None:
+    """Print a line of JSON for a cold and for a warm start, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=10_000_000, help="of each dataset")
+    parser.add_argument("--datasets", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--start", type=Path, help="start with the datasets of this folder")
+    arguments = parser.parse_args()
+    if arguments.start is not None:
+        print(
+            json.dumps(
+                {name: round(value, 3) for name, value in start(arguments.start, arguments.samples).items()}
+            )
+        )
+        return
+    with TemporaryDirectory() as name:
+        for number in range(arguments.datasets):
+            make(Path(name) / f"set_{number:05d}", arguments.documents)
+        for what in ("cold", "warm"):
+            words = [sys.executable, __file__, "--start", name, "--samples", str(arguments.samples)]
+            ended = subprocess.run(words, check=True, capture_output=True, text=True)
+            print(what, ended.stdout.strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

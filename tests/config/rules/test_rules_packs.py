@@ -1,0 +1,93 @@
+"""Rules about packs of documents: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+
+FOUR = Facts(world_size=4)
+PACKS = (
+    "--pack-documents --calculate-per-token-loss --seq-length 16 --micro-batch-size 1 --global-batch-size 16"
+)
+DYNAMIC = f"{PACKS} --dynamic-context-parallel"
+"""With the working run's flags: a run that resolves."""
+
+
+def refused(flags, words, remedy, facts=FOUR):
+    return (f"{PACKS} {flags}", "", facts, (words, "--pack-documents"), (remedy,))
+
+
+CASES = {
+    "longest_document_fits_a_group": [
+        (f"{DYNAMIC} --max-seqlen-per-dp-cp-rank 2", "", FOUR,
+         ("--max-seqlen-per-dp-cp-rank 2", "4 ranks", "--seq-length 16"), ("--max-seqlen-per-dp-cp-rank 4",)),
+        (f"{DYNAMIC} --max-seqlen-per-dp-cp-rank 7", "", FOUR,
+         ("--max-seqlen-per-dp-cp-rank 7", "multiple of 2"), ("--max-seqlen-per-dp-cp-rank 8",)),
+    ],
+    "dynamic_context_parallelism_has_packs": [
+        ("--dynamic-context-parallel", "", FOUR, ("--dynamic-context-parallel",), ("--pack-documents",)),
+        ("--hybrid-context-parallel", "", FOUR, ("--dynamic-context-parallel",), ("--pack-documents",)),
+        (f"{DYNAMIC} --sequence-packing-scheduler dp_balanced", "", FOUR,
+         ("--dynamic-context-parallel", "dp_balanced"), ("--sequence-packing-scheduler default_dynamic_cp",)),
+    ],
+    "smallest_group_fits_the_ranks": [
+        (f"{DYNAMIC} --min-dynamic-context-parallel-size 3", "", FOUR,
+         ("--min-dynamic-context-parallel-size 3", "4 ranks"), ("--min-dynamic-context-parallel-size 4",)),
+        (f"{DYNAMIC} --min-dynamic-context-parallel-size 8", "", FOUR,
+         ("--min-dynamic-context-parallel-size 8", "4 ranks"), ("--min-dynamic-context-parallel-size 4",)),
+    ],
+    "batch_has_documents_for_all_ranks": [
+        (f"{DYNAMIC} --context-parallel-size 4 --cp-comm-type all_gather --global-batch-size 3", "", FOUR,
+         ("--global-batch-size 3", "4"), ("--global-batch-size 4",)),
+    ],
+    "packs_are_supported": [
+        refused("--micro-batch-size 2", "--micro-batch-size 2", "--micro-batch-size 1"),
+        refused("--no-calculate-per-token-loss", "means of micro-batches", "--calculate-per-token-loss"),
+        refused("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
+        refused("--num-experts 4", "--num-experts 4", "remove --pack-documents"),
+        refused("--multi-latent-attention", "--multi-latent-attention", "remove --pack-documents"),
+        refused("--mtp-num-layers 1", "--mtp-num-layers 1", "remove --mtp-num-layers"),
+        refused("--attention-dropout 0.1", "--attention-dropout 0.1", "--attention-dropout 0"),
+        refused("--fp8-format hybrid", "--fp8-format hybrid", "remove --fp8-format"),
+        refused("--cp-comm-type p2p", "--cp-comm-type p2p", "--cp-comm-type a2a or all_gather"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "rows"),
+    [
+        (DYNAMIC, (1, 2, 4), 4),
+        (f"{DYNAMIC} --min-dynamic-context-parallel-size 2 --seq-length 18", (2, 4), 6),
+        (f"{PACKS} --context-parallel-size 2", (2,), 8),
+        (PACKS, (1,), 16),
+        (
+            f"{DYNAMIC} --tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 12",
+            (1, 2),
+            12,
+        ),
+    ],
+)
+def test_groups_hold_the_longest_document(plan_of, flags, sizes, rows):
+    plan = plan_of(flags, facts=FOUR)
+    assert plan.derived.pack_group_sizes == sizes
+    assert plan.config.parallel.max_seqlen_per_dp_cp_rank == rows
+
+
+@pytest.mark.parametrize(
+    ("flags", "comm_type"),
+    [
+        (DYNAMIC, "a2a"),
+        (f"{DYNAMIC} --num-attention-heads 2 --hidden-size 32", "all_gather"),
+        (f"{DYNAMIC} --cp-comm-type all_gather", "all_gather"),
+    ],
+)
+def test_heads_are_exchanged_where_they_divide_over_all_groups(plan_of, flags, comm_type):
+    facts = Facts(world_size=4, ranks_per_node=4)
+    assert plan_of(flags, facts=facts).derived.cp_comm_types == (comm_type,)

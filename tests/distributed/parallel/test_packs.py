@@ -1,0 +1,213 @@
+"""A schedule of packs against one rank on the same documents: losses, gradients and weights of two steps, in fp64.
+
+Documents of every length up to four times what a rank holds, so that groups of one, two and four ranks work side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from everyday import nightly
+from torch import Tensor
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.data.samples.pack_loader import PackLoader
+from megatrain.model.contexts import PackRotary
+from megatrain.parallel.documents import Documents
+from megatrain.parallel.packs.context import PackBatch
+from megatrain.parallel.packs.schedule import Pack, PackCosts
+from megatrain.tools.parity.compare import Distance, judge
+from megatrain.tools.parity.measure import Measured, _losses_of, _noted_gradients, engine_of, weights_of
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training import engine as engine_file
+from megatrain.training.batches import build_samples
+from megatrain.training.build import build_schedules
+from megatrain.training.engine import Engine
+from megatrain.training.planning.packs import pack_settings
+
+STEPS, BATCH = 2, 24
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 8 --vocab-size 101 --seq-length 64"
+    " --init-method-std 0.1 --mock-data --tokenizer-type NullTokenizer --pack-documents --calculate-per-token-loss"
+    f" --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 1e-2 --adam-eps 1e-6 --device cpu"
+    " --params-dtype float64 --attention-dropout 0 --eval-iters 0"
+)
+LENGTHS = (
+    '{"type": "lognormal", "min_seq_len": 3, "max_seq_len": 65, "mean_seq_len": 20, "lognormal_sigma": 1.2}'
+)
+ROPE = "--position-embedding-type rope --hidden-dropout 0.2"
+LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings 64 --hidden-dropout 0"
+DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16"
+GROUPS = "--group-query-attention --num-query-groups 2"
+
+
+def plan_of(flags: str, world_size: int) -> Plan:
+    words = [*MODEL.split(), "--varlen-mock-dataset-config-json", LENGTHS, *flags.split()]
+    return resolve(parse(words), Facts(world_size=world_size, vocab_size=101, eod_id=100, device="cpu"))
+
+
+def loader_of(plan: Plan, rank: int) -> PackLoader:
+    """Return a loader whose schedules balance tokens, and avoid large groups: in a model as small as this, the number of packs decides the time."""
+    samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
+    assert samples is not None
+    settings = replace(pack_settings(plan), costs=PackCosts(pair=0.01, sent=0.3))
+    return PackLoader(samples, len(samples), settings, rank=rank, device=torch.device("cpu"), num_workers=1)
+
+
+def measure(rank: int, world_size: int, flags: str, fault: str) -> Measured:
+    """Run two steps on one rank."""
+    plan = plan_of(flags, world_size)
+    with FAULTS[fault]():
+        engine = engine_of(plan, rank)
+        loader = loader_of(plan, engine.grid.replicas.rank)
+        gradients, hyperparams = _noted_gradients(engine), build_schedules(plan).at(0)
+        count = BATCH // loader._settings.documents_per_pass
+        reports = [
+            engine.step(loader.microbatches(step * BATCH, count), hyperparams, first_sample=step * BATCH)
+            for step in range(STEPS)
+        ]
+        loader.close()
+        weights = weights_of(engine)
+    losses = [loss for report in reports for loss in _losses_of(report)]
+    return Measured(losses, [report.grad_norm for report in reports], gradients, weights)
+
+
+def _a_sample_twice() -> AbstractContextManager[Any]:
+    read = PackLoader._batch
+
+    def twice(self: PackLoader, pack: Pack, *rest: Any) -> PackBatch:
+        documents = (pack.documents[0], *pack.documents[:-1]) if len(pack.documents) > 1 else pack.documents
+        return read(self, replace(pack, documents=documents, num_tokens=64 * len(documents)), *rest)
+
+    return mock.patch.object(PackLoader, "_batch", twice)
+
+
+def _a_sample_lost() -> AbstractContextManager[Any]:
+    read = PackLoader._batch
+    return mock.patch.object(
+        PackLoader,
+        "_batch",
+        lambda self, pack, *rest: read(self, replace(pack, documents=pack.documents[1:]), *rest),
+    )
+
+
+def _weighted_by_its_microbatches() -> AbstractContextManager[Any]:
+    scales = Engine._loss_scales
+
+    def weighted(self: Engine, batches: Any) -> Any:
+        return [(one * len(batches) / 3, other) for one, other in scales(self, batches)]
+
+    return mock.patch.object(engine_file.Engine, "_loss_scales", weighted)
+
+
+def _positions_of_the_pack() -> AbstractContextManager[Any]:
+    read = PackLoader._batch
+
+    def counted_on(self: PackLoader, *arguments: Any) -> PackBatch:
+        batch = read(self, *arguments)
+        positions = torch.arange(batch.tokens.shape[1])[None] % 64
+        return replace(batch, position_ids=positions, denominator=batch.loss_denominator)
+
+    return mock.patch.object(PackLoader, "_batch", counted_on)
+
+
+def _documents_see_others() -> AbstractContextManager[Any]:
+    def whole(self: PackLoader, starts: Any, length: int) -> Documents:
+        return Documents(torch.tensor([0, length], dtype=torch.int32), length, 1, length)
+
+    return mock.patch.object(PackLoader, "_documents", whole)
+
+
+def _rope_of_the_first_pack() -> AbstractContextManager[Any]:
+    of_pack = PackRotary._of_pack
+
+    def of_first(self: PackRotary) -> tuple[Tensor, ...]:
+        rows = len(self.cp.batch.position_ids[0])  # type: ignore[union-attr]
+        first = vars(self).setdefault("first", of_pack(self))
+        return tuple(torch.cat([table] * (rows // len(table) + 1))[:rows] for table in first)
+
+    return mock.patch.object(PackRotary, "_of_pack", of_first)
+
+
+def _dropout_of_places() -> AbstractContextManager[Any]:
+    read = PackLoader._batch
+
+    def by_place(self: PackLoader, *arguments: Any) -> PackBatch:
+        batch = read(self, *arguments)
+        ids = torch.arange(batch.tokens.shape[1])[None]
+        return replace(batch, token_ids=ids, denominator=batch.loss_denominator)
+
+    return mock.patch.object(PackLoader, "_batch", by_place)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "a sample twice": _a_sample_twice,
+    "a sample lost": _a_sample_lost,
+    "a loss weighted by the micro-batches of its group": _weighted_by_its_microbatches,
+    "positions not restarted": _positions_of_the_pack,
+    "documents see other documents": _documents_see_others,
+    "RoPE of the first pack": _rope_of_the_first_pack,
+    "dropout keyed by places in a pack": _dropout_of_places,
+}
+
+
+@pytest.fixture(scope="module")
+def distance(pool: WorkerPool) -> Callable[..., Distance]:
+    """Return the distance of a layout's answers from those of one rank."""
+    known: dict[str, Measured] = {}
+
+    def compare(model: str, layout: str, world_size: int, fault: str = "") -> Distance:
+        if model not in known:
+            (known[model],) = pool.run(1, measure, model, "")
+        return judge(known[model], pool.run(world_size, measure, f"{model} {layout}", fault))
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "world_size"),
+    [
+        (ROPE, DYNAMIC, 4),
+        (f"{LEARNED} {GROUPS}", f"{DYNAMIC} --cp-comm-type all_gather --data-parallel-sharding-strategy optim_grads_params", 4),
+        nightly(ROPE, "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 --tensor-model-parallel-size 2 --sequence-parallel", 8),
+        nightly(ROPE, f"{DYNAMIC} --context-parallel-size 2 --min-dynamic-context-parallel-size 2", 4),
+        nightly(ROPE, "--context-parallel-size 2 --sequence-packing-scheduler first_fit", 4),
+        nightly(ROPE, "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads", 4),
+        nightly(f"{ROPE} --softmax-type learnable", DYNAMIC, 4),
+        nightly(f"{ROPE} --window-size 8,0", f"{DYNAMIC} --data-parallel-sharding-strategy no_shard", 4),
+        nightly(ROPE, f"{DYNAMIC} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 4),
+        nightly(ROPE, "--dynamic-context-parallel --tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads_params", 8),
+    ],
+)  # fmt: skip
+def test_packs_on_any_groups_equal_one_rank(
+    distance: Callable[..., Distance], model: str, layout: str, world_size: int
+) -> None:
+    found = distance(model, layout, world_size)
+    assert found.is_good, found
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["a loss weighted by the micro-batches of its group", *(nightly(name) for name in FAULTS if name)],
+)
+def test_a_planted_fault_is_found(distance: Callable[..., Distance], fault: str) -> None:
+    model = ROPE if "RoPE" in fault or "dropout" in fault else f"{LEARNED} {GROUPS}"
+    assert not distance(model, DYNAMIC, 4, fault).is_good
+
+
+def test_groups_of_all_sizes_work_in_these_steps() -> None:
+    plan = plan_of(f"{ROPE} {DYNAMIC}", 4)
+    loader = loader_of(plan, 0)
+    _, found = loader.schedule(0, BATCH)
+    assert {pack.size for pack in found} == {1, 2, 4}
+    counts = [sum(rank in pack.ranks for pack in found) for rank in range(4)]
+    assert len(set(counts)) > 1, counts
+    assert np.mean([len(pack.documents) for pack in found]) > 1

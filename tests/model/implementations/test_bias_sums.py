@@ -1,0 +1,34 @@
+"""Column sums that dropout, activations and attention leave are the gradients of the biases before them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.kernels.sums import ColumnSums
+from megatrain.model import gpt
+from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
+from megatrain.tools.parity.rows import Layout
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, used = Layout.of(model), 0
+
+    def gradients() -> torch.Tensor:
+        engine = engine_of(tiny_plan(layout, 1), 0)
+        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
+        return torch.cat(engine.buffers.gradients.full)
+
+    def take(self: ColumnSums) -> torch.Tensor | None:
+        nonlocal used
+        value, self.value = self.value, None
+        used += value is not None
+        return value
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpt, "leave_sums_to_biases", lambda _: None)
+        expected = gradients()
+    monkeypatch.setattr(ColumnSums, "take", take)
+    torch.testing.assert_close(gradients(), expected, rtol=1e-12, atol=1e-14)
+    assert used >= 3 * 2, "the projection, fc1 and fc2 of two layers and more"
