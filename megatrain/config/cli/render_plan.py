@@ -55,6 +55,7 @@ _HIDDEN_IF_EQUAL: Final = (
     ("derived.train_start", 0),
     ("derived.later_phases", ()),
     ("derived.pack_group_sizes", ()),
+    ("derived.tower_layers", ()),
 )
 """Values that are hidden while they have this value. None is hidden too."""
 

@@ -63,7 +63,7 @@ OTHER_PROGRAMS: Final = (
         "other models of images, video and sound, and providers of other packages, are not part of megatrain",
         _any_values(
             "language-model-type language-model-checkpoint audio-encoder-model model-provider"
-            " dataset-provider pixel-shuffle image-tag-type"
+            " dataset-provider image-tag-type"
             " use-tile-tags num-frames recompute-vision"
             " allow-missing-vision-projection-checkpoint tokenizer-prompt-format special-tokens use-te"
             " dataloader-save total-seq-length packing-buffer-size packing-seq-length"

@@ -80,7 +80,7 @@ def test_a_name_of_another_tool_in_yaml_is_answered_too(tmp_path):
     [
         ("--export-quant-cfg fp8", "remove the flag"), ("--export-qk-l2-norm", "remove the flag"),
         ("--enable-gpt-oss", "--softmax-type learnable"), ("--nproc_per_node 8", "before pretrain.py"),
-        ("--append-eod", "preprocess_data.py"), ("--top_k 4", "megatrain generate"), ("--pixel-shuffle", "remove the flag"),
+        ("--append-eod", "preprocess_data.py"), ("--top_k 4", "megatrain generate"), ("--use-tile-tags", "remove the flag"),
     ],
 )  # fmt: skip
 def test_a_flag_of_another_program_is_refused_by_name(words, remedy):
