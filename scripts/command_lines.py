@@ -1,6 +1,6 @@
-"""The table of docs/from-megatron.md: which command lines of Megatron-LM's functional tests start here.
+"""The tables of docs/from-megatron.md: grades of notes, and which command lines of Megatron-LM's functional tests start here.
 
-    python scripts/command_lines.py      rewrites the table and tests/golden/command-lines/starting.txt
+    python scripts/command_lines.py      rewrites the tables and tests/golden/command-lines/starting.txt
 
 Each line is resolved as on a machine with H100s and Transformer Engine, with the program and the number of ranks of its case. It starts,
 starts without the effect of some flags so far, waits for a missing feature, or never starts.
@@ -18,6 +18,10 @@ from typing import Final, Literal
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.megatron.flag_table import ANSWERS
+from megatrain.config.megatron.flags import megatron_flags
+from megatrain.config.plan_note import GRADES
+from megatrain.config.rule_list import NOTES, UNPROVEN
+from megatrain.config.schema.tree import settings
 from megatrain.tools.port.launch import FAMILIES
 from megatrain.tools.port.translate import H100
 
@@ -27,7 +31,6 @@ PAGE: Final = _ROOT / "docs" / "from-megatron.md"
 _FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"
 STARTING: Final = _FOLDER / "starting.txt"
 """Cases that start; a test holds that none is lost."""
-_BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
     r"--fp8-recipe mxfp8": "MXFP8, which needs Blackwell GPUs",
@@ -151,16 +154,39 @@ def _counts(outcomes: Sequence[Outcome], status: Status) -> list[str]:
     return [f"| {reason} | {count} |" for reason, count in counts.most_common()]
 
 
-def page_with(text: str, page: str) -> str:
-    """Return the page with this section between its markers."""
-    before, rest = page.split(_BEGIN)
-    return f"{before}{_BEGIN}\n{text}\n{_END}{rest.split(_END)[1]}"
+def grades() -> str:
+    """Return the table of grades as Markdown: the notes of the plan, and the flags whose loss costs speed or memory."""
+    rows = ["| grade | notes | flags |", "|---|---|---|"]
+    answers = [flag for flag in megatron_flags().values() if not flag.answer.is_refusal]
+    for grade, words in GRADES.items():
+        notes = [one.name.replace("_", " ") for one in (*NOTES, *UNPROVEN) if one.grade == grade]
+        flags = [flag.flag for flag in answers if flag.answer.grade == grade]
+        flags += [
+            one.flag for one in settings() if grade == "cost" and any(need.is_costly for need in one.needs)
+        ]
+        shown = (
+            f"{len(flags)} flags of Megatron-LM"
+            if grade == "nothing"
+            else ", ".join(f"`{flag}`" for flag in flags)
+        )
+        rows.append(f"| {words} | {'; '.join(notes)} | {shown} |")
+    return "\n".join(rows)
+
+
+def page_with(page: str, **sections: str) -> str:
+    """Return the page with these sections between their markers."""
+    for name, text in sections.items():
+        begin, end = (f"<!-- {words}{name.replace('_', ' ')} -->" for words in ("", "end of "))
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+    return page
 
 
 def main() -> None:
     """Rewrite the table of the page, and the list of cases that start."""
     outcomes = [outcome_of(line) for line in recorded_command_lines()]
-    PAGE.write_text(page_with(table(outcomes), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    page = page_with(PAGE.read_text(encoding="utf-8"), command_lines=table(outcomes), grades=grades())
+    PAGE.write_text(page, encoding="utf-8")
     STARTING.write_text("".join(f"{name}\n" for name in starting(outcomes)), encoding="utf-8")
 
 

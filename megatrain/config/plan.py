@@ -12,6 +12,7 @@ from megatrain.config.facts import DataPhase, Facts
 from megatrain.config.model_spec.distillation import DistillationSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.module_precision import ModuleRecipes
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.schema.quantization import QuantizationFormat
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import OPEN, CheckedSection
@@ -170,7 +171,7 @@ class Plan:
     derived: Derived
     origins: Mapping[str, Origin]
     """Origin of each value, by path such as `model.num_layers` or `derived.num_microbatches`."""
-    notes: tuple[str, ...]
+    notes: tuple[PlanNote, ...]
     """Notes for the user; none is an error."""
 
     @property

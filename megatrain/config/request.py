@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.config.errors import Problem
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import is_resolved
 
@@ -33,7 +34,7 @@ class Request:
     """Origin of every setting, by path such as `model.num_layers`."""
     problems: tuple[Problem, ...] = ()
     """Problems found while parsing."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
     """Notes on Megatron-LM flags that are accepted and set nothing."""
     is_complete: bool = True
     """False if a --config file could not be read: other problems would be misleading then."""

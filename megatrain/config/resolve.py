@@ -19,6 +19,7 @@ from megatrain.config.derive.families import settings_of_pattern
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
 from megatrain.config.plan import Derived, DerivedValue, Draft, Plan
+from megatrain.config.plan_note import graded
 from megatrain.config.registry import Rule
 from megatrain.config.request import Request
 from megatrain.config.rule_list import DERIVATIONS, NOTES, OVERRIDES, RULES
@@ -64,7 +65,8 @@ def resolve(request: Request, facts: Facts) -> Plan:
     unresolved = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
     assert not unresolved, f"no rule reports these unresolved values: {unresolved}"
     notes = [note for note_rule in NOTES for note in _until_unresolved(note_rule, draft)]
-    return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
+    first = (*request.notes, *(graded(text, "nothing") for text in overridden))
+    return Plan(draft.config, draft.derived, draft.origins, (*first, *notes))
 
 
 def _drafted(request: Request, facts: Facts) -> tuple[Draft, list[str], list[Problem]]:

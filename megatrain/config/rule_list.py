@@ -8,6 +8,7 @@ from typing import Final
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, multiples, use
 from megatrain.config.plan import Draft
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import (
     Derivation,
     Note,
@@ -55,19 +56,22 @@ _SUBJECTS: Final = (
 """In the order in which problems and notes are printed."""
 
 
-@note
+@note("nothing")
 def settings_without_effect(draft: Draft) -> Notes:
     """Yield one note per need that is not met, about the settings that are given and not at their defaults."""
-    idle: dict[str, list[str]] = {}
+    idle: dict[tuple[str, bool], list[str]] = {}
     for setting in settings():
         value = draft.config.get(setting.path)
         if not draft.is_given(setting.path) or value in (setting.default, None, False):
             continue
         for need in setting.needs:
             if not need.holds(draft.get):
-                idle.setdefault(reason_of(need), []).append(f"{setting.flag}{_value(value)}")
-    for reason, flags in idle.items():
-        yield f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"
+                idle.setdefault((reason_of(need), need.is_costly), []).append(
+                    f"{setting.flag}{_value(value)}"
+                )
+    for (reason, is_costly), flags in idle.items():
+        text = f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"
+        yield PlanNote(text, "cost" if is_costly else "nothing")
 
 
 def reason_of(need: Need) -> str:
@@ -127,11 +131,12 @@ def _given(draft: Draft, setting: Setting, values: tuple[str, ...]) -> str:
     return textwrap.shorten(f"{setting.flag}{_value(value)}", 100) if is_given else ""
 
 
-@note
+@note("nothing")
 def unproven_combinations(draft: Draft) -> Notes:
     if not draft.config.training.require_parity:
         for one in UNPROVEN:
-            yield from (f"not proven equal under every layout: {line}" for line in one(draft))
+            for line in one(draft):
+                yield PlanNote(f"not proven equal under every layout: {line}", line.grade)
 
 
 @rule

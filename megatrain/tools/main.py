@@ -29,6 +29,10 @@ COMMANDS: Final = {
     "quantize": ("quantization.cli", "write a checkpoint as a folder of transformers with quantized weights"),
     "report": ("report", "write the curves of runs as one HTML page"),
     "watch": ("watch", "show the state of runs in a terminal"),
+    "alerts": (
+        "alerts",
+        "report NaN, spikes, silence, missing saves and ends of runs to a webhook or Prometheus",
+    ),
     "generate": ("generation.generate", "generate text from a checkpoint"),
     "serve": ("generation.serve", "serve completions of a checkpoint over HTTP"),
     "trace": ("trace", "print the table of a profiler trace"),

@@ -369,7 +369,12 @@ def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path
         present = {str(one.iteration) for one in folders if (one.path / MANIFEST_NAME).is_file()}
     except (CheckpointError, OSError):  # a metrics file may be in a folder that cannot be read
         present = set()
-    return {"saves": len(stalls.keys() | present), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
+    known = [int(name) for name in stalls.keys() | present if name.isdecimal()]
+    return {
+        "saves": len(stalls.keys() | present),
+        "last_save": max(known, default=None),
+        "save_stall_seconds": _number(sum(stalls.values()) / 1000),
+    }
 
 
 def _settings(file: Path) -> tuple[dict[str, Any], str | None]:

@@ -144,7 +144,7 @@ def build_samples(
         builds=builds,
     )
     splits = builder.build(
-        blends_from_facts(facts.datasets), data.split, plans, named_valid=data.multiple_validation_sets
+        blends_from_facts(facts.datasets), data.split, plans, named_valid=data.separate_validation_sets
     )
     splits = with_mock_images(splits, plan.config)
     if plans.train != (0,):

@@ -262,7 +262,9 @@ def test_rows_are_chosen_by_their_words_and_precision():
     assert len(asked("--quick")) == QUICK_ROWS
     rows = asked("--quick", "--precision", "bf16")
     assert {(precision, layout.has("tokens")) for precision, layout in rows} == {("bf16", True)}
-    assert all(is_row(layout.words) for _, layout in rows), "a family without a loss of equal tokens has no row"
+    assert all(is_row(layout.words) for _, layout in rows), (
+        "a family without a loss of equal tokens has no row"
+    )
 
 
 @pytest.mark.parametrize(

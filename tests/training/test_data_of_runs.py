@@ -89,24 +89,29 @@ def test_validation_sets_are_evaluated_in_full_and_separately(folder: Path) -> N
         "valid_data_path": f"{folder / 'data/a'} {folder / 'data/b'}",
         "full_validation": "",
         "multiple_validation_sets": "",
+        "validation_set_names": "near far",
         "micro_batch_size": "8",
     }
     assert pretrain.main(flags_of(folder, **separate)) == 0
     found = [line for line in metrics(folder / "run") if "validation" in line]
     assert [(line["iteration"], line["validation"]) for line in found] == [
-        (3, "a"),
-        (3, "b"),
-        (6, "a"),
-        (6, "b"),
+        (3, "near"),
+        (3, "far"),
+        (6, "near"),
+        (6, "far"),
     ]
 
     at_the_end = {line["validation"]: line["loss"] for line in found[2:]}
-    for name in ("a", "b"):  # the same data alone, in the same number of samples as there are
+    for label, name in (
+        ("near", "a"),
+        ("far", "b"),
+    ):  # the same data alone, in the same number of samples as there are
         alone = separate | {"valid_data_path": str(folder / f"data/{name}"), "multiple_validation_sets": None}
+        alone["validation_set_names"] = None
         again = {"save": None, "skip_train": "", "metrics_file": str(folder / f"{name}.jsonl")}
         assert pretrain.main(flags_of(folder, **alone, **again)) == 0
         (line,) = (json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines())
-        assert line["loss"] == at_the_end[name]
+        assert line["loss"] == at_the_end[label]
 
 
 def test_the_cyclic_order_resumes_at_epoch_boundaries(folder: Path) -> None:

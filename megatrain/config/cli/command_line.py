@@ -20,6 +20,7 @@ from megatrain.config.cli.yaml_file import read_yaml
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest_flag, megatron_flags, renamed
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
+from megatrain.config.plan_note import PlanNote, graded
 from megatrain.config.request import Given, Request
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings
 from megatrain.config.schema.values import INVALID
@@ -44,13 +45,13 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     given = [item for item in found if isinstance(item, Given)]
     asked = {item.flag.flag: item for item in found if isinstance(item, GivenFlag)}
     notes, refusals = answers(asked.values())
-    notes += [item for item in found if isinstance(item, str)]
+    notes += [graded(item, "nothing") for item in found if isinstance(item, str)]
     notes += _override_notes(flags, given)
     problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
     values = {item.path: item.value for item in given}
     if values.get("training.eval_only") and values.pop("checkpoint.save", None):
         given = [item for item in given if item.path != "checkpoint.save"]
-        notes.append("--save has no effect with --eval-only, which saves nothing")
+        notes.append(PlanNote("--save has no effect with --eval-only, which saves nothing", "nothing"))
     return Request(
         Config().with_values(values),
         {setting.path: Origin("default") for setting in settings()}
@@ -110,12 +111,13 @@ def _file_values(flag: FlagWords) -> Iterator[_Found]:
                 yield item
 
 
-def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[str]:
+def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[PlanNote]:
     """Name the flags that override a --yaml-cfg file: Megatron-LM reads the file alone."""
     in_files = {item.path for item in given if item.origin.kind == "yaml"}
     over = [item.origin.detail for item in given if item.origin.kind == "flag" and item.path in in_files]
     if over and any(flag.flag == "--yaml-cfg" for flag in flags):
-        yield f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
+        text = f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
+        yield PlanNote(text, "result")
 
 
 def target(flag: FlagWords) -> str:

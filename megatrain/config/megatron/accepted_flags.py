@@ -97,18 +97,12 @@ ACCEPTED_FLAGS: Final = (
         " --disable-tp-comm-bulk-wgrad",
     ),
     accepted(
-        "NCCL is configured by its own environment variables",
+        "NCCL is configured by its own environment variables (NCCL_ALGO, NCCL_NVLS_ENABLE, NCCL_COLLNET_ENABLE)",
         "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
         " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
         " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
         " --use-ring-exchange-p2p",
-    ),
-    accepted(
-        "the PyTorch flight recorder is configured by its own environment variables (TORCH_NCCL_TRACE_BUFFER_SIZE)",
-        "--flight-recorder-dump-path=* --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size=*"
-        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
-        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
-        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
+        grade="cost",
     ),
     accepted("the model is always built after the process groups", "--lazy-mpu-init"),
     accepted(

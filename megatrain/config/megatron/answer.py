@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatrain.config.plan_note import Grade
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -17,6 +19,10 @@ class Answer:
     """The flags, separated by spaces, in the notation of `flags.py`."""
     feature: str = ""
     """The missing feature of a pending flag."""
+    grade: Grade = "nothing"
+    """The grade of a note on the flags."""
+    saves_memory: bool = False
+    """True: in Megatron-LM the flags save memory."""
 
     @property
     def is_refusal(self) -> bool:
@@ -31,14 +37,22 @@ class Alias:
     value: str | None = None
 
 
-def accepted(text: str, flags: str, *, instead: str = "") -> Answer:
+def accepted(text: str, flags: str, *, instead: str = "", grade: Grade = "nothing") -> Answer:
     """Ignore these flags with a note; `instead` is the remedy for values that are refused."""
-    return Answer(kind="accepted", text=text, flags=flags, instead=instead)
+    return Answer(kind="accepted", text=text, flags=flags, instead=instead, grade=grade)
 
 
-def pending(feature: str, text: str, flags: str, *, instead: str = "") -> Answer:
+def pending(feature: str, text: str, flags: str, *, instead: str = "", saves_memory: bool = False) -> Answer:
     """Ignore these flags with a note until the feature is there; results are the same without it."""
-    return Answer(kind="pending", text=text, flags=flags, feature=feature, instead=instead)
+    return Answer(
+        kind="pending",
+        text=text,
+        flags=flags,
+        feature=feature,
+        instead=instead,
+        grade="cost",
+        saves_memory=saves_memory,
+    )
 
 
 def refused(text: str, flags: str, *, instead: str = "remove the flag") -> Answer:

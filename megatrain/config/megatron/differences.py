@@ -4,13 +4,18 @@ DIFFERENT_DEFAULTS ──> a note in the plan of every run that uses one
                   └──> `megatrain settings --differences`, with the answers of `flag_table.py`
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from megatrain.config.megatron.flags import MegatronFlag, aliases, megatron_flags
 from megatrain.config.plan import Plan
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.schema.tree import flag_of, settings
+
+_LEAST_SHIFT: Final = 5e-4
+"""Change of the first loss by padding that the plan names: it prints losses with four digits."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,8 @@ DIFFERENT_DEFAULTS: Final = (
 )
 
 
-def default_differences(plan: Plan) -> Iterator[str]:
-    """Yield one note about the defaults of this run that differ from Megatron-LM's and that the user did not set."""
+def default_differences(plan: Plan) -> Iterator[PlanNote]:
+    """Yield notes about the defaults of this run that differ from Megatron-LM's and that the user did not set, and about padding."""
     found = []
     for different in DIFFERENT_DEFAULTS:
         value = _shown(plan.config.get(different.path))
@@ -108,7 +113,16 @@ def default_differences(plan: Plan) -> Iterator[str]:
         if different.is_noted and has_effect and not is_given and value != different.megatron_default:
             found.append(f"{flag_of(different.path)} {value} (Megatron-LM: {different.megatron_default})")
     if found:
-        yield f"defaults that differ from Megatron-LM: {', '.join(found)}; megatrain settings --differences has the reasons"
+        text = f"defaults that differ from Megatron-LM: {', '.join(found)}; megatrain settings --differences has the reasons"
+        yield PlanNote(text, "nothing")
+    tokens, rows = plan.derived.vocab_size, plan.config.model.padded_vocab_size
+    shift = math.log(rows / tokens)
+    if shift >= _LEAST_SHIFT:
+        text = (
+            f"the softmax is over the {tokens} tokens: Megatron-LM counts the {rows} padded rows too, so that its first loss"
+            f" is {shift:.3f} higher (--vocab-size {rows} counts them)"
+        )
+        yield PlanNote(text, "result")
 
 
 def docs_differences() -> str:

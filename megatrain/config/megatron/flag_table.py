@@ -32,6 +32,7 @@ ALIASES: Final[Mapping[str, Alias]] = {
     "--disable-fp8-wgrad": Alias("precision.fp8_wgrad", "false"),
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
     "--enable-cuda-graph": Alias("training.cuda_graph_impl", "local"),
+    "--pytorch-profiler-collect-shapes": Alias("logging.record_shapes", "true"),
     "--hybrid-context-parallel": Alias("parallel.dynamic_context_parallel", "true"),
     "--hybrid-override-pattern": Alias("model.hybrid_layer_pattern"),
     "--is-hybrid-model": Alias("model.model_family", "hybrid"),

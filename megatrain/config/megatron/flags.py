@@ -23,6 +23,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.megatron.answer import Alias, Answer
 from megatrain.config.megatron.flag_table import ALIASES, ANSWERS
 from megatrain.config.megatron.removed_flags import RENAMED_FLAGS
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.schema.tree import closest_name, settings
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -86,9 +87,9 @@ def renamed(flag: str) -> str | None:
     return new if new in _flags_of_settings() else None
 
 
-def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
+def answers(given: Iterable[GivenFlag]) -> tuple[list[PlanNote], list[Problem]]:
     """Return the notes about accepted flags and the problems of refused ones. Flags with the same answer share one."""
-    notes: dict[str, list[str]] = {}
+    notes: dict[PlanNote, list[str]] = {}
     problems: dict[tuple[str, str], list[str]] = {}
     for item in given:
         answer = answer_to(item)
@@ -97,7 +98,7 @@ def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
         else:
             notes.setdefault(answer, []).append(str(item))
     return (
-        [_joined(flags, text) for text, flags in notes.items()],
+        [PlanNote(_joined(flags, text), text.grade, text.saves_memory) for text, flags in notes.items()],
         [Problem(_joined(flags, text), fix) for (text, fix), flags in problems.items()],
     )
 
@@ -129,11 +130,11 @@ def _parse_entry(word: str, answer: Answer) -> MegatronFlag:
     )
 
 
-def answer_to(given: GivenFlag) -> str | Problem:
+def answer_to(given: GivenFlag) -> PlanNote | Problem:
     """Return a note or a problem; its text follows the flag."""
     flag, text = given.flag, ",".join(" ".join(given.words).split())
     if text == "null" or (flag.takes == "nothing" and text.lower() in _FALSE):
-        return " has no effect"
+        return PlanNote(" has no effect", "nothing")
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
         return Problem(" has a value, and accepts none", f"use {flag.flag} alone, or remove it")
     if flag.takes != "nothing" and flag.accepted != () and not text:
@@ -142,11 +143,13 @@ def answer_to(given: GivenFlag) -> str | Problem:
     return _note(flag) if is_accepted else _refusal(flag)
 
 
-def _note(flag: MegatronFlag) -> str:
-    if flag.answer.kind == "pending":
-        return f" has no effect so far: {flag.answer.feature} is missing, and {flag.answer.text}"
-    effect = "is ignored" if flag.answer.kind == "accepted" else "has no effect"
-    return f" {effect}: {flag.answer.text}"
+def _note(flag: MegatronFlag) -> PlanNote:
+    answer = flag.answer
+    if answer.kind == "pending":
+        text = f" has no effect so far: {answer.feature} is missing, and {answer.text}"
+    else:
+        text = f" {'is ignored' if answer.kind == 'accepted' else 'has no effect'}: {answer.text}"
+    return PlanNote(text, answer.grade, answer.saves_memory)
 
 
 def _refusal(flag: MegatronFlag) -> Problem:

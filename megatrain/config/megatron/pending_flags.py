@@ -41,12 +41,14 @@ PENDING_FLAGS: Final = (
         " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads=*"
         " --activation-offload-fraction=* --offload-modules=+* --delay-offload-until-cuda-graph"
         " --delta-offload-bytes-across-pp-ranks=* --min-offloaded-tensor-size=*",
+        saves_memory=True,
     ),
     pending(
         "expert activations outside the PyTorch allocator",
         "they are allocated like all others; --recompute-modules moe_act saves memory too",
         "--moe-paged-stash --moe-paged-stash-page-size=* --moe-paged-stash-buffer-size-factor-cpu=*"
         " --moe-paged-stash-buffer-size-factor-cuda=*",
+        saves_memory=True,
     ),
     pending(
         "fused operations of Transformer Engine",

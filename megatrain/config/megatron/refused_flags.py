@@ -24,8 +24,9 @@ REFUSED_FLAGS: Final = (
     ),
     # Different by design
     refused(
-        "checkpoints of Megatron-LM are not written",
+        "a checkpoint of Megatron-LM is written by another command",
         "--ckpt-convert-format= --ckpt-convert-save= --ckpt-convert-update-legacy-dist-opt-format",
+        instead="use `megatrain convert megatrain-to-megatron`, which writes the format torch_dist",
     ),
     refused(
         "all replicas always start from the same weights",

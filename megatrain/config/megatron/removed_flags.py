@@ -113,7 +113,11 @@ _UNSUPPORTED: Final = (
         "--distribute-checkpointed-activations",
         instead="use --recompute-granularity; --sequence-parallel shards what is saved anyway",
     ),
-    refused("uneven pipeline stages are not supported", "--standalone-embedding-stage"),
+    refused(
+        "the layers of each stage are named by another flag",
+        "--standalone-embedding-stage",
+        instead="use --account-for-embedding-in-pipeline-split, or --pipeline-model-parallel-layout with a stage of E alone",
+    ),
     refused(
         "FP8 is chosen by its format",
         "--fp8-hybrid --fp8-e4m3",

@@ -101,11 +101,6 @@ UNSUPPORTED_FLAGS: Final = (
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
-    missing(
-        "naming validation sets is not supported",
-        "--validation-set-names=+",
-        instead="remove the flag; validation sets are named by their paths",
-    ),
     missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
@@ -163,9 +158,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this profiling option is not supported",
-        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack"
-        " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
-        " --record-shapes",
+        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-chakra --record-memory-history",
     ),
     missing("OpenTelemetry is not supported", "--otel-enabled --otel-service-name= --otel-span-groups="),
 )

@@ -128,6 +128,10 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Evaluate on all validation samples, instead of --eval-iters batches."""
     multiple_validation_sets: bool = setting(False, conflicts=_NEEDS_FILES[1])
     """Evaluate on each validation dataset separately."""
+    validation_set_names: tuple[str, ...] = setting(
+        (), on_resume=SAFE, needs=on("data.multiple_validation_sets")
+    )
+    """Names of the validation sets in logs, in the order of --valid-data-path. Default: the names of their files."""
     reset_position_ids: bool = setting(
         False,
         needs=(
@@ -175,3 +179,8 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             or self.use_packed_sequence
             or self.pack_documents
         )
+
+    @property
+    def separate_validation_sets(self) -> tuple[str, ...] | None:
+        """Return the names of validation sets that are evaluated separately; empty: by their files; None: they are one set."""
+        return self.validation_set_names if self.multiple_validation_sets else None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import above, conflict, either, none_of, off, on, one_of
+from megatrain.config.schema.needs import above, conflict, costly, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, is_turned_on
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
@@ -166,10 +166,12 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
                 above("derived.expert_tensor_parallel_size", 1),
                 words="with experts on one rank",
             ),
-            above(
-                "derived.num_microbatches",
-                1,
-                words="with one micro-batch per iteration, which has no other to overlap with",
+            costly(
+                above(
+                    "derived.num_microbatches",
+                    1,
+                    words="with one micro-batch per iteration, which has no other to overlap with",
+                )
             ),
         ),
     )

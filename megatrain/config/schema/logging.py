@@ -75,6 +75,10 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Ranks for which --profile writes a trace. Default: rank 0."""
     profile_dir: str | None = setting(None, needs=on("logging.profile"))
     """Folder for the traces of --profile. Default: `profile` in --save, else in the current folder."""
+    record_shapes: bool = setting(False, needs=on("logging.profile"))
+    """Have the shapes of operands in the traces of --profile."""
+    pytorch_profiler_collect_callstack: bool = setting(False, needs=on("logging.profile"))
+    """Have the Python stack of each operation in the traces of --profile. It slows the profiled iterations."""
     wandb_project: str | None = None
     """W&B project. Requires the package wandb; WANDB_MODE=offline stores the run on disk."""
     wandb_exp_name: str | None = setting(None, needs=on("logging.wandb_project"))

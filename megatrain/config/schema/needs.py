@@ -6,6 +6,7 @@
     one_of(path, "x", "y")   unless --cuda-graph-impl is x or y
     none_of(path, "x")       with --optimizer x
     either(need, need)       as its `words` say
+    costly(need)             the setting's speed or memory is lost
 
 A given setting without effect is a note, as in Megatron-LM: its flag, `has no effect`, and these words. A path is of a setting,
 or of a value that is derived, such as `derived.num_microbatches`. `why` continues the words, and `words` replaces them.
@@ -14,7 +15,7 @@ A conflict is a problem: `--optimizer-cpu-offload is not supported together with
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ValueOf = Callable[[str], Any]
@@ -30,6 +31,13 @@ class Need:
     paths: tuple[str, ...]
     """Settings of these flags."""
     holds: Callable[[ValueOf], bool]
+    is_costly: bool = False
+    """True: without it the setting's speed or memory is lost; False: the setting has nothing to act on."""
+
+
+def costly(need: Need) -> Need:
+    """Return a need whose note says that speed or memory is lost; its words have the remedy."""
+    return replace(need, is_costly=True)
 
 
 def on(*paths: str, why: str = "") -> Need:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import above, conflict, off, on, one_of
+from megatrain.config.schema.needs import above, conflict, costly, off, on, one_of
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.schema.resume_class import SAFE, SILENT
 from megatrain.config.schema.setting import LAYOUT, Section, setting
@@ -97,12 +97,18 @@ class ParallelConfig(Section, on_resume=SAFE):
             on("parallel.sequence_parallel"),
             _TENSOR,
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
-            one_of(
-                "derived.transformer_impl",
-                "local",
-                words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
+            costly(
+                one_of(
+                    "derived.transformer_impl",
+                    "local",
+                    words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
+                )
             ),
-            off("precision.fp8_format", words="in linear layers of {}, which wait for their communication"),
+            costly(
+                off(
+                    "precision.fp8_format", words="in linear layers of {}, which wait for their communication"
+                )
+            ),
         ),
         conflicts=conflict(
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"

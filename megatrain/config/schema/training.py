@@ -139,6 +139,11 @@ class TrainingConfig(Section, on_resume=SAFE):
     dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
     """Print the plan of the run without starting it, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
 
+    assume_gpu: Literal["a100", "h100", "h200", "b200"] | None = setting(
+        None, on_resume=SILENT, needs=on("training.dry_run")
+    )
+    """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
+
     @property
     def only_evaluates(self) -> bool:
         """The run evaluates and does not train."""
@@ -251,6 +256,10 @@ def non_persistent_folder(
     return f"{save}/non_persistent"
 
 
+_NCCL = one_of("parallel.distributed_backend", "nccl")
+_RECORDER = on("resilience.flight_recorder_dump_path")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig(Section, on_resume=SAFE):
     """Early exit: planned ends of a job."""
@@ -259,6 +268,18 @@ class ResilienceConfig(Section, on_resume=SAFE):
     """Save and exit at the first iteration divisible by this."""
     exit_duration_in_mins: float | None = setting(None, above=0)
     """Save and exit after this many minutes."""
+    flight_recorder_dump_path: str | None = setting(None, needs=_NCCL)
+    """Folder in which each rank writes its newest NCCL collectives after one has timed out (PyTorch's flight recorder; `torchfrtrace` names the ranks that did not join). none: nothing is recorded."""
+    flight_recorder_trace_buffer_size: int = setting(2000, at_least=1, needs=_RECORDER)
+    """Collectives that a rank keeps for --flight-recorder-dump-path."""
+    flight_recorder_include_stack_trace: bool = setting(False, needs=_RECORDER)
+    """Also write the Python stack of each rank's collectives."""
+    flight_recorder_include_only_active: bool = setting(True, needs=_RECORDER)
+    """Write only collectives that have not completed."""
+    flight_recorder_dump_on_timeout: bool = setting(True, needs=_RECORDER)
+    """Write after a timeout."""
+    flight_recorder_extra_dump_on_exec: bool = setting(True, needs=_RECORDER)
+    """Also write when an exception ends a rank."""
     exit_signal: str = "SIGTERM"
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do, and SIGHUP unless it is ignored."""
     on_nan: tuple[str, ...] = ("stop",)

@@ -13,6 +13,7 @@ from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.subjects.attention import (
     EAGER_BACKENDS,
@@ -54,6 +55,8 @@ _LACKS: Final = {
 }
 """Features that GPU kernels lack. torch's own choice needs mask tensors and does not return the log-sum-exp."""
 _GPU_KERNELS: Final = ("flash4", "flash2", "cudnn")
+_SLOW: Final = ("sdpa", "triton", "math")
+"""Kernels of GPUs that take more time or memory than the others."""
 _LIBRARY: Final = "flash-attn-4"
 _MIN_VERSION: Final = "4.0.0b36"
 """Oldest flash-attn-4 that was tested in training."""
@@ -78,11 +81,12 @@ def attention_backend(draft: Draft) -> DerivedValue:
     return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}{_padded_values(kernel, draft)}")
 
 
-@note
+@note("nothing")
 def attention_kernel(draft: Draft) -> Notes:
     is_given = not draft.is_default("model.attention_backend")
     if draft.config.training.device == "cuda" or is_given or layers_with_softcap_or_dropout(draft) != "none":
-        yield draft.origins["derived.attention_backend"].detail
+        is_slow = draft.config.training.device == "cuda" and draft.derived.attention_backend in _SLOW
+        yield PlanNote(draft.origins["derived.attention_backend"].detail, "cost" if is_slow else "nothing")
 
 
 def _padded_values(kernel: str, draft: Draft) -> str:

@@ -120,7 +120,7 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
             )
 
 
-@note
+@note("result")
 def batch_is_decreased(draft: Draft) -> Notes:
     training, passes = draft.config.training, draft.derived.num_microbatches
     size = passes * training.micro_batch_size * draft.derived.data_parallel_size
@@ -128,7 +128,7 @@ def batch_is_decreased(draft: Draft) -> Notes:
         yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {micro_batches(passes)} per replica"
 
 
-@unproven
+@unproven("result")
 def decreased_batches(draft: Draft) -> Notes:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     if not training.decrease_batch_size_if_needed:
@@ -142,7 +142,7 @@ def decreased_batches(draft: Draft) -> Notes:
         )
 
 
-@note
+@note("result")
 def batch_changed_on_resume(draft: Draft) -> Notes:
     stored = draft.facts.checkpoint
     before = stored.config.get("training", {}).get("global_batch_size") if stored else None
@@ -292,7 +292,7 @@ def samples_fill_a_batch(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("result")
 def train_samples_are_rounded(draft: Draft) -> Notes:
     samples, read = draft.config.training.train_samples, draft.derived.train_samples
     if samples is not None and samples > read:

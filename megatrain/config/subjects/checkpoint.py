@@ -51,7 +51,7 @@ def groups_of_copies_fit_the_ranks(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("result")
 def stop_without_saving(draft: Draft) -> Notes:
     resilience = draft.config.resilience
     if draft.config.checkpoint.save is None and (
@@ -62,7 +62,7 @@ def stop_without_saving(draft: Draft) -> Notes:
         yield "the run exits early without a checkpoint, since --save is not given"
 
 
-@note
+@note("result")
 def first_start_is_over(draft: Draft) -> Notes:
     stored = draft.facts.checkpoint
     if stored is not None and stored.started:
@@ -73,7 +73,7 @@ def first_start_is_over(draft: Draft) -> Notes:
         )
 
 
-@note
+@note("result")
 def finetuning_replaces_checkpoints(draft: Draft) -> Notes:
     checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
     is_first = stored is not None and "finetune" not in stored.started
@@ -84,7 +84,7 @@ def finetuning_replaces_checkpoints(draft: Draft) -> Notes:
         )
 
 
-@note
+@note("result")
 def finetune_does_not_resume(draft: Draft) -> Notes:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
@@ -94,7 +94,7 @@ def finetune_does_not_resume(draft: Draft) -> Notes:
         )
 
 
-@note
+@note("result")
 def checkpoint_is_of_megatron(draft: Draft) -> Notes:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
     if stored is None or not stored.is_of_megatron:

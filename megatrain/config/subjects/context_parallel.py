@@ -91,7 +91,7 @@ def _why_not_heads(draft: Draft) -> str:
     return ""
 
 
-@note
+@note("cost")
 def ring_is_replaced(draft: Draft) -> Notes:
     """Note that all-gather replaces the ring of --cp-comm-type."""
     given = draft.config.parallel.cp_comm_type
@@ -223,7 +223,7 @@ def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
             yield HeadExchange(number, comm_type, ranks, layer.attention.num_heads // tp, groups)
 
 
-@unproven
+@unproven("result")
 def means_of_context_ranks(draft: Draft) -> Notes:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:

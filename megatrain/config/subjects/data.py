@@ -95,7 +95,7 @@ def split_is_valid(draft: Draft) -> Problems:
     yield from split_problems(draft.config.data.split)
 
 
-@note
+@note("nothing")
 def split_has_no_effect(draft: Draft) -> Notes:
     is_separate = any(dataset.split != "all" for dataset in draft.facts.datasets)
     if is_separate and draft.is_given("data.split"):
@@ -126,7 +126,7 @@ def splits_hold_sequences(draft: Draft) -> Problems:
             yield from error.problems
 
 
-@note
+@note("result")
 def datasets_are_duplicated(draft: Draft) -> Notes:
     keys = [(one.from_iteration, one.split, one.digest) for one in draft.facts.datasets]
     counts = Counter(keys)
@@ -146,7 +146,7 @@ def data_cache_path(draft: Draft) -> DerivedValue:
     return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
 
 
-@unproven
+@unproven("result")
 def order_of_cyclic_samples(draft: Draft) -> Notes:
     if draft.config.data.dataloader_type == "cyclic":
         yield (
@@ -183,9 +183,15 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
             "--multiple-validation-sets requires separate validation data",
             "name the sets with --valid-data-path or --per-split-data-args-path",
         )
+    names, sets = data.validation_set_names, [one for one in draft.facts.datasets if one.split == "valid"]
+    if names and sets and (len(names) != len(sets) or len(set(names)) < len(names)):
+        yield Problem(
+            f"--validation-set-names {' '.join(names)} does not name the {len(sets)} validation sets one by one",
+            f"give --validation-set-names {len(sets)} different names",
+        )
 
 
-@note
+@note("result")
 def loss_masks_are_not_read(draft: Draft) -> Notes:
     masked = [one.prefix for one in draft.facts.datasets if one.has_loss_mask]
     if masked and not draft.config.data.sft:
@@ -247,7 +253,7 @@ def end_of_document_is_known(draft: Draft) -> Problems:
             yield missing_end_of_document(draft.config.tokenizer, needed_by=flag)
 
 
-@note
+@note("result")
 def end_of_document_was_guessed(draft: Draft) -> Notes:
     data = draft.config.data
     if draft.facts.tokenizer_note and (

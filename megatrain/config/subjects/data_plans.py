@@ -337,7 +337,7 @@ def _training_data(datasets: Sequence[DatasetFacts]) -> list[tuple[Any, ...]]:
     return [(one.digest, one.weight, one.split) for one in datasets if one.split in ("all", "train")]
 
 
-@note
+@note("result")
 def phases_are_not_reached(draft: Draft) -> Notes:
     unread = [str(phase.from_iteration) for phase in draft.derived.later_phases if not phase.plan]
     if unread and not draft.config.training.only_evaluates:

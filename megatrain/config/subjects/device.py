@@ -110,7 +110,7 @@ def dtypes_agree(draft: Draft) -> Problems:
             yield Problem(f"--params-dtype {dtype} requires {flag}", f"add {flag}")
 
 
-@note
+@note("cost")
 def float32_by_default(draft: Draft) -> Notes:
     is_float32 = draft.config.precision.params_dtype == "float32"
     if is_float32 and draft.config.training.device == "cuda" and not draft.is_given("precision.params_dtype"):
@@ -152,7 +152,7 @@ def cuda_graphs(draft: Draft) -> DerivedValue:
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
 
 
-@note
+@note("cost")
 def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
     """Yield a note if CUDA graphs are asked for and not used, or used later than asked for."""
     kind = draft.config.training.cuda_graph_impl
@@ -166,7 +166,7 @@ def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
         yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
 
 
-@unproven
+@unproven("nothing")
 def graphs_of_passes(draft: Draft) -> Notes:
     if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl != "auto":
         yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"

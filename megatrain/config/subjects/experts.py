@@ -65,7 +65,7 @@ def experts_have_a_width(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("cost")
 def expert_gemms_are_not_grouped(draft: Draft) -> Notes:
     """The grouped GEMM (`kernels/moe/grouped_gemm.py`) has limits on dtype and widths."""
     if draft.config.training.device != "cuda":
@@ -188,7 +188,14 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
         )
 
 
-@unproven
+@note("result")
+def loads_are_forced(draft: Draft) -> Notes:
+    experts = draft.config.experts
+    if experts.num_experts is not None and experts.moe_router_force_load_balancing:
+        yield "--moe-router-force-load-balancing is for benchmarks only: tokens go to random experts, and the router learns nothing"
+
+
+@unproven("result")
 def loss_of_global_loads(draft: Draft) -> Notes:
     experts = draft.config.experts
     if experts.num_experts is not None and "global_aux_loss" in experts.moe_router_load_balancing_type:
@@ -211,7 +218,7 @@ def quantile_balancing_is_possible(draft: Draft) -> Problems:
         )
 
 
-@unproven
+@unproven("nothing")
 def stream_of_the_shared_expert(draft: Draft) -> Notes:
     experts = draft.config.experts
     has_shared = any(

@@ -321,7 +321,7 @@ def _sizes_of(layer: LayerSpec, hidden_size: int, tp: int, etp: int) -> Iterator
             yield GemmSize(f"channels of {one.writes}", one.flags, one.local_outputs(ranks))
 
 
-@note
+@note("nothing")
 def block_size_without_effect(draft: Draft) -> Notes:
     precision = draft.config.precision
     has_blocks = precision.fp8_recipe == "blockwise" or "blockwise" in scale_blocks(draft)
@@ -329,7 +329,7 @@ def block_size_without_effect(draft: Draft) -> Notes:
         yield f"--fp8-block-size {precision.fp8_block_size} has no effect without --fp8-recipe blockwise"
 
 
-@note
+@note("cost")
 def param_gather_without_effect(draft: Draft) -> Notes:
     reason = why_no_codes_are_gathered(draft)
     if draft.config.precision.fp8_param_gather and reason:
@@ -380,7 +380,7 @@ def gathered_codes_differ_from_own_weights(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("nothing")
 def fp8_layers_of_transformer_engine(draft: Draft) -> Notes:
     """Name the implementation of each linear layer in FP8."""
     precision, numbers = draft.config.precision, draft.derived.fp8_layers
@@ -404,13 +404,20 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
 
 
-@note
+@note("result")
+def delayed_scales_belong_to_an_iteration(draft: Draft) -> Notes:
+    is_local = draft.derived.transformer_impl == "local"
+    if is_local and any(recipe.name == "delayed" for recipe in fp8_recipes(draft)):
+        yield "--fp8-recipe delayed: scales change with every iteration, where Megatron-LM's change with every micro-batch"
+
+
+@note("result")
 def gradients_of_blocks_are_e4m3(draft: Draft) -> Notes:
     if ("blockwise", "hybrid") in fp8_recipes(draft) and draft.derived.transformer_impl == "local":
         yield "--fp8-format hybrid with --fp8-recipe blockwise: gradients are in E4M3 too, the only format whose blocks GPUs multiply"
 
 
-@unproven
+@unproven("nothing")
 def fp8_recipes_without_rows(draft: Draft) -> Notes:
     names = {recipe.name for recipe in fp8_recipes(draft)}
     if recipe_of_flags(draft) is None or names <= set(FP8_RECIPES_WITH_ROWS):
@@ -424,7 +431,7 @@ def fp8_recipes_without_rows(draft: Draft) -> Notes:
     yield f"{' '.join(flags)} has no row in `megatrain parity`"
 
 
-@unproven
+@unproven("result")
 def fp8_codes_of_partial_sums(draft: Draft) -> Notes:
     """A cast of partial sums is not the sum of their casts."""
     recipe = recipe_of_flags(draft)
@@ -441,7 +448,7 @@ def fp8_codes_of_partial_sums(draft: Draft) -> Notes:
         yield f"{flag} with --cp-comm-type all_gather casts gradients of expanded latents that are partial sums"
 
 
-@unproven
+@unproven("result")
 def fp8_blocks_across_ranks(draft: Draft) -> Notes:
     """Ranks that hold parts of blocks have scales of their own for them."""
     for recipe, block in scale_blocks(draft).items():
@@ -454,7 +461,7 @@ def fp8_blocks_across_ranks(draft: Draft) -> Notes:
                 break
 
 
-@unproven
+@unproven("result")
 def fp8_of_transformer_engine(draft: Draft) -> Notes:
     precision = draft.config.precision
     if precision.fp8_format is None or draft.derived.transformer_impl != TRANSFORMER_ENGINE:

@@ -214,7 +214,7 @@ def plain_layers(draft: Draft) -> DerivedValue | None:
     )
 
 
-@note
+@note("result")
 def custom_layers_are_used(draft: Draft) -> Notes:
     function, digest = layer_function(draft.config.model.spec), draft.config.model.spec_digest
     if function is not None:
@@ -224,7 +224,7 @@ def custom_layers_are_used(draft: Draft) -> Notes:
         yield f"--spec {function} (digest {digest}) defines the layers: {differences_text}"
 
 
-@unproven
+@unproven("nothing")
 def custom_layers(draft: Draft) -> Notes:
     function = layer_function(draft.config.model.spec)
     if function is not None:

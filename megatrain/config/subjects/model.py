@@ -72,7 +72,7 @@ def clamp_is_of_quick_geglu(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("result")
 def dropout_by_default(draft: Draft) -> Notes:
     paths = ("model.hidden_dropout", "model.attention_dropout")
     enabled = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
@@ -89,7 +89,7 @@ def mup_base_hidden_size(draft: Draft) -> DerivedValue:
     return DerivedValue(model.hidden_size, "this model's own hidden size")
 
 
-@note
+@note("result")
 def mup_base_is_this_model(draft: Draft) -> Notes:
     model = draft.config.model
     if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
@@ -145,7 +145,7 @@ def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
     )
 
 
-@note
+@note("result")
 def mup_output_layer_lr_differs(draft: Draft) -> Notes:
     model, optimizer = draft.config.model, draft.config.optimizer
     if not (model.use_mup and model.mup_width_mult != 1 and model.untie_embeddings_and_output_weights):
@@ -196,7 +196,7 @@ def percent_of_norms(hidden_size: int) -> float:
     return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)
 
 
-@note
+@note("cost")
 def norms_are_recomputed(draft: Draft) -> Notes:
     if draft.config.training.recompute_norms and not draft.is_given("training.recompute_norms"):
         reason = draft.origins["training.recompute_norms"].detail
@@ -242,7 +242,7 @@ def recomputation_is_complete(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("nothing")
 def modules_without_effect(draft: Draft) -> Notes:
     """Name the parts that the model is asked to recompute and does not have."""
     modules, model = draft.config.training.recompute_modules, draft.config.model

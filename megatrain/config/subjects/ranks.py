@@ -241,14 +241,14 @@ def sharding_settings_agree(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("nothing")
 def strategy_without_fsdp(draft: Draft) -> Notes:
     path = "parallel.data_parallel_sharding_strategy"
     if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
         yield f"{flag_of(path)} {draft.config.get(path)} has an effect even without --use-megatron-fsdp, unlike in Megatron-LM"
 
 
-@note
+@note("nothing")
 def no_weights_are_gathered(draft: Draft) -> Notes:
     path = "parallel.overlap_param_gather"
     is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"

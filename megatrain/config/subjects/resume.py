@@ -55,7 +55,7 @@ def settings_match_checkpoint(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("result")
 def changed_settings(draft: Draft) -> Notes:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}

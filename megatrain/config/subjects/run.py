@@ -53,6 +53,15 @@ def reruns_have_rejected_steps(draft: Draft) -> Problems:
         )
 
 
+@note("result")
+def bad_steps_are_skipped(draft: Draft) -> Notes:
+    if not draft.config.training.check_for_nan_in_loss_and_grad:
+        yield (
+            "--no-check-for-nan-in-loss-and-grad: an update whose gradients are not finite is skipped, where Megatron-LM applies"
+            " it in bf16 and fp32"
+        )
+
+
 @rule
 def bad_step_policies_are_valid(draft: Draft) -> Problems:
     resilience, training, checkpoint = draft.config.resilience, draft.config.training, draft.config.checkpoint
@@ -116,7 +125,7 @@ def functions_are_named(draft: Draft) -> Problems:
             )
 
 
-@unproven
+@unproven("nothing")
 def custom_loss(draft: Draft) -> Notes:
     if draft.config.training.loss is not None:
         yield f"--loss {draft.config.training.loss} has no row in `megatrain parity`"
@@ -147,7 +156,7 @@ def missing_packages(draft: Draft) -> Problems:
             )
 
 
-@note
+@note("result")
 def packages_of_the_run_are_missing(draft: Draft) -> Notes:
     if draft.config.training.dry_run is not None:
         yield from (f"{problem.text} on this host" for problem in missing_packages(draft))
@@ -171,7 +180,7 @@ def profiled_iterations_and_ranks_exist(draft: Draft) -> Problems:
             )
 
 
-@note
+@note("nothing")
 def profiling_ends_in_time(draft: Draft) -> Notes:
     logging, train_iters = draft.config.logging, draft.derived.train_iters
     if not logging.profile or train_iters is None:

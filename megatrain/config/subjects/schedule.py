@@ -204,7 +204,7 @@ def lr_groups(draft: Draft) -> DerivedValue:
     )
 
 
-@note
+@note("result")
 def decay_ends_with_the_run(draft: Draft) -> Notes:
     """Name the end of the decay if iterations follow it without a learning rate, or if the run ends before."""
     derived, schedule = draft.derived, draft.derived.schedule
@@ -227,7 +227,7 @@ def decay_ends_with_the_run(draft: Draft) -> Notes:
         )
 
 
-@note
+@note("result")
 def schedules_restart(draft: Draft) -> Notes:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
     is_continued = stored is not None and not stored.is_start
@@ -235,7 +235,7 @@ def schedules_restart(draft: Draft) -> Notes:
         yield "--no-load-optim: the learning-rate and weight-decay schedules start from scratch, as in Megatron-LM"
 
 
-@note
+@note("result")
 def schedules_are_the_checkpoints(draft: Draft) -> Notes:
     stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
     if stored and draft.continues_optimizer and draft.config.schedule.use_checkpoint_opt_param_scheduler:

@@ -60,7 +60,7 @@ def _why_not(draft: Draft) -> str:
     return ""
 
 
-@note
+@note("nothing")
 def layers_of_local(draft: Draft) -> Notes:
     """Name the leaves of `local` under --transformer-impl transformer_engine."""
     if draft.config.model.transformer_impl == "local":
@@ -72,7 +72,7 @@ def layers_of_local(draft: Draft) -> Notes:
         yield f"--transformer-impl transformer_engine: local supplies {', '.join(leaves)}"
 
 
-@note
+@note("nothing")
 def memory_is_planned_with_local(draft: Draft) -> Notes:
     if draft.config.training.dry_run and draft.derived.transformer_impl != "local":
         yield (
@@ -81,7 +81,7 @@ def memory_is_planned_with_local(draft: Draft) -> Notes:
         )
 
 
-@unproven
+@unproven("nothing")
 def layers_of_transformer_engine(draft: Draft) -> Notes:
     if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
         yield (

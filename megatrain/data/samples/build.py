@@ -147,7 +147,12 @@ class SplitBuilder:
         self._logged: set[str] = set()
 
     def build(
-        self, blends: Mapping[str, Blend], split: str, plans: SamplePlans, *, named_valid: bool = False
+        self,
+        blends: Mapping[str, Blend],
+        split: str,
+        plans: SamplePlans,
+        *,
+        named_valid: Sequence[str] | None = None,
     ) -> SplitDatasets:
         """Build the three splits.
 
@@ -156,7 +161,7 @@ class SplitBuilder:
                 data, divided evenly.
             split: such as `969,30,1`; it divides sequences, or documents for BERT and T5.
             plans: the requested samples.
-            named_valid: keep the datasets of the validation blend separate, under the names of their files.
+            named_valid: keep the datasets of the validation blend separate, under these names; empty: those of their files.
 
         Raises:
             ConfigError: samples are requested from a split without sequences, or a blend is invalid.
@@ -180,8 +185,9 @@ class SplitBuilder:
             blend = blends[name]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             parts = [range(self._num_units(source)) for source in sources]
-            if named_valid and name == "valid":
-                for label, source, part in zip(dataset_names(blend.prefixes), sources, parts, strict=True):
+            if named_valid is not None and name == "valid":
+                labels = named_valid or dataset_names(blend.prefixes)
+                for label, source, part in zip(labels, sources, parts, strict=True):
                     named[label] = self._build_split([source], [part], None, wanted, plans.seed, name)
             else:
                 # As in Megatron-LM, the weight of a single dataset is ignored here.

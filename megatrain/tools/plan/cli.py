@@ -41,9 +41,9 @@ def _add_layouts(actions: Any) -> None:
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
-        " [--top N] [--json] [--failures]",
+        " [--top N] [--search] [--json] [--failures]",
         description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
-        f" flags. Layout flags on the command line are kept, layout flags of a --config file are not. {RUN_FLAGS}",
+        f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
     layouts.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs of the run")
     layouts.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU, SXM (default: %(default)s)")
@@ -63,6 +63,11 @@ def _add_layouts(actions: Any) -> None:
         help="Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
     )
     layouts.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default: 5)")
+    layouts.add_argument(
+        "--search",
+        action="store_true",
+        help="search other layouts than that of the flags, and list it with them",
+    )
     layouts.add_argument("--json", action="store_true", help="print one JSON object")
     failures.add_flags(layouts)
 
@@ -105,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     failures.check_flags(arguments)
     cluster = _cluster(arguments)
     limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
-    one_run = Run.of(arguments.run_flags, cluster)
+    one_run = dataclasses.replace(Run.of(arguments.run_flags, cluster), keeps_layout=not arguments.search)
     workload = one_run.workload()
     found = best_layouts(one_run, workload, limit, arguments.top)
     if not found:
@@ -176,6 +181,8 @@ def _to_dict(found: Sequence[Found], given: Found | str, limit: float) -> dict[s
     }
 
 
+_TIGHT = 0.95
+"""Share of the memory above which a layout is named as tight."""
 _TITLES = ("step", "MFU", "memory", "layout", "bubble", "data par.", "flags")
 
 
@@ -190,9 +197,7 @@ def _text(
     yield f"global batch {workload.global_batch:,} x {workload.seq_length:,} tokens"
     rows = [_TITLES, *(_row(one) for one in found)]
     if isinstance(given, Found):
-        rows.append(
-            (*_row(given)[:-1], "as given" + (" (does not fit)" if given.memory_bytes > limit else ""))
-        )
+        rows.append((*_row(given)[:-1], f"as given{_fit(given, limit)}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -201,6 +206,13 @@ def _text(
         yield f"  the flags' own layout does not start on these GPUs: {given}"
     yield from _fp8_text(one_run, workload)
     yield "predicted; not included: launches of many small kernels, stragglers, uneven loads of experts"
+
+
+def _fit(given: Found, limit: float) -> str:
+    share = given.memory_bytes / limit
+    if share > 1:
+        return " (does not fit)"
+    return f" (takes {share:.0%} of the memory: it may not fit)" if share > _TIGHT else ""
 
 
 def _fp8_text(one_run: Run, workload: Workload) -> Iterator[str]:

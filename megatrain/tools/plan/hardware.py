@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatrain.training.logging.metrics import PEAK_TFLOPS
+from megatrain.training.planning.assumed_gpu import GPU_KINDS, GpuKind
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,6 @@ class Gpu:
     """A GPU, from NVIDIA's data sheets (SXM)."""
 
     name: str
-    memory_bytes: float
-    """Memory that torch reports."""
     memory_rate: float
     """Bytes per second of the GPU's memory."""
     link_rate: float
@@ -28,8 +27,15 @@ class Gpu:
     network_rate: float
     """Bytes per second of the network adapter that usually comes with a GPU, in one direction."""
 
-    capability: tuple[int, int]
-    """Compute capability."""
+    @property
+    def kind(self) -> GpuKind:
+        """Memory and compute capability."""
+        return GPU_KINDS[self.name.lower()]
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        return self.kind.capability
 
     @property
     def peak(self) -> float:
@@ -39,7 +45,7 @@ class Gpu:
     @property
     def usable_bytes(self) -> float:
         """Memory for a run's tensors: without CUDA context, NCCL's buffers and fragmentation."""
-        return self.memory_bytes - RESERVED_BYTES
+        return self.kind.memory_bytes - RESERVED_BYTES
 
 
 RESERVED_BYTES: Final = 4e9
@@ -47,11 +53,11 @@ RESERVED_BYTES: Final = 4e9
 GPUS: Final = {
     gpu.name: gpu
     for gpu in (
-        # name, memory_bytes, memory_rate, link_rate, network_rate, capability
-        Gpu("A100", 85.0e9, 2.04e12, 300e9, 25e9, (8, 0)),
-        Gpu("H100", 85.0e9, 3.35e12, 450e9, 50e9, (9, 0)),
-        Gpu("H200", 150.1e9, 4.8e12, 450e9, 50e9, (9, 0)),
-        Gpu("B200", 191.5e9, 8.0e12, 900e9, 50e9, (10, 0)),
+        # name, memory_rate, link_rate, network_rate
+        Gpu("A100", 2.04e12, 300e9, 25e9),
+        Gpu("H100", 3.35e12, 450e9, 50e9),
+        Gpu("H200", 4.8e12, 450e9, 50e9),
+        Gpu("B200", 8.0e12, 900e9, 50e9),
     )
 }
 

@@ -62,6 +62,8 @@ class Run:
     cluster: Cluster
     added: frozenset[str] = frozenset()
     """Settings that the flags lack, and that got a value in `words`."""
+    keeps_layout: bool = True
+    """False: layouts of other values than those of the flags are searched too (`--search`)."""
 
     @classmethod
     def of(cls, words: Sequence[str], cluster: Cluster) -> Run:
@@ -106,7 +108,7 @@ class Run:
         return {
             axis: self.request.known(path)
             for axis, path in AXES.items()
-            if self.request.origins[path].kind == "flag" and path not in self.added
+            if self.keeps_layout and self.request.origins[path].kind == "flag" and path not in self.added
         }
 
 

@@ -1,26 +1,36 @@
 """`megatrain port`: print the command for megatrain, and as comments below it what changed, why, and what is open.
 
-    run.sh ──> commands, variables ─┐
-                                    ├─> flags ─> translate ─> check ─> text
-    run.yaml ──> lines ─────────────┘
+    run.sh ──> commands, exports, #SBATCH ─┐
+                                           ├─> flags ─> translate ─> check ─> text
+    run.yaml ──> lines ────────────────────┘
 
-A shell script is read, not executed.
+bash evaluates a shell script in a sandbox (`evaluate.py`): none of its commands runs.
 """
 
 import argparse
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
-from megatrain.tools.port.launch import FAMILIES, Launch, find_launch, world_size
-from megatrain.tools.port.shell_script import Part, ShellScript, Word, quoted
+from megatrain.config.plan_note import GRADES, by_grade
+from megatrain.tools.port.evaluate import Evaluation, evaluate
+from megatrain.tools.port.launch import (
+    FAMILIES,
+    Launch,
+    find_launch,
+    slurm_numbers,
+    slurm_options,
+    world_size,
+)
+from megatrain.tools.port.surroundings import exported, other_commands, slurm_line
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
+from megatrain.tools.port.words import Part, Word, printable, quoted
 from megatrain.tools.subcommands import add_command
 
 _PROGRAMS: Final = ("pretrain.py", *FAMILIES)
@@ -34,17 +44,20 @@ class Source:
 
     file: str
     flags: Sequence[PortedFlag]
+    exports: Sequence[str]
+    """Commands before the training command."""
     wrapper: str
     """The command whose last argument is the text of the training command; usually empty."""
     launcher: str
     """Empty if the file names none."""
     world_size: int | None
     """None if the file leaves it open."""
-    changed: Sequence[str]
-    left_out: Sequence[str]
-    open: Sequence[str]
-    assumed: Sequence[str]
+    sections: Mapping[str, Sequence[str]]
+    """Lines below the command, by title."""
     problems: Sequence[Problem]
+    launch: Launch | None = None
+    slurm: Mapping[str, str] = field(default_factory=dict)
+    """Options of #SBATCH lines."""
 
 
 def add_flags(commands: Any) -> None:
@@ -54,7 +67,7 @@ def add_flags(commands: Any) -> None:
         "port",
         run=run,
         description=f"Read a launch script that runs {_of_programs()}, or a YAML file of its"
-        " arguments, and print the command for megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
+        " arguments, and print the command for megatrain, with what changed and why as comments. bash evaluates the script, and none of its commands runs. Exit code: 0 if the run would"
         " start, 1 if not.",
     )
     port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
@@ -88,25 +101,36 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _read_script(file: str, given: Mapping[str, str]) -> Source:
-    text = _file_text(file)
-    script = ShellScript(file, given)
-    launch = find_launch(script, text)
+    slurm = slurm_options(_file_text(file))
+    found = evaluate(file, given, slurm_numbers(slurm))
+    launch, others = find_launch(found)
     if launch is None:
+        ends = f"; {found.exit}" if found.exit else ""
+        needs = "".join(f"\n  {line}" for line in (*found.uncertain, *found.not_read))
         raise InputError(
-            f"{file}: no command runs a pretrain_*.py",
-            fix=f"name the script with the line that launches {_of_programs()}, or a .yaml file",
+            f"{file}: no command runs a pretrain_*.py{ends}{needs}",
+            fix=f"name the script with the line that launches {_of_programs()}, a .yaml file, or values that the script needs (NAME=VALUE)",
         )
+    exports, kept, not_needed = exported(launch)
+    environment, other = other_commands(found)
     return Source(
         file,
         [*_family(launch.program), *from_script(launch.arguments)],
+        exports,
         " ".join(map(quoted, launch.wrapper)),
         " ".join(map(quoted, launch.launcher)),
-        world_size(launch, text),
-        list(_changed_program(launch.program)),
-        [*launch.notes, *script.not_read],
-        list(_open_variables(script, launch)),
-        list(script.assumed.values()),
-        list(_program_problems(file, launch)),
+        world_size(launch, slurm),
+        {
+            "changed": list(_changed_program(launch.program)),
+            "kept": [*kept, *environment],
+            "left out": [*others, *found.not_read, *not_needed, *other],
+            "assumed": found.assumed,
+            "not certain": list(dict.fromkeys(found.uncertain)),
+            "open": list(_open_variables(found, launch)),
+        },
+        list(_program_problems(launch)),
+        launch,
+        slurm,
     )
 
 
@@ -128,29 +152,33 @@ def _of_programs() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _open_variables(script: ShellScript, launch: Launch) -> Iterator[str]:
-    """Name each part of the command that stays as the script writes it, with the assignment of its variable."""
-    for text in _open_parts((*launch.wrapper, *launch.launcher, *launch.arguments)):
-        name = re.sub(r"\W", "", text)
-        if text.startswith(("$(", "`")):
-            yield f"{text}: commands in the script are not executed"
-        elif name.isdigit() or not name:
-            yield f"{text}: given to {script.file} as an argument"
+def _open_variables(found: Evaluation, launch: Launch) -> Iterator[str]:
+    """Yield each part of the command that stays as shell text, and why."""
+    for part in _open_parts((*launch.exports.values(), *launch.wrapper, *launch.launcher, *launch.arguments)):
+        text, variable = part.text.removeprefix("\\"), found.variables.get(part.name)
+        if text.startswith("$("):
+            yield f"{text}: no command of the script runs" + (
+                f": {part.name}=VALUE gives it" if part.name else ""
+            )
+        elif part.name.isdigit():
+            yield f"{text}: given to {found.file} as an argument"
+        elif variable and variable.is_of_launcher:
+            yield f"{text}: the launcher sets it"
         else:
-            yield f"{text}: {script.open.get(name, f'not set in {script.file}')}"
+            yield f"{text}: not set in {found.file}"
 
 
-def _open_parts(words: Iterable[Word]) -> list[str]:
-    """Return the texts that the shell is left to expand, without texts of one escaped sign."""
-    texts = (part.text.removeprefix("\\") for word in words for part in word if part.is_open)
-    return [text for text in dict.fromkeys(texts) if text != "$"]
+def _open_parts(words: Iterable[Word]) -> list[Part]:
+    """Return the parts that a shell is left to expand."""
+    parts = {part.text.removeprefix("\\"): part for word in words for part in word if part.is_open}
+    return list(parts.values())
 
 
-def _program_problems(file: str, launch: Launch) -> Iterator[Problem]:
+def _program_problems(launch: Launch) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(
-            f"{file}:{launch.line}: {name} trains another model than a GPT, BERT, T5, a hybrid or a vision-language model",
+            f"{launch.place}: {name} trains another model than a GPT, BERT, T5, a hybrid or a vision-language model",
             f"use a script of {_of_programs()}",
         )
 
@@ -159,19 +187,18 @@ def _read_yaml(file: str, given: Mapping[str, str]) -> Source:
     _file_text(file)
     lines = list(read_megatron_yaml(file))
     flags = [from_yaml(line, given) for line in lines if isinstance(line, FlagWords)]
+    open_parts = _open_parts(word for flag in flags if flag for word in flag.words)
     return Source(
         file,
         [flag for flag in flags if flag],
+        [],
         "",
         "",
         None,
-        [],
-        [line for line in lines if isinstance(line, str)],
-        [
-            f"{part}: not set in {file}"
-            for part in _open_parts(word for flag in flags if flag for word in flag.words)
-        ],
-        [],
+        {
+            "left out": [line for line in lines if isinstance(line, str)],
+            "open": [f"{part.text}: not set in {file}" for part in open_parts],
+        },
         [line for line in lines if isinstance(line, Problem)],
     )
 
@@ -193,25 +220,36 @@ def _text(
     given_size: int | None,
 ) -> Iterator[str]:
     launcher = source.launcher or _launcher(size)
+    yield from source.exports
     yield _wrapped(
         source.wrapper,
         " \\\n  ".join([f"{launcher} pretrain.py", *(flag.line for flag in translation.flags)]),
     )
     ranks = "1 rank" if size == 1 else f"{size} ranks"
-    assumed = list(source.assumed)
+    sections: dict[str, Sequence[str]] = dict(source.sections)
     if given_size is None and source.world_size is None:
-        assumed.append(f"{ranks}, the smallest number for this layout: --world-size sets another")
-    sections = {
-        "changed": [*source.changed, *translation.changed],
-        "left out": [*source.left_out, *translation.left_out],
-        "assumed": assumed,
-        "open": source.open,
-        "notes of the plan": plan.notes if plan else (),
-    }
+        line = f"{ranks}, the smallest number for this layout: --world-size sets another"
+        sections["assumed"] = [*sections.get("assumed", ()), line]
+    sections["changed"] = [*sections.get("changed", ()), *translation.changed]
+    sections["left out"] = [*sections.get("left out", ()), *translation.repeated]
+    sections["with Slurm"] = (
+        list(
+            slurm_line(
+                source.launch,
+                source.slurm,
+                size,
+                is_known=source.world_size is not None or given_size is not None,
+            )
+        )
+        if source.launch
+        else []
+    )
+    notes = by_grade((*translation.ignored, *(plan.notes if plan else ())))
+    sections |= {GRADES[grade]: those for grade, those in notes.items()}
     for title, lines in sections.items():
         if lines:
             yield f"#\n# {title}"
-            yield from (f"#   {line}" for line in lines)
+            yield from (f"#   {printable(line)}" for line in lines)
     yield "#"
     if not problems:
         yield f"# It starts on {ranks}, if its files can be read: checked for GPUs with Transformer Engine."

@@ -1,14 +1,13 @@
 """The training command of a launch script: launcher, program, flags, and the number of ranks."""
 
-import dataclasses
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.tools.port.shell_script import Command, ShellScript, Word, plain
+from megatrain.tools.port.evaluate import Evaluation
+from megatrain.tools.port.words import Word, plain
 
 FAMILIES: Final = {
     "pretrain_gpt.py": "gpt",
@@ -19,17 +18,19 @@ FAMILIES: Final = {
     "pretrain_mamba.py": "hybrid",
 }
 """`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
-_PROGRAM: Final = re.compile(r"(?:.*/)?pretrain\w*\.py")
-_SHELLS: Final = frozenset({"sh", "bash", "zsh"})
-_NOT_LAUNCHERS: Final = frozenset({"echo", "printf", "cat", "cp", "ls", "grep", "test", "[", "[[", "sed"})
+_NOT_LAUNCHERS: Final = frozenset(
+    {"cat", "cp", "ls", "grep", "sed", "wc", "chmod", "rm", "mv", "head", "tail"}
+)
 _SBATCH: Final = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
+_NAMES: Final = {"-N": "--nodes", "-n": "--ntasks", "-J": "--job-name", "-p": "--partition", "-A": "--account",
+                 "-t": "--time", "-o": "--output", "-e": "--error", "-c": "--cpus-per-task", "-G": "--gpus"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Launch:
     """A training command."""
 
-    line: int
+    place: str
     wrapper: tuple[Word, ...]
     """Words before the text of `sh -c TEXT`; empty if the command is not in such a text."""
     launcher: tuple[Word, ...]
@@ -37,106 +38,90 @@ class Launch:
     program: str
     arguments: tuple[Word, ...]
     """Words after the program."""
-    notes: tuple[str, ...]
-    """Parts of the script around the command that are left out."""
+    exports: Mapping[str, Word]
 
 
-def find_launch(script: ShellScript, text: str) -> Launch | None:
-    """Return the first command of the script that runs a `pretrain*.py`; None: there is none."""
+def find_launch(found: Evaluation) -> tuple[Launch | None, list[str]]:
+    """Return the first command that runs a `pretrain*.py`, and a line for each other one."""
     first: Launch | None = None
-    for command in script.commands(text):
-        for wrapper, found in _unwrapped(script, command):
-            if first is None:
-                first = _launch(script.file, wrapper, found)
-                continue
-            script.not_read.append(f"{script.file}:{found.line}: another training command: left out")
-    return first
-
-
-def _unwrapped(script: ShellScript, command: Command) -> Iterator[tuple[tuple[Word, ...], Command]]:
-    """Yield the training command after the words that wrap it: it may be in the text of `eval TEXT` or `sh -c TEXT`."""
-    wrapped = _wrapper_and_text(command)
-    if wrapped is None:
-        if plain(command.words[0]) not in _NOT_LAUNCHERS and _program_at(command) is not None:
-            yield (), command
-        return
-    wrapper, text = wrapped
-    # The inner shell expands variables of a text in single quotes.
-    is_inner = bool(wrapper) and not any(part.is_open for part in command.words[len(wrapper)])
-    inner = list(script.commands(text, first_line=command.line))
-    if all(_program_at(found) is None for found in inner):
-        return
-    for found in inner:
-        if _program_at(found) is None:
-            shown = " ".join(map(plain, found.words))
-            script.not_read.append(
-                f"{script.file}:{command.line}: `{shown}` before or after the command: left out"
-            )
+    others = []
+    for command in found.commands:
+        at = command.program_at
+        if at is None or plain(command.words[0]) in _NOT_LAUNCHERS:
             continue
-        words = tuple(map(_escaped, found.words)) if is_inner else found.words
-        following = found.following.strip("&|") or command.following
-        yield wrapper, Command(command.line, words, command.is_nested or found.is_nested, following)
+        if first is None:
+            program, words = plain(command.words[at]), command.words
+            first = Launch(
+                command.place, command.wrapper, words[:at], program, words[at + 1 :], command.exports
+            )
+        elif command.words != (*first.launcher, *command.words[at : at + 1], *first.arguments):
+            others.append(f"{command.place}: another training command: left out")
+    return first, list(dict.fromkeys(others))
 
 
-def _wrapper_and_text(command: Command) -> tuple[tuple[Word, ...], str] | None:
-    """Return the words up to a text that another shell runs, and the text; None: there is no such text."""
-    words = [plain(word) for word in command.words]
-    if words[0] == "eval":
-        return (), " ".join(words[1:]).replace("\\$", "$")
-    for number, (word, flag) in enumerate(itertools.pairwise(words[:-1])):
-        if word.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-\w*c", flag):
-            return command.words[: number + 2], words[number + 2]
-    return None
+def slurm_options(text: str) -> dict[str, str]:
+    """Return the options of the #SBATCH lines of a script, under their long names."""
+    words = [word for line in _SBATCH.findall(text) for word in line.split()]
+    found: dict[str, str] = {}
+    last = ""
+    for word in words:
+        if word.startswith("-"):
+            name, _, value = word.partition("=")
+            if not name.startswith("--") and len(name) > 2:
+                name, value = name[:2], name[2:]
+            last = _NAMES.get(name, name)
+            found[last] = value
+        elif last:
+            found[last] = word
+    return found
 
 
-def _escaped(word: Word) -> Word:
-    """Return a word whose open parts the outer shell leaves alone."""
-    return tuple(
-        dataclasses.replace(part, text=f"\\{part.text}")
-        if part.is_open and not part.text.startswith("\\")
-        else part
-        for part in word
-    )
+def slurm_numbers(options: Mapping[str, str]) -> dict[str, int]:
+    """Return the numbers that Slurm's variables have under some options."""
+    gpus = options.get("--gpus-per-node") or options.get("--gres", "")
+    numbers = {
+        "SLURM_NNODES": _whole(options.get("--nodes")),
+        "SLURM_JOB_NUM_NODES": _whole(options.get("--nodes")),
+        "SLURM_NTASKS_PER_NODE": _whole(options.get("--ntasks-per-node")),
+        "SLURM_GPUS_ON_NODE": _whole(gpus.rpartition(":")[2]),
+        "SLURM_GPUS_PER_NODE": _whole(gpus.rpartition(":")[2]),
+        "SLURM_NTASKS": _whole(options.get("--ntasks"))
+        or _product(_whole(options.get("--nodes")), _whole(options.get("--ntasks-per-node"))),
+    }
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _program_at(command: Command) -> int | None:
-    words = enumerate(plain(word) for word in command.words)
-    return next((number for number, word in words if _PROGRAM.fullmatch(word)), None)
-
-
-def _launch(file: str, wrapper: tuple[Word, ...], command: Command) -> Launch:
-    at = _program_at(command)
-    assert at is not None
-    place, notes = f"{file}:{command.line}", []
-    if command.is_nested:
-        notes.append(f"{place}: the command is inside a condition, a loop or a function: shown once")
-    if command.following:
-        notes.append(f"{place}: what follows the command, from `{command.following}` on: left out")
-    program = plain(command.words[at])
-    return Launch(command.line, wrapper, command.words[:at], program, command.words[at + 1 :], tuple(notes))
-
-
-def world_size(launch: Launch, text: str) -> int | None:
+def world_size(launch: Launch, slurm: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the launcher and the #SBATCH lines of a script name; None: it is open."""
-    slurm = [word for line in _SBATCH.findall(text) for word in line.split()]
-    words = [plain(word) for word in (*launch.wrapper, *launch.launcher)]
-    nodes = _number(_option([*slurm, *words], "--nodes", "-N"))
-    per_node = _option(words, "--nproc-per-node")
-    if per_node is not None:
-        given = _option(words, "--nnodes")
-        num_nodes = 1 if given is None else _number(given.partition(":")[0]) or nodes
-        return _product(_number(per_node), num_nodes)
-    tasks = _number(_option([*slurm, *words], "--ntasks", "-n", "-np"))
+    words = list(_known_words((*launch.wrapper, *launch.launcher), slurm_numbers(slurm)))
+    given = [f"{name}={value}" for name, value in slurm.items()]
+    nodes = _whole(_option([*given, *words], "--nodes", "-N"))
+    per_node = gpus_of_node(launch, slurm)
+    if per_node is not None or _option(words, "--nproc-per-node") is not None:
+        num_nodes = _option(words, "--nnodes")
+        return _product(per_node, 1 if num_nodes is None else _whole(num_nodes.partition(":")[0]) or nodes)
+    tasks = _whole(_option([*given, *words], "--ntasks", "-n", "-np"))
     if tasks is not None:
         return tasks
-    tasks_per_node = _number(_option([*slurm, *words], "--ntasks-per-node", "--tasks-per-node"))
-    if (
-        tasks_per_node is None
-        and nodes is None
-        and Path(words[0] if words else "python").name.startswith("python")
-    ):
+    tasks_per_node = _whole(_option([*given, *words], "--ntasks-per-node", "--tasks-per-node"))
+    is_python = Path(words[0] if words else "python").name.startswith("python")
+    if tasks_per_node is None and nodes is None and is_python:
         return 1
     return _product(tasks_per_node, nodes)
+
+
+def gpus_of_node(launch: Launch, slurm: Mapping[str, str]) -> int | None:
+    """Return the ranks that torchrun starts on a node; None: it is open, or torchrun is not the launcher."""
+    words = list(_known_words(launch.launcher, slurm_numbers(slurm)))
+    return _whole(_option(words, "--nproc-per-node"))
+
+
+def _known_words(words: Sequence[Word], numbers: Mapping[str, int]) -> Iterator[str]:
+    """Yield words in which open variables have the numbers that are known."""
+    for word in words:
+        name = re.fullmatch(r"(.*?)\\?\$\{(\w+)(?::?-[^}]*)?\}", plain(word))
+        number = numbers.get(name[2]) if name else None
+        yield plain(word) if name is None or number is None else f"{name[1]}{number}"
 
 
 def _option(words: Sequence[str], *names: str) -> str | None:
@@ -149,7 +134,7 @@ def _option(words: Sequence[str], *names: str) -> str | None:
     return value
 
 
-def _number(text: str | None) -> int | None:
+def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 

@@ -12,9 +12,10 @@ from megatrain.config import ConfigError, Facts, Plan, Problem, parse, resolve
 from megatrain.config.cli.command_line import flag_values, modern_name, takes, target
 from megatrain.config.cli.flag_words import FlagWords, is_flag, list_words
 from megatrain.config.megatron.flags import GivenFlag, answer_to, answers
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import settings
-from megatrain.tools.port.shell_script import Part, Word, plain, quoted
+from megatrain.tools.port.words import Part, Word, plain, quoted
 
 H100: Final = Facts(
     device="cuda",
@@ -42,7 +43,9 @@ class PortedFlag:
 
     @property
     def line(self) -> str:
-        return " ".join([*([self.flag.flag] if self.flag else []), *map(quoted, self.words)])
+        if self.flag is None:  # unquoted: it may hold several flags
+            return " ".join(map(plain, self.words))
+        return " ".join([self.flag.flag, *map(quoted, self.words)])
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,10 @@ class Translation:
 
     flags: tuple[PortedFlag, ...]
     changed: tuple[str, ...]
-    left_out: tuple[str, ...]
+    repeated: tuple[str, ...]
+    """Flags that are left out since they are given again later."""
+    ignored: tuple[PlanNote, ...]
+    """Flags that are left out since they have no effect."""
 
     @property
     def argv(self) -> list[str]:
@@ -60,7 +66,7 @@ class Translation:
 
 
 def from_script(arguments: Sequence[Word]) -> list[PortedFlag]:
-    """Return the flags of a command. An open word such as `"$@"` that is no flag's value stands alone."""
+    """Return the flags of a command. An open word that is no flag's value stands alone."""
     found: list[PortedFlag] = []
     for word in arguments:
         text = plain(word)
@@ -69,7 +75,7 @@ def from_script(arguments: Sequence[Word]) -> list[PortedFlag]:
         if is_flag(text) and not any(part.is_open for part in word[:1]):
             words = (_without_start(word, len(name) + 1),) if sign else ()
             found.append(PortedFlag(FlagWords(name, tuple(map(plain, words))), words))
-        elif last is None or last.flag is None or (_is_open(word) and not _has_room(last.flag, word)):
+        elif last is None or last.flag is None or (_is_open(word) and not _has_room(last.flag)):
             found.append(PortedFlag(None, (word,)))
         else:
             flag = FlagWords(last.flag.typed, (*last.flag.words, text))
@@ -120,7 +126,7 @@ def translate(flags: Sequence[PortedFlag]) -> Translation:
         for old, after in zip(flags, new, strict=True)
         if old.flag and after.flag and after.flag.flag != old.flag.flag
     )
-    return Translation(tuple(kept), changed, (*answers(ignored)[0], *repeated))
+    return Translation(tuple(kept), changed, tuple(repeated), tuple(answers(ignored)[0]))
 
 
 def _modern(item: PortedFlag) -> PortedFlag:
@@ -138,7 +144,7 @@ def _without_effect(flag: FlagWords) -> GivenFlag | None:
     """Return a flag of Megatron-LM that changes nothing here; None for other flags."""
     for item in flag_values(flag):
         if isinstance(item, GivenFlag) and item.flag.answer.kind != "pending":
-            return item if isinstance(answer_to(item), str) else None
+            return item if isinstance(answer_to(item), PlanNote) else None
     return None
 
 
@@ -166,13 +172,7 @@ def check(
 def _with_open_value(problem: Problem, translation: Translation, source: str) -> Problem:
     """Give the remedy for a number or choice that the script leaves open: its variable as an argument."""
     for item in translation.flags:
-        names = [
-            name
-            for word in item.words
-            for part in word
-            if part.is_open
-            for name in re.findall(r"\w+", part.text)
-        ]
+        names = [part.name for word in item.words for part in word if part.name]
         if (
             item.flag
             and names
@@ -197,9 +197,8 @@ def _with_variables(text: str, given: Mapping[str, str]) -> Word:
     for piece in re.split(r"(\$\{\w+\}|\$\w+)", text):
         name = re.sub(r"\W", "", piece)
         is_open = piece.startswith("$") and bool(name) and name not in given
-        parts.append(
-            Part(given.get(name, piece) if piece.startswith("$") else piece, is_open, is_quoted=True)
-        )
+        text = given.get(name, piece) if piece.startswith("$") else piece
+        parts.append(Part(text, is_open, name if is_open else ""))
     return tuple(part for part in parts if part.text)
 
 
@@ -207,10 +206,8 @@ def _is_open(word: Word) -> bool:
     return len(word) == 1 and word[0].is_open
 
 
-def _has_room(flag: FlagWords, word: Word) -> bool:
+def _has_room(flag: FlagWords) -> bool:
     """Return whether an open word is the value of a flag, and not other flags."""
-    if plain(word) in ("$@", "$*") or plain(word).endswith(("[@]}", "[*]}")):
-        return False
     return takes(flag) == "several" or (takes(flag) == "one" and not flag.words)
 
 
@@ -219,6 +216,6 @@ def _without_start(word: Word, length: int) -> Word:
     kept = []
     for part in word:
         if length < len(part.text) or not part.text:
-            kept.append(Part(part.text[length:], part.is_open, part.is_quoted))
+            kept.append(Part(part.text[length:], part.is_open))
         length = max(0, length - len(part.text))
     return tuple(kept)

@@ -47,6 +47,8 @@ class Profiling:
         self._others = [other for other in ranks if other != rank]
         self._device = plan.config.training.device
         self._has_two_threads = plan.config.experts.overlap_moe_expert_parallel_comm
+        self._has_shapes = logging.record_shapes
+        self._has_stacks = logging.pytorch_profiler_collect_callstack
         self._profile: profile | None = None
         self._is_recording = False
 
@@ -72,7 +74,12 @@ class Profiling:
             if self._device == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             config = _ExperimentalConfig(profile_all_threads=self._has_two_threads)
-            self._profile = profile(activities=activities, experimental_config=config)
+            self._profile = profile(
+                activities=activities,
+                record_shapes=self._has_shapes,
+                with_stack=self._has_stacks,
+                experimental_config=config,
+            )
             self._profile.start()
             self._is_recording = True
 

@@ -39,6 +39,7 @@ from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
 from megatrain.training.launch.agreement import agreed_plan, exit_after_others, print_error, write_failure
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
+from megatrain.training.launch.flight_recorder import configure_flight_recorder
 from megatrain.training.launch.out_of_memory import allocation_errors, is_out_of_memory, without_plan
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
@@ -346,6 +347,7 @@ def _init_process_group(
     if plan.derived.cuda_graphs and has_expandable_segments():
         # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
         set_unless_given("NCCL_GRAPH_REGISTER", "0")
+    configure_flight_recorder(plan.config)
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.config import Facts, Plan, Request
+from megatrain.config import ConfigError, Facts, Plan, Request
 from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
@@ -22,7 +22,9 @@ from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts, plan_on_any_device
 from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.planning.assumed_gpu import GpuKind, assumed_gpu, with_gpu
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
+from megatrain.training.planning.duration import Duration, duration_of
 from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
 from megatrain.training.planning.memory_limit import HostUse, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
@@ -101,13 +103,16 @@ class DryRun:
     flops: Flops
     memory: tuple[StageMemory, ...]
     """Memory of one rank of each pipeline stage."""
+    assumed_gpu: str | None
+    """GPU that the host lacks, or that --assume-gpu names; None: this host's GPU, or none."""
     device_memory_bytes: int | None
-    """Memory of this host's GPU; None: unknown."""
+    """Memory of a GPU; None: the run is on CPUs."""
     memory_warning: str | None
     """The memory does not suffice; with the remedies."""
     ranks: RankLayout
     data: tuple[DatasetUse, ...]
     timeline: Timeline
+    duration: Duration
     pipeline: Pipeline
     packs: PackedStep | None
     """Packs of the first global batch; None: documents are not packed."""
@@ -126,29 +131,39 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     world_size, reason = _world_size(request, environment)
     facts = gather_facts(request, dataclasses.replace(environment, world_size=world_size))
     facts = dataclasses.replace(facts, ranks_per_node=None)  # this host need not be one of the run's
-    plan = _plan(request, facts)
+    gpu = assumed_gpu(request)
+    plan = _plan(request, facts if gpu is None else with_gpu(facts, gpu))
     shape = grid_shape(plan)
     pipeline = _pipeline(plan)
     engines = [
         Engine(plan, build_grid(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
     ]
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
-    device_bytes = _device_memory(plan)
+    device_bytes = _device_memory(plan, gpu)
     data = tuple(dataset_uses(plan, facts))
     copies = host_memory(plan, engines, environment)
     on_host = host_use(plan, memory, copies, environment)
+    largest = max(stage.total for stage in memory)
+    warning = memory_warning(plan, largest, device_bytes, on_host, gpu.name if gpu else None)
+    if warning is not None and device_bytes is not None and largest > device_bytes:
+        _check_ignored_flags(plan, warning)
+    timeline = timeline_of(plan, facts, data)
+    model = model_tree(
+        [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
+    )
+    device_name = facts.device_name if gpu is None else gpu.name
     return DryRun(
         plan=plan,
-        model=model_tree(
-            [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
-        ),
+        model=model,
         flops=_flops(plan),
         memory=tuple(memory),
+        assumed_gpu=gpu.name if gpu and plan.config.training.device == "cuda" else None,
         device_memory_bytes=device_bytes,
-        memory_warning=memory_warning(plan, max(stage.total for stage in memory), device_bytes, on_host),
+        memory_warning=warning,
         ranks=_rank_layout(plan, reason),
         data=data,
-        timeline=timeline_of(plan, facts, data),
+        timeline=timeline,
+        duration=duration_of(plan, engines[0], model.parameters, timeline.checkpoints, device_name),
         pipeline=pipeline,
         packs=_packs(plan, facts),
         host_memory=copies,
@@ -166,10 +181,20 @@ def _world_size(request: Request, environment: LaunchEnvironment) -> tuple[int, 
 
 
 def _plan(request: Request, facts: Facts) -> Plan:
-    """Return the plan for GPUs if --world-size is given, else for this host's device. If one does not resolve, use the other."""
-    has_world_size = request.known("parallel.world_size") is not None
-    is_gpu_first = has_world_size or facts.device == "cuda"
+    """Return the plan for GPUs with --assume-gpu or --world-size, unless for --device cpu; else for this host's device, or the other."""
+    for_gpus = any(request.known(path) is not None for path in ("training.assume_gpu", "parallel.world_size"))
+    if for_gpus and request.known("training.device") != "cpu":
+        return plan_on_any_device(request, facts, ("cuda",))
+    is_gpu_first = facts.device == "cuda"
     return plan_on_any_device(request, facts, ("cuda", "cpu") if is_gpu_first else ("cpu", "cuda"))
+
+
+def _check_ignored_flags(plan: Plan, warning: str) -> None:
+    """Raise ConfigError if the run lacks memory, and a flag that would save memory has no effect."""
+    ignored = [note for note in plan.notes if note.saves_memory]
+    if ignored:
+        text, _, fix = warning.partition("\n  fix: ")
+        raise ConfigError(f"{ignored[0]}; {text}", fix=fix)
 
 
 def _flops(plan: Plan) -> Flops:
@@ -185,10 +210,10 @@ def _flops(plan: Plan) -> Flops:
     )
 
 
-def _device_memory(plan: Plan) -> int | None:
-    if plan.config.training.device == "cpu" or not torch.cuda.is_available():
+def _device_memory(plan: Plan, gpu: GpuKind | None) -> int | None:
+    if plan.config.training.device == "cpu":
         return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(torch.cuda.get_device_properties(0).total_memory if gpu is None else gpu.memory_bytes)
 
 
 def _pipeline(plan: Plan) -> Pipeline:

@@ -21,6 +21,8 @@ from megatrain.training.planning.model_tree import Block, StageTree
 
 _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
+_MANY_CHECKPOINTS: Final = 5
+"""More checkpoints than these are worth a word on --keep-last."""
 _MAX_DRAWN_RANKS: Final = 16
 _MEMORY_TITLES: Final = (
     "",
@@ -82,7 +84,7 @@ def to_dict(found: DryRun) -> dict[str, Any]:
         "config": plan.config.to_dict(),
         "derived": dataclasses.asdict(plan.derived),
         "origins": {path: str(origin) for path, origin in plan.origins.items()},
-        "notes": list(plan.notes),
+        "notes": [{"grade": note.grade, "text": note} for note in plan.notes],
     }
     return {"plan": shown} | {name: _plain(value) for name, value in values.items()} | {"memory": memory}
 
@@ -155,7 +157,7 @@ def _memory(found: DryRun) -> Iterator[str]:
     ):
         yield f"  host memory: {found.host_use}"
     largest = max(stage.total for stage in found.memory)
-    compared = comparison(found.plan, largest, found.device_memory_bytes)
+    compared = comparison(found.plan, largest, found.device_memory_bytes, found.assumed_gpu)
     if compared is not None:
         yield f"  {compared}"
 
@@ -320,6 +322,45 @@ def _timeline(found: DryRun) -> Iterator[str]:
     each = "" if samples is None else f", {samples:,} samples each"
     yield f"  evaluations: {_repeated(timeline.evaluations)}{each if timeline.evaluations.count else ''}"
     yield f"  checkpoints: {_repeated(timeline.checkpoints)}"
+    yield from _duration(found)
+
+
+def _duration(found: DryRun) -> Iterator[str]:
+    """Yield what the checkpoints take, how long the run takes, and what a failure costs."""
+    duration, saves, ranks = found.duration, found.timeline.checkpoints, found.ranks.world_size
+    each = duration.checkpoint_bytes
+    if saves.count:
+        kept = (
+            "all" if duration.kept_checkpoints == saves.count else f"{duration.kept_checkpoints:,} are kept,"
+        )
+        text = f"{kept} {_size(each * duration.kept_checkpoints)}"
+        fewer = (
+            f" (--keep-last 3: {_size(3 * each)})" if duration.kept_checkpoints > _MANY_CHECKPOINTS else ""
+        )
+        yield f"    {_size(each)} each, {text}{fewer}"
+    hours = duration.hours(max(0, found.timeline.train_iters - found.timeline.start_iteration))
+    if not hours or duration.seconds_per_iteration is None:
+        return
+    name = found.assumed_gpu or "GPU"
+    yield (
+        f"  duration: about {_time(hours)}, {duration.seconds_per_iteration:.3g} s an iteration, if {ranks:,} x {name} reach"
+        " 40% of their bf16 peak (`megatrain plan` predicts it)"
+    )
+    between = duration.hours(saves.interval) if saves.count and saves.interval else None
+    lost = (between or hours) / 2
+    every = "no save before the end" if between is None else f"{_time(between)} between saves"
+    yield f"  failure: {every}; one loses {_time(lost)} on average, {lost * ranks:,.3g} GPU hours, and the time of a start"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e12:,.1f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:,.3g} GB"
+
+
+def _time(hours: float) -> str:
+    """Return hours in the unit that fits."""
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.2g} minutes"
 
 
 def _shortened(marks: Sequence[Landmark]) -> list[Landmark | None]:

@@ -1,6 +1,6 @@
 """Compares planned memory with the memory of a GPU or of a host.
 
-largest total, memory of this host's GPU (None: there is none)  ─> a line for the memory table, or a warning
+largest total, memory of this host's GPU or of the assumed one  ─> a line for the memory table, or a warning
 total of the ranks of a host, memory that this host has         ─> the same, for what lies in host memory
 """
 
@@ -14,6 +14,8 @@ from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
 """Nominal memory in GB, ascending, and a GPU that has it."""
+_TIGHT: Final = 0.95
+"""Share of the memory above which a run may not fit: CUDA's context, NCCL and fragmentation are not planned."""
 WITHOUT_FP8: Final = ("A100",)
 """GPUs among these that have no FP8 GEMMs."""
 
@@ -39,33 +41,48 @@ class HostUse:
         )
 
 
-def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
+def comparison(plan: Plan, needed: int, device_bytes: int | None, assumed: str | None = None) -> str | None:
     """Return how the memory of a rank compares with a GPU's; None for a run on CPUs.
 
     Args:
         needed: bytes of the rank that needs most.
-        device_bytes: memory of this host's GPU; None: unknown.
+        device_bytes: memory of a GPU.
+        assumed: its name; None: it is this host's GPU.
     """
-    if plan.config.training.device == "cpu":
+    if plan.config.training.device == "cpu" or device_bytes is None:
         return None
-    if device_bytes is not None:
-        words = "fits into" if needed <= device_bytes else "exceeds"
-        return f"the largest total {words} the {device_bytes / 1e9:.2f} GB of this host's GPU"
+    gpu = "this host's GPU" if assumed is None else f"the {assumed} that --assume-gpu {assumed.lower()} names"
+    if needed > device_bytes:
+        return (
+            f"the largest total exceeds the {device_bytes / 1e9:.2f} GB of {gpu}{_larger_gpu(plan, needed)}"
+        )
+    share = needed / device_bytes
+    tight = f", and takes {share:.0%} of them" if share > _TIGHT else ""
+    return f"the largest total fits into the {device_bytes / 1e9:.2f} GB of {gpu}{tight}"
+
+
+def _larger_gpu(plan: Plan, needed: int) -> str:
     is_fp8 = plan.config.precision.fp8_format is not None
     for size, name in COMMON_GPUS:
         if needed <= size * 1e9 and not (is_fp8 and name in WITHOUT_FP8):
-            return f"the largest total fits into the {size} GB of a GPU such as the {name}; this host has none to compare with"
-    return f"the largest total exceeds the {COMMON_GPUS[-1][0]} GB of the largest GPU"
+            return f"; a GPU such as the {name} has {size}"
+    return f", and the {COMMON_GPUS[-1][0]} GB of the largest GPU"
 
 
 def memory_warning(
-    plan: Plan, needed: int, device_bytes: int | None, host: HostUse | None = None
+    plan: Plan,
+    needed: int,
+    device_bytes: int | None,
+    host: HostUse | None = None,
+    assumed: str | None = None,
 ) -> str | None:
-    """Return a warning if no step would fit into the GPU; without a GPU, if it would fit into none; on CPUs, into this host."""
-    limit = COMMON_GPUS[-1][0] * 1e9 if device_bytes is None else device_bytes
-    text, is_too_much = comparison(plan, needed, device_bytes), needed > limit
+    """Return a warning if no step would fit into the GPU or, on CPUs, into this host; also if it would take nearly all of it."""
+    text = comparison(plan, needed, device_bytes, assumed)
     if plan.config.training.device == "cpu" and host is not None:
-        text, is_too_much = str(host), host.per_host > host.available
-    if text is None or not is_too_much:
+        text, share = str(host), host.per_host / host.available
+    else:
+        share = 0 if device_bytes is None else needed / device_bytes
+    if text is None or share <= _TIGHT:
         return None
-    return f"{text}: the run would end with an out-of-memory error\n  fix: {memory_fix(plan)}"
+    end = "the run would end" if share > 1 else "fragmentation and NCCL may end the run"
+    return f"{text}: {end} with an out-of-memory error\n  fix: {memory_fix(plan)}"

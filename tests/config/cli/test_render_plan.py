@@ -1,5 +1,6 @@
 """The printed plan: given and derived values with their sources, and notes."""
 
+import copy
 import re
 import textwrap
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from megatrain.config import Facts, parse, render_plan, resolve, to_yaml
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.plan_note import GRADES
 
 ROOT = Path(__file__).parents[3]
 PLAN = "--save /very/long/folder/name/for/checkpoints --sequence-parallel"
@@ -26,7 +28,8 @@ def test_the_short_form_shows_what_was_given_and_what_follows(plan_of):
     assert any(
         line.endswith("--print-config full shows them, as does config.yaml in --save") for line in lines
     )
-    assert any(line.startswith("note: --sequence-parallel has no effect") for line in lines)
+    assert lines[-1] == "changes nothing: 2 notes, listed by --print-config full"
+    assert "changes the result" in lines
 
 
 def test_the_full_form_shows_every_setting_and_its_source(plan_of):
@@ -35,6 +38,21 @@ def test_the_full_form_shows_every_setting_and_its_source(plan_of):
     assert any(line.split() == ["num_layers", "4", "--num-layers"] for line in lines)
     assert any(line.split() == ["adam_beta1", "0.9", "default"] for line in lines)
     assert any(line.split()[:2] == ["num_microbatches", "1"] for line in lines)
+
+
+def test_notes_are_in_the_order_of_their_grades(plan_of):
+    """What is lost by a flag without effect is named with a remedy; what changes nothing is counted."""
+    flags = "--vocab-size 99 --cuda-graph-scope attn --use-mcore-models --moe-router-force-load-balancing --num-experts 4"
+    lines = render_plan(plan_of(f"{flags} --print-config full")).splitlines()
+    result, cost, nothing = (lines.index(words) for words in GRADES.values())
+    assert "--moe-router-force-load-balancing is for benchmarks only" in "".join(lines[result:cost])
+    assert "--cuda-graph-scope attn has no effect so far" in "".join(lines[cost:nothing])
+    assert "--use-mcore-models is ignored" in "".join(lines[nothing:])
+
+
+def test_a_graded_note_is_copied_with_its_grade(plan_of):
+    note = plan_of("--use-mcore-models").notes[0]
+    assert copy.deepcopy(note).grade == note.grade == "nothing"
 
 
 def test_each_file_has_its_own_paragraphs(plan_of, tmp_path):

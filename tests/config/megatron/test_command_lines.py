@@ -30,5 +30,5 @@ def test_lines_start_and_none_that_started_is_lost(script: ModuleType) -> None:
     assert len(start) >= LEAST_SHARE * len(outcomes)
     page = script.PAGE.read_text(encoding="utf-8")
     hint = "run python scripts/command_lines.py"
-    assert page == script.page_with(script.table(outcomes), page), hint
+    assert page == script.page_with(page, command_lines=script.table(outcomes), grades=script.grades()), hint
     assert start == before, hint

@@ -113,6 +113,9 @@ CASES = {
          ("--multiple-validation-sets",), ("--valid-data-path", "--per-split-data-args-path")),
         (f"{NULL} --train-data-path d --valid-data-path e --multiple-validation-sets", "--mock-data", Facts(datasets=(dataset("d", 9, split="train"), dataset("e", 9, split="valid"))),
          ("--multiple-validation-sets", "--full-validation"), ("--full-validation",)),
+        (f"{NULL} --train-data-path d --valid-data-path e --full-validation --multiple-validation-sets --validation-set-names a b", "--mock-data",
+         Facts(datasets=(dataset("d", 9, split="train"), dataset("e", 9, split="valid"))),
+         ("--validation-set-names a b", "the 1 validation sets"), ("--validation-set-names",)),
     ],
     "seed_is_in_range": [
         (f"--seed {2**32}", "", None, ("--seed 4294967296",), ("4294967295",)),

@@ -28,6 +28,12 @@ CASES = [
      ("--max-num-tiles 3", "without --use-tiling")),
     (("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --tokenizer-type NullTokenizer --image-data-path talks.jsonl"
       " --use-tiling"), "--mock-data", ("--use-tiling", "with --images-per-sample 1")),
+    ("--flight-recorder-dump-path dumps --distributed-backend gloo", "",
+     ("--flight-recorder-dump-path dumps", "--distributed-backend is nccl")),
+    ("--flight-recorder-trace-buffer-size 10", "",
+     ("--flight-recorder-trace-buffer-size 10", "without --flight-recorder-dump-path")),
+    ("--validation-set-names a b", "", ("--validation-set-names a b", "without --multiple-validation-sets")),
+    ("--assume-gpu a100", "", ("--assume-gpu a100", "without --dry-run")),
     ("--use-packed-sequence", "", ("--use-packed-sequence has no effect with --model-family gpt",)),
     ("--max-seqlen-per-dp-cp-rank 64 --sequence-packing-scheduler first_fit", "",
      ("--max-seqlen-per-dp-cp-rank 64", "--sequence-packing-scheduler first_fit", "without --pack-documents")),

@@ -180,7 +180,7 @@ def test_recorded_blends(golden_text, case):
             for name, blend in zip(SPLIT_NAMES, case["per_split"], strict=True)
             if blend
         }
-    named_valid = case["options"].get("multiple_validation_sets", False)
+    named_valid = () if case["options"].get("multiple_validation_sets", False) else None
     splits = builder_of(case).build(blends, case.get("split", ""), plans, named_valid=named_valid)
     for name, size in zip(SPLIT_NAMES, case["sizes"], strict=True):
         recorded = case["splits"].get(name)

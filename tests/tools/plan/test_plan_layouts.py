@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from typing import Any
 
 import pytest
 
-from megatrain.config import Facts, Request, parse
-from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config import parse
+from megatrain.config.environment import read_environment
 from megatrain.tools.main import main
-from megatrain.training.launch.facts import gather_facts
 from megatrain.training.planning import dry_run
 
 MODEL = (
@@ -42,12 +40,8 @@ def planned(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ids=["dense", "experts", "fp8"],
 )
 def test_the_layouts_start_with_their_flags_and_have_the_memory_of_a_dry_run(
-    more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    more: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def facts_of_a_cluster(request: Request, environment: LaunchEnvironment) -> Facts:
-        return dataclasses.replace(gather_facts(request, environment), has_triton=True)
-
-    monkeypatch.setattr(dry_run, "gather_facts", facts_of_a_cluster)
     limit = 1.2
     found = planned(f"{MODEL}{more} --world-size 16 --gpu H100 --memory-gb {limit} --top 3", capsys)
     times = [one["time"]["total"] for one in found["layouts"]]
@@ -76,6 +70,24 @@ def test_flags_of_the_command_line_are_kept(capsys: pytest.CaptureFixture[str]) 
 def test_without_a_layout_the_reasons_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL.split(), *"--world-size 7 --top 1".split()]) == 2
     assert "fits into 81.0 GB a GPU and divides the model, " in capsys.readouterr().err
+
+
+def test_a_search_lists_the_given_layout_with_faster_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{MODEL} --micro-batch-size 1 --lr 1 --world-size 8 --top 1 --pipeline-model-parallel-size 8"
+    (kept,) = planned(flags, capsys)["layouts"]
+    assert kept["layout"]["pp"] == 8
+    found = planned(f"{flags} --search", capsys)
+    (best,) = found["layouts"]
+    assert best["layout"]["pp"] == 1
+    assert found["given"]["layout"]["pp"] == 8
+    assert best["time"]["total"] < found["given"]["time"]["total"]
+
+
+def test_a_given_layout_that_takes_nearly_all_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{MODEL} --micro-batch-size 1 --lr 1 --world-size 8 --top 1"
+    given = planned(flags, capsys)["given"]["memory_bytes"]
+    assert main(["plan", *flags.split(), "--memory-gb", str(given / 0.97e9)]) == 0
+    assert "as given (takes 97% of the memory: it may not fit)" in capsys.readouterr().out
 
 
 def test_the_table_names_gpus_and_the_given_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,13 +19,14 @@ import pretrain
 from megatrain.checkpoint.background import host_bytes
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.writer_process import SharedMemory
-from megatrain.config import parse
+from megatrain.config import ConfigError, parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.planning.assumed_gpu import GPU_KINDS
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text, to_dict
 from megatrain.training.planning.memory_limit import comparison, memory_warning
@@ -100,7 +101,7 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds() -> None:
 def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
-        "plan", "model", "flops", "memory", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline",
+        "plan", "model", "flops", "memory", "assumed_gpu", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "duration", "pipeline",
         "packs", "host_memory", "host_use",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
@@ -270,11 +271,15 @@ def test_a_ramp_shows_the_bubble_of_its_first_iteration() -> None:
 def test_a_rank_that_fits_into_no_gpu_is_a_warning_with_remedies() -> None:
     tiny = examined({"--device": "cuda", "--world-size": "2"})
     assert tiny.memory_warning is None
-    assert memory_warning(tiny.plan, 289 * 10**9, None) is not None
-    assert memory_warning(tiny.plan, 287 * 10**9, None) is None
-    in_fp8 = examined({"--device": "cuda", "--bf16": "", "--fp8-format": "hybrid"})
-    assert "the 80 GB of a GPU such as the H100" in (comparison(in_fp8.plan, 10**9, None) or "")
-    assert "the 141 GB of a GPU such as the H200" in (comparison(tiny.plan, 100 * 10**9, None) or "")
+    assert (
+        "exceeds the 85.00 GB of the H100 that --assume-gpu h100 names; a GPU such as the H200 has 141"
+        in (comparison(tiny.plan, 100 * 10**9, 85 * 10**9, "H100") or "")
+    )
+    assert "and the 288 GB of the largest GPU" in (
+        comparison(tiny.plan, 289 * 10**9, 85 * 10**9, "H100") or ""
+    )
+    assert "and takes 96% of them" in (memory_warning(tiny.plan, 96 * 10**9, 100 * 10**9) or "")
+    assert memory_warning(tiny.plan, 95 * 10**9, 100 * 10**9) is None
     warning = memory_warning(tiny.plan, 81 * 10**9, 80 * 10**9) or ""
     assert "exceeds the 80.00 GB of this host's GPU" in warning
     remedies = warning.partition("fix: ")[2]
@@ -291,7 +296,37 @@ def test_a_remedy_that_is_used_is_not_named_again(flags: str) -> None:
     plan = examined(
         {"--device": "cuda", "--world-size": "2", "--tensor-model-parallel-size": "2", flags: ""}
     ).plan
-    assert flags not in (memory_warning(plan, 10**12, None) or flags)
+    assert flags not in (memory_warning(plan, 10**12, 10**11) or flags)
+
+
+def test_a_dry_run_assumes_a_gpu() -> None:
+    """Its memory, and the formats that it multiplies: what the cluster lacks is refused here already."""
+    found = examined({"--device": "cuda", "--world-size": "2"})
+    assert (found.assumed_gpu, found.device_memory_bytes) == ("H100", 85 * 10**9)
+    assert "of the H200 that --assume-gpu h200 names" in as_text(
+        examined({"--device": "cuda", "--assume-gpu": "h200"})
+    )
+    with pytest.raises(ConfigError, match="NVIDIA A100 has none"):
+        examined({"--device": "cuda", "--assume-gpu": "a100", "--bf16": "", "--fp8-format": "hybrid"})
+    with pytest.raises(ConfigError, match="requires Blackwell GPUs, and NVIDIA H100 is not one"):
+        examined({"--device": "cuda", "--bf16": "", "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"})
+
+
+def test_an_ignored_flag_for_memory_is_an_error_if_the_run_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = {
+        "--device": "cuda",
+        "--fine-grained-activation-offloading": "",
+        "--offload-modules": "core_attn",
+    }
+    assert "no effect so far: activations in host memory" in examined(flags).plan.notes[0]
+    monkeypatch.setitem(GPU_KINDS, "h100", dataclasses.replace(GPU_KINDS["h100"], memory_bytes=1000))
+    with pytest.raises(
+        ConfigError, match=r"no effect so far: activations in host memory.*exceeds.*\n.*fix: use"
+    ):
+        examined(flags)
+    assert examined({"--device": "cuda"}).memory_warning is not None
 
 
 def test_memory_is_compared_with_this_hosts_gpu() -> None:
@@ -350,3 +385,25 @@ def test_host_memory_is_that_of_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (planned.per_rank, planned.per_host) == ((allocated[0],), allocated[0])
     assert examined({"--save": str(tmp_path / "other")}).host_memory is None
     assert examined({"--async-save": ""}).host_memory is None
+
+
+def test_the_end_of_the_timeline_has_days_bytes_and_the_cost_of_a_failure(tmp_path: Path) -> None:
+    flags = {
+        "--device": "cuda",
+        "--save": str(tmp_path),
+        "--save-interval": "10",
+        "--train-iters": "100",
+        "--bf16": "",
+    }
+    found = examined(flags)
+    assert found.duration.checkpoint_bytes == 12 * found.model.parameters  # fp32 weights and moments
+    assert found.duration.kept_checkpoints == 10
+    peak = 989e12 * 0.4 * found.ranks.world_size
+    assert found.duration.seconds_per_iteration == pytest.approx(found.flops.per_iteration / peak)
+    week = dataclasses.replace(found.duration, seconds_per_iteration=6048.0, checkpoint_bytes=847 * 10**9)
+    text = as_text(dataclasses.replace(found, duration=week))
+    assert "847 GB each, all 8.5 TB (--keep-last 3: 2.5 TB)" in text
+    assert "duration: about 7.0 days, 6.05e+03 s an iteration" in text
+    assert "failure: 16.8 hours between saves; one loses 8.4 hours on average" in text
+    assert examined({**flags, "--keep-last": "3"}).duration.kept_checkpoints == 3
+    assert examined({"--device": "cpu"}).duration.seconds_per_iteration is None

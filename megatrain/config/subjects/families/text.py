@@ -260,7 +260,7 @@ def samples_hold_text(draft: Draft) -> Problems:
         )
 
 
-@note
+@note("result")
 def word_pieces_are_of_other_families(draft: Draft) -> Notes:
     """Megatron-LM's command lines leave the family to the program: alone they would train a GPT unseen."""
     kind = draft.config.tokenizer.tokenizer_type or ""

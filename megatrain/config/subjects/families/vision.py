@@ -211,14 +211,14 @@ def frozen_parts_have_no_gradients(draft: Draft) -> Problems:
         yield Problem(f"{flag} is not supported together with {other}", f"remove {flag} or {other}")
 
 
-@note
+@note("result")
 def tower_has_no_dropout(draft: Draft) -> Notes:
     model = draft.config.model
     if _is_vlm(draft) and (model.hidden_dropout or model.attention_dropout):
         yield "the vision tower and the projector have no dropout, unlike in Megatron-LM"
 
 
-@note
+@note("result")
 def text_has_its_own_length(draft: Draft) -> Notes:
     given = draft.config.data.dataloader_seq_length
     if _is_vlm(draft) and given is not None and given != draft.config.data.seq_length:

@@ -319,7 +319,7 @@ def _given(draft: Draft) -> TeacherFacts | None:
     return _facts(draft) if is_given and not draft.config.training.only_evaluates else None
 
 
-@note
+@note("result")
 def teacher_is_frozen(draft: Draft) -> Notes:
     spec = draft.derived.distillation
     if spec is not None:

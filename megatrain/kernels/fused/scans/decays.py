@@ -14,7 +14,7 @@ _HEADS = 16
 
 
 class Decays(NamedTuple):
-    """Of each chunk, contiguous and in fp32, [b, chunks, n, chunk]; 0 and the last sum after the end of a sample."""
+    """Values of each chunk, contiguous and in fp32, [b, chunks, n, chunk]; after the end of a sample steps are 0, sums the last one."""
 
     steps: Tensor
     sums: Tensor

@@ -1,0 +1,109 @@
+"""The parts of a launch script around its training command: exported variables, Slurm's options, other commands."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from megatrain.tools.port.evaluate import Evaluation
+from megatrain.tools.port.launch import Launch, gpus_of_node
+from megatrain.tools.port.words import plain, printable, quoted
+
+_NODE: Final = 8
+"""GPUs of a node unless a script names their number."""
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """Variables of one kind: whether the run here needs them, and why."""
+
+    names: str
+    is_kept: bool
+    reason: str
+
+
+_EXPORTED: Final = (
+    _Exported(r"(TORCH_)?NCCL_\w+|UCX_\w+|FI_\w+|GLOO_\w+|OMPI_\w+", True, "the cluster's network"),
+    _Exported(r"NVTE_\w+", True, "Transformer Engine reads it"),
+    _Exported(r"CUDA_DEVICE_MAX_CONNECTIONS", False, "nothing here depends on the number of a GPU's work queues"),
+    _Exported(r"(PYTORCH|TORCH|CUDA|CUBLAS|TRITON)\w*|OMP_NUM_THREADS", True, "PyTorch and CUDA read it"),
+    _Exported(r"(WANDB|HF|TRANSFORMERS|TOKENIZERS|TIKTOKEN|HTTPS?|NO)_\w+|https?_proxy", True, "libraries read it"),
+    _Exported(r"PYTHONPATH", False, "Megatron-LM's modules are not imported"),
+    _Exported(r"MASTER_\w+|WORLD_SIZE|(NODE_|LOCAL_|GROUP_)?RANK|SLURM_\w+", True, "launchers read it"),
+    _Exported(r"(LD_\w+|PATH|\w+_(HOME|PATH|ROOT|PREFIX)|CONDA\w*|VIRTUAL_ENV)", True, "if megatrain runs in this environment"),
+)  # fmt: skip
+_TEMPLATE: Final = {
+    "--ntasks-per-node": "ranks or torchruns of a node",
+    "--ntasks": "ranks or torchruns of a node",
+    "--signal": "the time limit",
+    "--requeue": "the time limit",
+    "--open-mode": "the time limit",
+}
+"""Options that scripts/slurm sets itself, and their purpose."""
+_ENVIRONMENT: Final = frozenset({"module", "ulimit", "umask", "ml", "conda", "spack"})
+_MOST_LINES: Final = 20
+
+
+def exported(launch: Launch) -> tuple[list[str], list[str], list[str]]:
+    """Return `export` commands to keep, a line on each kept variable, and a line on each that is not needed."""
+    commands, kept, left_out = [], [], []
+    for name, value in launch.exports.items():
+        text = f"{name}={quoted(value)}"
+        known = next((one for one in _EXPORTED if re.fullmatch(one.names, name)), None)
+        if known is None or known.is_kept:
+            commands.append(f"export {text}")
+            kept.append(f"export {name}: {known.reason if known else 'a program may read it'}")
+        else:
+            left_out.append(f"export {text}: not needed: {known.reason}")
+    return commands, kept, left_out
+
+
+def other_commands(found: Evaluation) -> tuple[list[str], list[str]]:
+    """Return lines on commands that set up the environment, and on all others, which are left out."""
+    environment, others = [], []
+    for command in found.commands:
+        if command.program_at is not None:
+            continue
+        text = f"{command.place}: {command.text}"
+        if plain(command.words[0]) in _ENVIRONMENT:
+            environment.append(f"{text}: of the environment: run it before the command")
+        else:
+            others.append(f"{text}: not part of training")
+    others = list(dict.fromkeys(others))
+    if len(others) > _MOST_LINES:
+        others[_MOST_LINES:] = [f"and {len(others) - _MOST_LINES} more commands"]
+    return list(dict.fromkeys(environment)), others
+
+
+def slurm_line(launch: Launch, slurm: Mapping[str, str], size: int, *, is_known: bool) -> Iterator[str]:
+    """Yield the `sbatch` command of scripts/slurm for a launch, and a line on each option that it leaves out.
+
+    Args:
+        size: ranks; `is_known` is false if nothing names their number.
+    """
+    words = [plain(word) for word in (*launch.wrapper, *launch.launcher)]
+    is_torchrun = any("torchrun" in word or "torch.distributed" in word for word in words)
+    per_node = gpus_of_node(launch, slurm) or _gpus(slurm) or min(size, _NODE)
+    nodes = -(-size // per_node)
+    if not is_known and slurm.get("--nodes", "").isdigit():
+        nodes = int(slurm["--nodes"])
+    script = ("one_node.sh" if nodes == 1 else "torchrun.sh") if is_torchrun or nodes == 1 else "srun.sh"
+    options = {"--nodes": str(nodes), "--gpus-per-node": str(per_node)}
+    if script == "srun.sh":
+        options["--ntasks-per-node"] = str(per_node)
+    kept = {
+        name: value for name, value in slurm.items() if name not in {*_TEMPLATE, *options, "--gres", "--gpus"}
+    }
+    line = " ".join(f"{name}={value}" if value else name for name, value in {**options, **kept}.items())
+    yield printable(f"sbatch {line} scripts/slurm/{script} FLAGS, with the flags after pretrain.py")
+    for name, value in slurm.items():
+        if name in _TEMPLATE:
+            yield printable(
+                f"#SBATCH {name}={value}: scripts/slurm/{script} sets what it needs for {_TEMPLATE[name]}"
+            )
+
+
+def _gpus(slurm: Mapping[str, str]) -> int | None:
+    number = (slurm.get("--gpus-per-node") or slurm.get("--gres", "")).rpartition(":")[2]
+    tasks = slurm.get("--ntasks-per-node", "")
+    return next((int(text) for text in (number, tasks) if text.isdigit() and int(text) > 1), None)
