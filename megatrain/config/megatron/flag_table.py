@@ -29,6 +29,13 @@ ANSWERS: Final = (
 )
 
 ALIASES: Final[Mapping[str, Alias]] = {
+    "--disable-flight-recorder-dump-on-timeout": Alias("resilience.flight_recorder_dump_on_timeout", "false"),
+    "--disable-flight-recorder-extra-dump-on-exec": Alias(
+        "resilience.flight_recorder_extra_dump_on_exec", "false"
+    ),
+    "--disable-flight-recorder-include-only-active": Alias(
+        "resilience.flight_recorder_include_only_active", "false"
+    ),
     "--disable-fp8-wgrad": Alias("precision.fp8_wgrad", "false"),
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
     "--enable-cuda-graph": Alias("training.cuda_graph_impl", "local"),
