@@ -15,9 +15,8 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import sample_length
-from megatrain.config.module_precision import Recipe
 from megatrain.config.subjects.experts import experts_are_split
-from megatrain.config.subjects.fp8 import MXFP8_BLOCK, gathers_codes, recipe_of_flags
+from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.config.user_function import user_function
 from megatrain.kernels.side_stream import SideStream
@@ -32,10 +31,7 @@ from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
-from megatrain.parallel.fp8.amax_history import AmaxHistory
-from megatrain.parallel.fp8.scaling import Fp8Recipe, Fp8Recipes
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
@@ -56,7 +52,8 @@ from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
-from megatrain.training.trial_parts import try_parts
+from megatrain.training.parts.fp8_recipes import fp8_recipes
+from megatrain.training.parts.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
 
@@ -86,7 +83,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         stages=layer_ranges(plan.derived.pipeline_layers),
         tower_stages=layer_ranges(plan.derived.tower_layers) or None,
         mtp_stage=plan.derived.mtp_stage,
-        fp8=_fp8_recipes(plan, grid, device),
+        fp8=fp8_recipes(plan, grid, device),
         qat=plan.derived.qat,
         communication=communication,
         user_loss=_user_loss(plan, device) if device.type != "meta" else None,
@@ -118,48 +115,6 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
 
 def _overlaps_passes(plan: Plan) -> bool:
     return plan.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(plan)
-
-
-def _fp8_recipes(plan: Plan, grid: RankGrid, device: torch.device) -> Fp8Recipes | None:
-    """Return the builders of FP8 tensors; None without --fp8-format and --fp4-format."""
-    precision, modules = plan.config.precision, plan.derived.fp8_modules
-    default = recipe_of_flags(plan)
-    if default is None:
-        return None
-    history = AmaxHistory(
-        precision.fp8_amax_history_len,
-        precision.fp8_amax_compute_algo,
-        precision.fp8_margin,
-        (grid.tp_cp, grid.dp),
-        device,
-    )
-
-    def build(recipe: Recipe) -> Fp8Recipe:
-        # Plans build `local`, which only emulates mxfp8.
-        is_planned_for_library = device.type == "meta" and recipe.name == "mxfp8"
-        name = "tensorwise" if is_planned_for_library else recipe.name
-        return Fp8Recipe(
-            name=name,
-            format=recipe.format,
-            tokens=grid.tp_cp,
-            tp=grid.tp,
-            has_fp8_wgrad=precision.fp8_wgrad,
-            keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",
-            history=history if name == "delayed" else None,
-            block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
-            gathers_weights=gathers_codes(plan),
-            cp=ContextParallel(grid.cp),
-            seed=plan.config.training.seed,
-        )
-
-    return Fp8Recipes(
-        default=build(default),
-        layers=frozenset(plan.derived.fp8_layers),
-        by_weight=None
-        if modules is None
-        else {name: recipe and build(recipe) for name, recipe in modules.by_weight.items()},
-        history=history,
-    )
 
 
 def _recomputes_experts(plan: Plan) -> bool:

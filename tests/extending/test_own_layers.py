@@ -17,7 +17,7 @@ from megatrain.tools.parity.measure import Job, measure, plan_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.user_files import add_user_files
-from megatrain.training.trial_parts import try_parts
+from megatrain.training.parts.trial_parts import try_parts
 
 DEPTHS = f"{Path(__file__).parent / 'mixture_of_depths.py'}:with_depths"
 LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2")

@@ -31,6 +31,8 @@ class DistillationConfig(Section, on_resume=SAFE):
     """YAML file with settings of the teacher's model, which are compared with those that its checkpoint stores. none: FOLDER/model_config.yaml, if it exists."""
     export_kd_cfg: str | None = setting(None, needs=on(_TEACHER))
     """YAML file with the settings below as Megatron-LM names them: skip_lm_loss, kd_loss_scale, intermediate_layer_pairs, logit_kl_temperature. Flags win over it."""
+    kd_teacher_fp8: bool = setting(False, needs=(on(_TEACHER), on("precision.fp8_format")))
+    """Compute the linear layers of the teacher in FP8 with the recipe of the run; delayed: with the scales of tensorwise. Not in Megatron-LM."""
     kd_loss: Literal["forward_kl", "reverse_kl"] = setting(
         "forward_kl",
         choices={"forward_kl": "KL(teacher || student)", "reverse_kl": "KL(student || teacher)"},

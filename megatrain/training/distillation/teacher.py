@@ -41,6 +41,7 @@ from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.training.distillation.cached import RunCachedTeacher
 from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.hf_folder import opener
+from megatrain.training.parts.fp8_recipes import fp8_recipes_of_teacher
 
 
 class _Parts:
@@ -92,6 +93,7 @@ class RunTeacher:
             placement=Placement(parallel.pipeline_model_parallel_size),
             stages=layer_ranges(spec.stages),
             others=self.parts,
+            fp8=fp8_recipes_of_teacher(plan, self.grid, device, len(spec.model.layers)),
         )
         self.buffers = allocate_buffers(
             self.model.registry,

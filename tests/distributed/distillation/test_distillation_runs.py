@@ -119,6 +119,23 @@ def test_a_folder_of_transformers_teaches_what_it_computes(pool: WorkerPool, tmp
     )
 
 
+def test_a_teacher_in_fp8_computes_what_the_model_does_in_fp8(
+    teacher: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """A model in FP8 that starts from the teacher's weights differs from the teacher in fp32 only."""
+    losses = []
+    for number, more in enumerate(("--kd-teacher-fp8", "")):
+        metrics = tmp_path / str(number)
+        words = (
+            f"--train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --fp8-format hybrid --metrics-file {metrics}"
+            " --fp8-recipe tensorwise"
+            f" --pretrained-checkpoint {teacher} --export-kd-teacher-load {teacher} {more}"
+        )
+        assert pool.run(1, train, [*MODEL, *words.split()]) == [0]
+        losses.append(steps(metrics)[0]["kd_losses"]["kd loss"])
+    assert abs(losses[0]) < 1e-6 * losses[1]
+
+
 def test_a_checkpoint_of_megatron_teaches(golden_text: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """A model that starts from the teacher's weights has no divergence from it."""
     recordings = golden_text.parent / "training"

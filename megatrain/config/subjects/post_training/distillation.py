@@ -15,7 +15,8 @@ from megatrain.config.errors import Problem
 from megatrain.config.facts import Facts, TeacherFacts
 from megatrain.config.model_spec.distillation import DistillationSpec, LayerPair
 from megatrain.config.model_spec.model import ModelSpec
-from megatrain.config.plan import Derived, DerivedValue, Draft
+from megatrain.config.module_precision import Recipe
+from megatrain.config.plan import Derived, DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.distillation import DistillationConfig
 from megatrain.config.schema.experts import ExpertsConfig
@@ -24,6 +25,7 @@ from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.attention_kernel import attention_backend
+from megatrain.config.subjects.fp8 import MXFP8_BLOCK, PRODUCT_MULTIPLE, gemm_sizes
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.config.subjects.pipeline import balanced_split
 
@@ -319,12 +321,40 @@ def _given(draft: Draft) -> TeacherFacts | None:
     return _facts(draft) if is_given and not draft.config.training.only_evaluates else None
 
 
+def recipe_of_teacher(draft: Draft | Plan) -> Recipe | None:
+    """Return the FP8 recipe of the teacher, without a history: it has no steps of training. None: it has no FP8."""
+    precision = draft.config.precision
+    if precision.fp8_format is None or not draft.config.distillation.kd_teacher_fp8:
+        return None
+    return Recipe(
+        "tensorwise" if precision.fp8_recipe == "delayed" else precision.fp8_recipe, precision.fp8_format
+    )
+
+
+@rule
+def fp8_products_of_the_teacher_can_run(draft: Draft) -> Problems:
+    recipe, device = recipe_of_teacher(draft), draft.config.training.device
+    if recipe is None or device != "cuda" or _given(draft) is None:
+        return
+    teacher = _teacher(draft)
+    run = _with_model(draft, teacher)
+    layers = tuple(range(len(teacher.layers)))
+    run = dataclasses.replace(run, derived=run.derived.replaced({"fp8_layers": layers}))
+    multiple = MXFP8_BLOCK if recipe.name == "mxfp8" else PRODUCT_MULTIPLE
+    for what, _, size in dict.fromkeys(gemm_sizes(run)):
+        if size % multiple:
+            yield Problem(
+                f"--kd-teacher-fp8: {size:g} {what} of the teacher are not a multiple of {multiple}, as FP8 products require",
+                "remove --kd-teacher-fp8",
+            )
+
+
 @note("result")
 def teacher_is_frozen(draft: Draft) -> Notes:
     spec = draft.derived.distillation
     if spec is not None:
         how = (
-            f"; it computes in {draft.config.precision.params_dtype}, without gradients"
+            f"; it computes in {'FP8' if recipe_of_teacher(draft) else draft.config.precision.params_dtype}, without gradients"
             if spec.teacher
             else ""
         )

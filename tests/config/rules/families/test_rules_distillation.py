@@ -70,6 +70,11 @@ CASES = {
          ("--seq-length 128",)),
         (f"{KD} {TP} 2", "", teacher("--num-experts 4", world_size=2), ("has experts", f"{TP} 2"), ("add --sequence-parallel",)),
     ],
+    "fp8_products_of_the_teacher_can_run": [
+        (f"{KD} --kd-teacher-fp8 --fp8-format hybrid --bf16", "",
+         dataclasses.replace(teacher("--ffn-hidden-size 1000"), device="cuda", device_name="H100", device_capability=(9, 0)),
+         ("--kd-teacher-fp8", "1000", "multiple of 16"), ("remove --kd-teacher-fp8",)),
+    ],
     "cached_outputs_are_of_this_run": [
         (CACHE, "", cached(vocab_size=101), ("for 101 tokens", "100"), ("cache-logits",)),
         (CACHE, "", cached(seq_length=64), ("64 tokens", "--seq-length is 128"), ("cache-logits",)),
