@@ -14,8 +14,6 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from torch.distributed import DistStoreError
-
 FAN_IN: Final = 128
 """Ranks whose values another one collects."""
 
@@ -107,6 +105,8 @@ class Messages:
 
     def _wait(self, keys: list[str]) -> list[bytes]:
         """Wait for entries as long as a rank announces progress. Raises DistStoreError."""
+        from torch.distributed import DistStoreError  # noqa: PLC0415 (a writer of checkpoints imports no torch)
+
         assert self._store is not None, "messages need a store"
         while True:
             try:

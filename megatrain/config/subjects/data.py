@@ -187,7 +187,7 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
     if names and sets and (len(names) != len(sets) or len(set(names)) < len(names)):
         yield Problem(
             f"--validation-set-names {' '.join(names)} does not name the {len(sets)} validation sets one by one",
-            f"give --validation-set-names {len(sets)} different names",
+            f"use --validation-set-names {' '.join(f'set{number}' for number in range(1, len(sets) + 1))}",
         )
 
 
