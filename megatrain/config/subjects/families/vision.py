@@ -104,10 +104,10 @@ def pinpoints_are_whole_tiles(draft: Draft) -> Problems:
     ):
         yield Problem(
             f"--image-grid-pinpoints {' '.join(given)} are not heights and widths of tiles of {vision.img_h} x {vision.img_w}",
-            f"write HEIGHTxWIDTH in multiples of --img-h and --img-w, such as {vision.img_h}x{2 * vision.img_w}",
+            f"use --image-grid-pinpoints {vision.img_h}x{2 * vision.img_w}, or other multiples of --img-h and --img-w",
         )
     if vision.use_tiling:
-        yield Problem("--use-tiling and --image-grid-pinpoints cut images in two ways", "remove one of them")
+        yield Problem("--use-tiling and --image-grid-pinpoints cut images in two ways", "remove --use-tiling")
     if vision.vision_model_type != "siglip" and not vision.disable_vision_class_token:
         yield Problem(
             "--image-grid-pinpoints places patches in rows, and the output of the class token is none",

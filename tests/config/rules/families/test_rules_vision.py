@@ -21,7 +21,7 @@ CASES = {
         (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 30x28", "", None,
          ("--image-grid-pinpoints 28x56 30x28", "28 x 28"), ("--img-h", "28x56")),
         (f"{VLM} --disable-vision-class-token --image-grid-pinpoints 28x56 --use-tiling", "", None,
-         ("--use-tiling", "--image-grid-pinpoints"), ("remove one",)),
+         ("--use-tiling", "--image-grid-pinpoints"), ("remove --use-tiling",)),
         (f"{VLM} --image-grid-pinpoints 28x56", "", None, ("class token",), ("--disable-vision-class-token",)),
     ],
     "patches_form_squares": [
