@@ -16,11 +16,12 @@ from megatrain.kernels.moe import permute, routing
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
+from megatrain.model import layer_context
 from megatrain.model.experts import router, shared
 from megatrain.model.experts.router import ROUTER_METRICS, Router
 from megatrain.model.experts.shared import SharedExpert
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
-from megatrain.model.layouts import router_layout
+from megatrain.model.layouts import replicated_layout, router_layout
 from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
@@ -55,8 +56,11 @@ def _norm_without_experts() -> AbstractContextManager[Any]:
 
 
 def _of_own_tokens(*known: Any) -> ParamLayout:
+    return _not_summed(router_layout(*known))
+
+
+def _not_summed(layout: ParamLayout) -> ParamLayout:
     """Return the layout of a replicated weight whose gradients are not summed over ranks with other tokens."""
-    layout = router_layout(*known)
     pieces = tuple(dataclasses.replace(piece, grad_sum_groups=()) for piece in layout.pieces)
     return dataclasses.replace(layout, pieces=pieces)
 
@@ -70,8 +74,15 @@ def _router_not_reduced() -> AbstractContextManager[Any]:
     return mock.patch.object(router, "router_layout", _of_own_tokens)
 
 
-def _projections_and_gate_not_reduced() -> AbstractContextManager[Any]:
+def _gate_not_reduced() -> AbstractContextManager[Any]:
     return mock.patch.object(shared, "router_layout", _of_own_tokens)
+
+
+def _projections_not_reduced() -> AbstractContextManager[Any]:
+    def projected(*known: Any) -> ParamLayout:
+        return _not_summed(replicated_layout(*known))
+
+    return mock.patch.object(layer_context, "replicated_layout", projected)
 
 
 def _shared_expert_without_gradient() -> AbstractContextManager[Any]:
@@ -201,10 +212,10 @@ EXPERT_FAULTS: dict[str, tuple[Patch, str]] = {
     "assignments above a rank's capacity dropped": (_overflow_ignored, "dp2 mixtral ep2 scarce"),
     "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
     "latent projections not reduced under sp": (
-        _projections_and_gate_not_reduced,
+        _projections_not_reduced,
         "tp2 sp latentexperts ep2",
     ),
-    "gate of the shared expert not reduced under sp": (_projections_and_gate_not_reduced, "tp2 sp qwenmoe"),
+    "gate of the shared expert not reduced under sp": (_gate_not_reduced, "tp2 sp qwenmoe"),
     "gradient of the shared expert missing a replica": (_shared_expert_without_gradient, "dp2 latentexperts"),
     "output bias of experts added by each slice": (_output_bias_on_each_slice, "dp2 biasedexperts etp2"),
     "load quantiles of a rank's tokens": (_quantiles_per_rank, "tp2 sp mixtral quantiles"),
