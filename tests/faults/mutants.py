@@ -252,7 +252,7 @@ MUTANTS = [
         "the checksum of the manifest is not compared",
         "C",
         _MANIFEST,
-        "if checksum != zlib.crc32(_canonical(content)):",
+        "if checksum != zlib.crc32(canonical(content)):",
         "if checksum < 0:",
     ),
     _one(
