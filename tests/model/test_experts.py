@@ -16,6 +16,7 @@ from megatrain.config.model_spec.stack import Stack
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.experts.experts import ExpertBranch
 from megatrain.model.implementations.local_builder import LocalBuilder
+from megatrain.model.layer import BranchOutput
 from megatrain.model.layer_context import LayerContext, LayerRanks
 from megatrain.model.recompute import Recompute
 from megatrain.parallel.batch import PassInfo
@@ -69,8 +70,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
         dtype=torch.float64, seed=0,
     )  # fmt: skip
     branch = expert_branch(spec, LayerContext(gpt, 0, builder, ranks, lambda _: None, Recompute()))
-    branch.output = torch.nn.Identity()  # type: ignore[assignment]
-    branch.output.forward = lambda x, _: x  # type: ignore[method-assign]
+    branch.output = BranchOutput([])
     generator = torch.Generator().manual_seed(1)
     weights: Weights = {}
     gradients: Weights = {}
