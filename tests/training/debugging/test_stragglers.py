@@ -39,6 +39,7 @@ def test_a_run_prints_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--log-interval": "1",
         "--save": str(tmp_path),
         "--straggler-ctrlr-port": "65535",
+        "--print-config": "full",
     }
     assert pretrain.main(command_line(flags)) == 0
     output = capsys.readouterr().out
