@@ -26,6 +26,7 @@ from checkpoint_helpers import (
     small_spec,
     training_state,
 )
+from everyday import nightly
 
 import megatrain
 from megatrain.checkpoint import background
@@ -120,8 +121,16 @@ def test_the_files_equal_those_of_a_save_in_the_foreground(
     }
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-@pytest.mark.parametrize("shape", [GridShape(tp=2, pp=2), GridShape(dp=3)])
+@pytest.mark.parametrize(
+    ("shape", "is_sharded"),
+    [
+        (GridShape(tp=2, pp=2), True),
+        *(
+            nightly(*case)
+            for case in ((GridShape(tp=2, pp=2), False), (GridShape(dp=3), True), (GridShape(dp=3), False))
+        ),
+    ],
+)
 def test_all_ranks_together(tmp_path: Path, shape: GridShape, is_sharded: bool) -> None:
     ranks = build_ranks(shape, small_spec(tied=True, vocab=29, padded=32), is_sharded=is_sharded)
     for rank in ranks:
@@ -221,6 +230,7 @@ def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(tmp_p
     assert_fails_on_two_ranks(tmp_path, build, r"rank 1: .*none: No such file or directory \(errno 2\)")
 
 
+@pytest.mark.nightly
 def test_a_slow_writer_is_not_ready(tmp_path: Path, make_writer: Callable[..., BackgroundWriter]) -> None:
     rank = one_rank(seed=3)
     writer = make_writer(rank, SLOW)

@@ -43,6 +43,7 @@ def spec_of(shape: GridShape) -> ModelSpec:
 
 
 @pytest.mark.parametrize("step", one_in(2, [9, 1]))
+@pytest.mark.nightly
 def test_experts_and_all_else_move_between_any_two_layouts(tmp_path: Path, step: int) -> None:
     """Each layout is loaded from every `step`-th other."""
     layouts = [build_ranks(shape, spec_of(shape)) for shape in LAYOUTS]

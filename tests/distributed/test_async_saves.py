@@ -165,6 +165,7 @@ def test_killed_at_random_moments_and_resumed_equals_never_killed(
 
 
 @pytest.mark.parametrize("fault", one_in(2, [FULL, DIES]))
+@pytest.mark.nightly
 def test_a_failed_write_stops_the_run(pool: WorkerPool, tmp_path: Path, fault: str) -> None:
     program = FAULTY_WRITER.format(condition=NUMBER_8, fault=fault)
     flags = [*LAYOUTS["tp2"][1], *SHORT, *folder_flags(tmp_path), *ASYNC]
@@ -214,6 +215,7 @@ def train_with_a_file_in_the_way(
 
 
 @pytest.mark.parametrize("flags", one_in(2, [ASYNC, []]))
+@pytest.mark.nightly
 def test_times_of_saves_are_in_the_metrics_and_in_the_status(
     pool: WorkerPool, tmp_path: Path, flags: list[str]
 ) -> None:

@@ -16,7 +16,7 @@ from megatrain.tools.worker_pool import WorkerPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_LINES = {"gpt": 20, "bert": 5, "t5": 5, "hybrid": 5, "vlm": 2}
-NUM_EVERYDAY = {"gpt": 1, "bert": 1, "t5": 1, "hybrid": 1, "vlm": 1}
+NUM_EVERYDAY = {"gpt": 1, "bert": 1, "t5": 1, "hybrid": 1, "vlm": 0}
 VOCABULARIES = {"gpt": 256, "hybrid": 256, "vlm": 256, "bert": len(WORDS), "t5": len(WORDS) + NUM_SENTINELS}
 NUM_DOCUMENTS = 12_000
 """So many that `--split 99982,9,9` leaves documents for evaluation."""

@@ -137,6 +137,7 @@ def test_packs_resume_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_expert_biases_have_changed(whole: UnbrokenRuns) -> None:
     biases = state(whole["experts ep2 dp2 pp2"])["expert_biases"]
     assert sorted(biases) == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 3)]
@@ -170,6 +171,7 @@ def test_batch_sizes_and_learning_rates_follow_the_samples(whole: UnbrokenRuns) 
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 4 + [16] * 5
 
 
+@pytest.mark.nightly
 def test_moments_are_stored_in_their_dtype_and_may_become_fp32_again(
     pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:

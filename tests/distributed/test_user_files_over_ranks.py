@@ -50,6 +50,7 @@ def losses(pool, num_ranks, flags, save, exit_code=0):
         ("depths", {4: "--context-parallel-size 2", 2: ZERO3}),
     ],
 )
+@pytest.mark.nightly
 def test_combined_axes_and_a_resume_give_the_losses_of_one_process(pool, files, tmp_path, spec, layouts):
     folder, flags = files
     named = DEPTHS if spec == "depths" else f"{folder}/my_layers.py:with_convolutions"

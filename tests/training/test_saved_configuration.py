@@ -67,6 +67,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["one process", pytest.param("tp2 dp2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_a_saved_configuration_alone_makes_the_same_run(tmp_path: Path, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     random = np.random.default_rng(7)

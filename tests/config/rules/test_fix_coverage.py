@@ -257,6 +257,7 @@ def has_fix(call: ast.Call) -> bool:
     return (name in ERRORS and len(call.args) == 2) or any(keyword.arg == "fix" for keyword in call.keywords)
 
 
+@pytest.mark.nightly
 def test_every_fix_has_an_example(arguments_of: Any, seen: set[Site], tmp_path: Path) -> None:
     wrong: list[str] = []
 

@@ -100,6 +100,7 @@ def test_a_run_that_shards_its_weights_shards_those_of_its_teacher(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_folder_of_transformers_teaches_what_it_computes(pool: WorkerPool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     models = {name: tiny_model(name) for name in ("Qwen3-MoE", "Llama 2")}

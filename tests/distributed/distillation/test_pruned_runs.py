@@ -36,6 +36,7 @@ def prune(load: Path, source: Path, save: Path) -> None:
     assert main(words.split()) == 0
 
 
+@pytest.mark.nightly
 def test_it_trains_on_under_tensor_and_pipeline_parallelism_and_is_exported(
     source: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:

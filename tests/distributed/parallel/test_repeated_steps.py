@@ -98,6 +98,7 @@ def replay(work: Callable[[], None]) -> None:
         nightly("pp2 tp2 sp tpoverlap llama"),
     ],
 )
+@pytest.mark.nightly
 def test_replays_between_messages_change_no_bit(pool: WorkerPool, words: str) -> None:
     layout = Layout.of(words)
     replayed, executed = (

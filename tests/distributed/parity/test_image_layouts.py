@@ -19,6 +19,7 @@ LARGEST = 1e-12
         ),
     ],
 )  # fmt: skip
+@pytest.mark.nightly
 def test_shared_images_give_the_results_of_one_process(comparer: Comparer, text: str) -> None:
     verdict = comparer.compare(Layout.of(text))
     assert verdict.is_good, verdict

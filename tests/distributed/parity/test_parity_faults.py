@@ -72,6 +72,7 @@ def test_a_planted_fault_exceeds_rounding(
 
 
 @pytest.mark.parametrize("experts", ["", pytest.param(" mixtral ep2 alltoall", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_the_order_comparison_finds_a_fault_that_the_exact_one_misses(
     low_precision: dict[Precision, LowPrecisionComparer], experts: str
 ) -> None:

@@ -39,6 +39,7 @@ def planned(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ],
     ids=["dense", "experts", "fp8"],
 )
+@pytest.mark.nightly
 def test_the_layouts_start_with_their_flags_and_have_the_memory_of_a_dry_run(
     more: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pretrain
 from megatrain.config.environment import DEFAULT_PORT
 
 
+@pytest.mark.nightly
 def test_two_tasks_of_srun_train_together() -> None:
     job = {
         "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
