@@ -92,7 +92,7 @@ class ScheduleValues(LrDecay):
 
 ParamKind = Literal["matrix", "vector", "embedding", "positions", "output", "scale"]
 """Kind of a parameter: a matrix of a layer, a bias or norm, the token embedding (and a tied output layer), the learned
-position embedding, an untied output layer."""
+position embedding, an untied output layer; a scale of --qat, which is not trained."""
 
 _KINDS: Final[tuple[ParamKind, ...]] = get_args(ParamKind)
 _HIDDEN: Final = ("matrix", "output")
@@ -128,10 +128,11 @@ class LRGroups:
         return found
 
     def __str__(self) -> str:
-        names = {_KINDS: "all"}
-        return "; ".join(
-            f"{names.get(group.kinds, ', '.join(group.kinds))}: {group.lr:g}" for group in self.groups
-        )
+        return "; ".join(f"{_in_words(group.kinds)}: {group.lr:g}" for group in self.groups)
+
+
+def _in_words(kinds: tuple[ParamKind, ...]) -> str:
+    return "all" if kinds == _KINDS else ", ".join(kind for kind in kinds if kind != "scale")
 
 
 def group_learning_rates(

@@ -237,7 +237,7 @@ def test_a_plan_does_not_import_the_library(
         "--dry-run --world-size 4 --transformer-impl transformer_engine --bf16 --tensor-model-parallel-size 2"
         " --sequence-parallel --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --mock-data"
         " --tokenizer-type NullTokenizer --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --swiglu"
-        " --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
+        " --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --print-config full"
     )
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     assert pretrain.main(flags.split()) == 0
