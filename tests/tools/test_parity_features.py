@@ -102,7 +102,6 @@ BASES = (
         "pp2",
         "pp4",
         "pp4 mtp2",
-        "fp8tensorwise",
     ),
     *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
 )
@@ -129,8 +128,6 @@ REFUSED = {
     ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
     ("muon", "offload"): "muon offload",
     ("teacher", "zbv"): "pp2 zbv teacher",
-    ("fp8teacher", "zbv"): "pp2 zbv fp8tensorwise fp8teacher",
-    ("fp8teacher", "dualpipev"): "pp2 dualpipev fp8tensorwise fp8teacher",
     ("teacher", "dualpipev"): "pp2 dualpipev reverseteacher",
     ("mtprepeated", "globalauxloss"): "mixtral globalauxloss mtprepeated",
     ("mtprepeated", "severallosses"): "mixtral severallosses mtprepeated",

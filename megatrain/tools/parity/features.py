@@ -382,16 +382,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "distillation",
-        "distillation.export_kd_teacher_load distillation.kd_teacher_fp8",
+        "distillation.export_kd_teacher_load",
         Feature("noteacher"),
-        Feature(
-            "fp8teacher",
-            "--export-kd-teacher-load drawn --kd-teacher-fp8 --no-kd-skip-lm-loss",
-            needs=("fp8",),
-            excludes=tuple(
-                word_of_schedule(name) for name, traits in PIPELINE_SCHEDULES.items() if traits.is_v
-            ),
-        ),
         Feature(
             "teacher",
             {
