@@ -30,6 +30,7 @@ def losses(folder: Path, num_ranks: int, flags: str = "") -> dict[str, float]:
         nightly("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
     ],
 )
+@pytest.mark.nightly
 def test_the_loop_gives_the_same_losses_under_every_layout(
     tmp_path: Path, split: str, num_ranks: int
 ) -> None:

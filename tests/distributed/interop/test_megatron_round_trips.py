@@ -55,6 +55,7 @@ SHORT = "--global-batch-size 4 --eval-iters 0".split()
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in LAYOUTS]
 )
+@pytest.mark.nightly
 def test_a_run_goes_to_megatron_and_comes_back(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world_size, flags, expected = LAYOUTS[layout]
     ours, theirs, back = (tmp_path / name for name in ("ours", "theirs", "back"))

@@ -81,6 +81,7 @@ def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.mark.parametrize("layout", only({"tp2 dp2 pp2"}, LAYOUTS))
 @pytest.mark.parametrize("name", only({"int4"}, FORMATS))
+@pytest.mark.nightly
 def test_every_layout_trains_as_one_process(
     name: str, layout: str, reference: Callable[[str], list[float]], pool: WorkerPool, tmp_path: Path
 ) -> None:

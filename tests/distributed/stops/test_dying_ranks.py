@@ -130,6 +130,7 @@ def test_killed_at_any_moment_all_exit_and_checkpoints_are_intact(tmp_path: Path
         assert all(candidate.problem is None for candidate in find_checkpoints(save))
 
 
+@pytest.mark.nightly
 def test_a_long_pause_is_not_a_failure(tmp_path: Path) -> None:
     """One rank holds the GIL for six seconds, the other is stopped by a signal for six seconds."""
 
