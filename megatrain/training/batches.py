@@ -34,7 +34,7 @@ from megatrain.data.samples.user_dataset import build_user_datasets, first_diges
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
-from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
+from megatrain.training.family_samples import image_conversations, masked_samples, rewriting, with_mock_images
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.planning.packs import pack_loader
 
@@ -174,6 +174,7 @@ def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
         conversations=data.sft,
         packs_documents=data.pack_documents,
         mock_lengths=data.varlen_mock_dataset_config_json,
+        rewrite=rewriting(plan.config),
     )
 
 

@@ -1,4 +1,4 @@
-"""The samples of BERT, T5 and vision-language models, from the configuration of a run."""
+"""The samples of BERT, T5 and vision-language models, and of fill in the middle, from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatrain.data.images.pixels import require_pillow, tiling_of
 from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset
+from megatrain.data.samples.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.samples.masked_dataset import BERT_WORDS, T5_WORDS, MaskedSamples
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -46,6 +47,17 @@ def masked_samples(config: Config) -> MaskedSamples | None:
         words=replace(words, probability=data.mask_prob),
         vocabulary=mask_vocabulary(load_tokenizer(config.tokenizer), needs_sentinels=is_t5),
     )
+
+
+def rewriting(config: Config) -> FillInMiddle | None:
+    """Return what changes the ids of samples; None: nothing does.
+
+    Raises:
+        ConfigError: the tokenizer lacks a token that it needs.
+    """
+    if not config.data.fim_data:
+        return None
+    return fill_in_middle(config.data, load_tokenizer(config.tokenizer), config.training.seed)
 
 
 def with_mock_images(splits: SplitDatasets, config: Config) -> SplitDatasets:

@@ -92,11 +92,6 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Data and tokenizers
     missing(
-        "fill-in-the-middle data is not supported",
-        "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate= --fim-middle-token="
-        " --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample= --fim-suffix-token=",
-    ),
-    missing(
         "this shortcut for faster startup is not supported",
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",

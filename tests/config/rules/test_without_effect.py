@@ -12,6 +12,8 @@ CASES = [
      ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
     ("--model-family bert --eod-mask-loss --reset-position-ids", "",
      ("--eod-mask-loss", "--reset-position-ids", "--model-family bert or t5")),
+    ("--fim-rate 0.2 --fim-no-prefix x --fim-fragment-rate 0.1", "",
+     ("--fim-rate 0.2, --fim-fragment-rate 0.1, --fim-no-prefix x have no effect", "without --fim-data")),
     ("--qat-group-size 32", "", ("--qat-group-size 32", "--qat is int4")),
     ("--mamba-num-heads 8", "", ("--mamba-num-heads 8", "--model-family is hybrid")),
     ("--model-family hybrid --hybrid-layer-pattern *- --hybrid-mlp-ratio 0.5", "",
