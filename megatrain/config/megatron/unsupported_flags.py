@@ -96,7 +96,6 @@ UNSUPPORTED_FLAGS: Final = (
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
-    missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
         "--tokenizer-sentencepiece-legacy"

@@ -181,7 +181,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
     """BERT and T5: probability that a sample is cut for fewer tokens than it can hold."""
     fim_data: bool = setting(False, on_resume=ORDER, conflicts=_STORED_TEXT)
-    """Fill in the middle: move the middle of a document behind its end, with a probability. The random numbers of a sample depend on --seed and its number, in Megatron-LM on the order of reading."""
+    """Fill in the middle: move the middle of a document after its end, with a probability. The random numbers of a sample depend on --seed and its number, in Megatron-LM on the order of reading."""
     fim_rate: float = setting(0.5, at_least=0, at_most=1, on_resume=ORDER, needs=_FIM)
     """Probability that a document is rewritten."""
     fim_spm_rate: float = setting(0.5, at_least=0, at_most=1, on_resume=ORDER, needs=_FIM)

@@ -9,6 +9,12 @@ from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _SELECTIVE = conflict("training.recompute_granularity", "full", why=", since it is selective")
+_EVALUATED_AS_TRAINED = (
+    conflict("data.dataloader_type", "cyclic", why=", whose order depends on the micro-batch size"),
+    conflict("data.pack_documents", why=", whose micro-batches are packs"),
+    conflict("model.model_family", "vlm", why=", whose images are sent in micro-batches of one size"),
+    conflict("distillation.export_kd_teacher_load", why=", whose passes have --micro-batch-size samples"),
+)
 RecomputedModule = Literal["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "shared_experts", "moe_act"]
 
 
@@ -77,6 +83,10 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Global batches per evaluation. 0: no evaluation."""
     eval_global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per evaluation iteration. auto: --global-batch-size."""
+    eval_micro_batch_size: int = setting(
+        AUTO, at_least=1, unit="samples", taken_by=EVALUATION, conflicts=_EVALUATED_AS_TRAINED
+    )
+    """Samples per rank and pass in evaluation, which needs less memory than training. auto: --micro-batch-size."""
     start_eval_at_iter: int | None = setting(None, at_least=0, taken_by=EVALUATION)
     """First iteration at which to evaluate."""
     skip_train: bool = False
