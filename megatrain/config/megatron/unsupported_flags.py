@@ -66,8 +66,9 @@ UNSUPPORTED_FLAGS: Final = (
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
     ),
     missing(
-        "QK L2 norm and QK clipping are not supported",
-        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
+        "the largest attention scores are not known, since fused attention does not return them",
+        "--qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
+        instead="remove the flag; --qk-layernorm, --qk-l2-norm and --attn-logit-softcapping keep the scores small",
     ),
     missing(
         "this position embedding is not supported",
@@ -133,7 +134,11 @@ UNSUPPORTED_FLAGS: Final = (
         "--lion-beta1= --lion-beta2=",
         instead="remove the flag, and use --optimizer adam or sgd",
     ),
-    missing("freezing weights is not supported", "--freeze-all-layers"),
+    missing(
+        "a run that trains no weight is not supported",
+        "--freeze-all-layers",
+        instead="use `megatrain cache-logits`, which stores a teacher's outputs, or --eval-only for losses",
+    ),
     # Checkpoints
     missing(
         "overriding the number of the loaded iteration is not supported",

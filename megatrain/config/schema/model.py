@@ -119,6 +119,15 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Let attention and MLP of a layer both read its input, each through its norm, and add both outputs (GPT-NeoX). Not in Megatron-LM."""
     qk_layernorm: bool = False
     """Normalize queries and keys; with MLA the latents."""
+    qk_l2_norm: bool = setting(
+        False,
+        on_resume=FUNCTION,
+        conflicts=(
+            _excludes_latents("its norms are those of the latents"),
+            conflict("model.qk_layernorm", why=": both normalize queries and keys"),
+        ),
+    )
+    """Divide queries and keys of each head by the root of their mean square, without weights (Llama 4)."""
     qk_layernorm_width: Literal["head", "all_heads"] = setting(
         "head",
         needs=on("model.qk_layernorm"),

@@ -209,7 +209,7 @@ def _attention_bytes(workload: Workload, layout: Layout, part: AttentionSpec) ->
         latents = part.latent.kv_rank + part.latent.qk_rope_head_dim + (part.latent.query_rank or 0)
         heads = 0 if "mla_up_proj" in layout.modules else 2 * queries + values
         return 2 * (2 * latents + (heads + values) / tp)
-    twice = 2 if workload.plan.config.model.qk_layernorm else 1
+    twice = 1 if part.qk_norm == "none" else 2
     return 2 * (twice * (queries + keys) + keys + queries) / tp
 
 

@@ -93,6 +93,7 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
     },
     "norms": {
         "qknorm": "--qk-layernorm",
+        "qkl2norm": "--qk-l2-norm",
         "rmsnorm": "--normalization RMSNorm",
         "bothnorms": "--norm-position both",
     },
