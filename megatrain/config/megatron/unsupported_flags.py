@@ -157,7 +157,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this profiling option is not supported",
-        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-chakra --record-memory-history",
+        "--pytorch-profiler-collect-chakra",
     ),
     missing("OpenTelemetry is not supported", "--otel-enabled --otel-service-name= --otel-span-groups="),
 )

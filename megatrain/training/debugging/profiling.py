@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatrain.config import Plan
 from megatrain.config.errors import InputError
+from megatrain.training.debugging.cuda_records import MemoryHistory, NvtxRanges
 from megatrain.training.debugging.trace_summary import ITERATIONS, read_trace
 
 _MAX_SYNCHRONIZE_SECONDS = 30.0
@@ -51,6 +52,13 @@ class Profiling:
         self._has_stacks = logging.pytorch_profiler_collect_callstack
         self._profile: profile | None = None
         self._is_recording = False
+        self._has_ranges = logging.nvtx_ranges and self._device == "cuda"
+        self._ranges: NvtxRanges | None = None
+        self._log_interval = logging.log_interval
+        self._history: MemoryHistory | None = None
+        if logging.record_memory_history and self._device == "cuda" and rank in ranks:
+            file = Path(logging.memory_snapshot_path)
+            self._history = MemoryHistory(file.with_stem(f"{file.stem}{rank}") if len(ranks) > 1 else file)
 
     def start_message(self) -> str | None:
         """Return a message if the run starts after the iterations to profile."""
@@ -70,6 +78,9 @@ class Profiling:
         self._newest = iteration
         if self._is_profiled_rank and iteration == self._first <= self._last:
             self._synchronize()
+            if self._has_ranges:
+                self._ranges = NvtxRanges(has_shapes=self._has_shapes)
+                return
             activities = [ProfilerActivity.CPU]
             if self._device == "cuda":
                 activities.append(ProfilerActivity.CUDA)
@@ -88,6 +99,8 @@ class Profiling:
 
         A run that stops also stops the profiler, so that its last checkpoint is not recorded; `at_end` writes the trace.
         """
+        if self._history is not None and (is_stopping or iteration % self._log_interval == 0):
+            self._history.write()
         if self._is_done or (iteration < self._last and not is_stopping):
             return None
         self._stop()
@@ -110,10 +123,14 @@ class Profiling:
 
     def at_failure(self, error: BaseException) -> str | None:
         """Write the trace recorded so far when an exception ends the run; return the message to print."""
-        if self._profile is None:
+        if self._profile is None and self._history is None:
             return None
         self._others = []  # they are terminated, and most write no trace
         try:
+            if self._history is not None:
+                self._history.write()
+            if self._profile is None:
+                return None
             self._synchronize_with_timeout()
             return self._written(self._cut_short(type(error).__name__))
         except Exception as problem:  # noqa: BLE001 (the user has to see `error`)
@@ -134,7 +151,9 @@ class Profiling:
             self._profile.export_chrome_trace(str(self._file))
             self._profile = None
             lines = [f"> {message}: {self._file}", self._table()]
-        if self._others:
+        if self._has_ranges:
+            lines = [f"> {message}: as NVTX ranges, for Nsight Systems"]
+        elif self._others:
             label = "trace of rank" if len(self._others) == 1 else "traces of ranks"
             ranks = ", ".join(map(str, self._others))
             files = ", ".join(str(self._folder / f"rank{other}.json.gz") for other in self._others)
@@ -149,6 +168,10 @@ class Profiling:
 
     def _stop(self) -> None:
         """Stop the profiler."""
+        if self._ranges is not None:
+            self._synchronize()
+            self._ranges.stop()
+            self._ranges = None
         if self._profile is not None and self._is_recording:
             self._is_recording = False
             self._synchronize()

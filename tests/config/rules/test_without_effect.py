@@ -14,6 +14,8 @@ CASES = [
      ("--eod-mask-loss", "--reset-position-ids", "--model-family bert or t5")),
     ("--fim-rate 0.2 --fim-no-prefix x --fim-fragment-rate 0.1", "",
      ("--fim-rate 0.2, --fim-fragment-rate 0.1, --fim-no-prefix x have no effect", "without --fim-data")),
+    ("--nvtx-ranges --record-memory-history", "", ("--nvtx-ranges, --record-memory-history", "--device is cuda")),
+    ("--memory-snapshot-path m", "", ("--memory-snapshot-path m", "without --record-memory-history")),
     ("--qat-group-size 32", "", ("--qat-group-size 32", "--qat is int4")),
     ("--mamba-num-heads 8", "", ("--mamba-num-heads 8", "--model-family is hybrid")),
     ("--model-family hybrid --hybrid-layer-pattern *- --hybrid-mlp-ratio 0.5", "",
