@@ -9,7 +9,8 @@ sample depend on its number and the seed, so that a resumed run reads the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,16 +40,10 @@ class FillInMiddle:
     suffix: int
     pad: int
     """Id that fills a sample that has become shorter."""
-    split: int | None = None
+    split: int | None
     """Id at which documents are cut into pieces that are rewritten by themselves; None: they are not cut."""
-    rate: float
-    """Probability that a document is rewritten."""
-    fragment_rate: float
-    """Probability that a piece of a document is rewritten."""
-    spm_rate: float
-    """Probability of the suffix first, if it is."""
-    no_prefix: str | None = None
-    """Texts that start with this are left as they are."""
+    data: DataConfig
+    """Has the probabilities, and the beginning of texts that stay as they are."""
 
     def __call__(self, ids: Ids, number: int) -> Ids:
         """Return the rewritten ids of sample `number`."""
@@ -56,35 +51,16 @@ class FillInMiddle:
 
     def rewritten(self, ids: Ids, draws: np.random.RandomState) -> Ids:
         """Return the ids with random numbers from `draws`, cut or filled up to their length."""
-        found = [*self._documents(ids, draws)]
-        out = np.full(len(ids), self.pad, np.int64)
-        out[: len(found)] = found[: len(ids)]
-        return out
+        found = _by_pieces(ids, self.eod, lambda document: self._document(document, draws))
+        return np.array([*found, *[self.pad] * len(ids)][: len(ids)])
 
-    def _documents(self, ids: Ids, draws: np.random.RandomState) -> Iterator[int]:
-        """Yield the documents of a sample; an empty one is left out with its end."""
-        start = 0
-        for end in np.flatnonzero(ids == self.eod):
-            if end > start:
-                yield from self._document(ids[start:end], draws)
-                yield int(ids[end])
-            start = end + 1
-        yield from self._document(ids[start:], draws)
-
-    def _document(self, ids: Ids, draws: np.random.RandomState) -> Iterator[int]:
-        cuts = np.flatnonzero(ids == self.split)
-        if not len(cuts):
-            yield from self._rearranged(ids, self.rate, draws)
-        elif not draws.binomial(1, self.rate):
-            yield from map(int, ids)
-        else:
-            start = 0
-            for end in cuts:
-                if end > start:
-                    yield from self._rearranged(ids[start:end], self.fragment_rate, draws)
-                    yield int(ids[end])
-                start = end + 1
-            yield from self._rearranged(ids[start:], self.fragment_rate, draws)
+    def _document(self, ids: Ids, draws: np.random.RandomState) -> list[int]:
+        if not (ids == self.split).any():
+            return self._rearranged(ids, self.data.fim_rate, draws)
+        if not draws.binomial(1, self.data.fim_rate):
+            return ids.tolist()
+        rate = self.data.fim_rate if self.data.fim_fragment_rate is None else self.data.fim_fragment_rate
+        return _by_pieces(ids, self.split, lambda piece: self._rearranged(piece, rate, draws))
 
     def _rearranged(self, ids: Ids, rate: float, draws: np.random.RandomState) -> list[int]:
         """Return a text with its middle last, or as it is."""
@@ -92,13 +68,20 @@ class FillInMiddle:
             return ids.tolist()
         left_out = {*self.tokenizer.special_ids, self.prefix, self.middle, self.suffix, self.pad}
         text = self.tokenizer.decode([number for number in ids.tolist() if number not in left_out])
-        if self.no_prefix is not None and text.startswith(self.no_prefix):
+        if self.data.fim_no_prefix is not None and text.startswith(self.data.fim_no_prefix):
             return ids.tolist()
         first, last = sorted(draws.randint(0, len(text) + 1, size=2))
         prefix, middle, suffix = map(self.tokenizer.encode, (text[:first], text[first:last], text[last:]))
-        if draws.binomial(1, self.spm_rate):
+        if draws.binomial(1, self.data.fim_spm_rate):
             return [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
         return [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+
+
+def _by_pieces(ids: Ids, end: int | None, rewrite: Callable[[Ids], list[int]]) -> list[int]:
+    """Rewrite the pieces before each `end`, and the last one; an empty piece before an end is left out with it."""
+    *pieces, last = np.split(ids, np.flatnonzero(ids == end) + 1)
+    found = [[*rewrite(piece[:-1]), int(piece[-1])] for piece in pieces if len(piece) > 1]
+    return [*itertools.chain(*found), *rewrite(last)]
 
 
 def fill_in_middle(data: DataConfig, tokenizer: Tokenizer, seed: int) -> FillInMiddle:
@@ -132,8 +115,5 @@ def fill_in_middle(data: DataConfig, tokenizer: Tokenizer, seed: int) -> FillInM
         suffix=token("--fim-suffix-token", data.fim_suffix_token),
         pad=token("--fim-pad-token", data.fim_pad_token),
         split=None if data.fim_split_sample is None else token("--fim-split-sample", data.fim_split_sample),
-        rate=data.fim_rate,
-        fragment_rate=data.fim_rate if data.fim_fragment_rate is None else data.fim_fragment_rate,
-        spm_rate=data.fim_spm_rate,
-        no_prefix=data.fim_no_prefix,
+        data=data,
     )
