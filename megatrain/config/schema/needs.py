@@ -68,6 +68,11 @@ def none_of(path: str, *values: str, why: str = "") -> Need:
     return Need(words, (path,), lambda value_of: not _has(value_of(path), values))
 
 
+def differs(path: str, default: Any) -> Need:
+    """Need another value than the default."""
+    return Need("", (path,), lambda value_of: value_of(path) != default)
+
+
 def contains(path: str, text: str) -> Need:
     """Need a value that contains this text."""
 

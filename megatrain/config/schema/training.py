@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
+from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
+from megatrain.config.schema.needs import conflict, differs, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -163,6 +164,20 @@ class TrainingConfig(Section, on_resume=SAFE):
 HF_PREFIX: Final = "hf:"
 """Start of a path of --load or --pretrained-checkpoint that names a folder of transformers."""
 
+_NOT_COPIED: Final = tuple(
+    conflict(path, *values, when=when, why=", which Megatron-LM's format does not hold")
+    for path, values, when in (
+        ("optimizer.optimizer", ("sgd", "muon"), None),
+        ("model.model_family", ("vlm",), None),
+        ("model.spec", (), None),
+        *(
+            (path, (), differs(path, getattr(ModelConfig, name)))
+            for name in NOT_IN_MEGATRON
+            for path in (f"model.{name}",)
+        ),
+    )
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, on_resume=SAFE):
@@ -176,6 +191,10 @@ class CheckpointConfig(Section, on_resume=SAFE):
         None, at_least=1, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
     )
     """Load the checkpoint of this iteration. none: the newest valid one."""
+    also_save: Literal["torch_dist"] | None = setting(
+        None, needs=on("checkpoint.save"), conflicts=_NOT_COPIED
+    )
+    """Also copy each checkpoint to `torch_dist` in --save, in Megatron-LM's format of this name; a process of its own does it while the run trains. Not in Megatron-LM."""
     save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
     save_retain_interval: int | None = setting(

@@ -58,18 +58,18 @@ class FillInMiddle:
         if not (ids == self.split).any():
             return self._rearranged(ids, self.data.fim_rate, draws)
         if not draws.binomial(1, self.data.fim_rate):
-            return ids.tolist()
+            return list(map(int, ids))
         rate = self.data.fim_rate if self.data.fim_fragment_rate is None else self.data.fim_fragment_rate
         return _by_pieces(ids, self.split, lambda piece: self._rearranged(piece, rate, draws))
 
     def _rearranged(self, ids: Ids, rate: float, draws: np.random.RandomState) -> list[int]:
         """Return a text with its middle last, or as it is."""
         if not draws.binomial(1, rate):
-            return ids.tolist()
+            return list(map(int, ids))
         left_out = {*self.tokenizer.special_ids, self.prefix, self.middle, self.suffix, self.pad}
         text = self.tokenizer.decode([number for number in ids.tolist() if number not in left_out])
         if self.data.fim_no_prefix is not None and text.startswith(self.data.fim_no_prefix):
-            return ids.tolist()
+            return list(map(int, ids))
         first, last = sorted(draws.randint(0, len(text) + 1, size=2))
         prefix, middle, suffix = map(self.tokenizer.encode, (text[:first], text[first:last], text[last:]))
         if draws.binomial(1, self.data.fim_spm_rate):
