@@ -9,13 +9,13 @@ from megatrain.config import Config, Plan
 from megatrain.config.derive.vision import image_shape, sample_length, text_length, tokens_per_image
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import MASKED_FAMILIES
+from megatrain.data.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.images.build import ImageBuilder
 from megatrain.data.images.conversations import Encoder, ImageSamples, Unread
 from megatrain.data.images.pixels import require_pillow, tiling_of
 from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset
-from megatrain.data.samples.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.samples.masked_dataset import BERT_WORDS, T5_WORDS, MaskedSamples
 from megatrain.data.tokenizers.build import load_tokenizer

@@ -9,45 +9,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import IO
 
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.storage.disk import Disk
 
 
 class MegatronCopies:
-    """The copies of the checkpoints in a folder, on the rank that commits them."""
+    """The copies of the checkpoints in a folder, on the rank that commits them; the converter prints what it does."""
 
     def __init__(self, save: Path) -> None:
         self.save, self.folder = save, save / "torch_dist"
-        self._running: tuple[subprocess.Popen[bytes], IO[bytes]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self, checkpoint: Path) -> None:
         """Begin to copy a checkpoint; no other copy is being written."""
         for copy in self.folder.glob("iter_*"):
             if copy.name == checkpoint.name or not (self.save / copy.name).exists():
                 remove_whole(copy, Disk())
-        output = tempfile.TemporaryFile()  # noqa: SIM115 (`finish` closes it)
-        command = ["nice", sys.executable, "-m", "megatrain.tools.main", "convert", "megatrain-to-megatron"]
-        process = subprocess.Popen(
-            [*command, str(checkpoint), str(self.folder)],
-            env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=output,
-            stderr=output,
+        program = ["-m", "megatrain.tools.main", "convert", "megatrain-to-megatron", checkpoint, self.folder]
+        path = f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
+        self._process = subprocess.Popen(
+            ["env", path, "CUDA_VISIBLE_DEVICES=", "nice", sys.executable, *program]
         )
-        self._running = process, output
 
     def finish(self) -> str | None:
-        """Wait for the copy that is being written; return a line about it, None if there is none."""
-        if self._running is None:
+        """Wait for the copy that is being written; return a line if it failed."""
+        process, self._process = self._process, None
+        if process is None or process.wait() == 0:
             return None
-        (process, output), self._running = self._running, None
-        with output:
-            code = process.wait()
-            output.seek(0)
-            lines = output.read().decode(errors="replace").splitlines()
-        text = next((line for line in lines if line.startswith(f"{self.folder}/")), " ".join(lines[-2:]))
-        return f"> copied {text}" if code == 0 else f"> WARNING: no copy in {self.folder}: {text}"
+        return f"> WARNING: no copy for Megatron-LM in {self.folder}: its error stands above (exit code {process.returncode})"

@@ -23,7 +23,7 @@ from megatrain.interop.megatron.torch_dist import TorchDistFolder
 from megatrain.parallel.layout import Box, box_shape
 
 _MODEL: Final = re.compile(r"model\.(?:module\.)*(.+)")
-_SCHEDULE: Final = "opt_param_scheduler"
+_SCHEDULE: Final = "opt_param_scheduler."
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ class DcpFolder:
                 f"{self.path} has {stages} stages of a pipeline, whose layers have the same names",
                 fix="save it in Megatron-LM with --pipeline-model-parallel-size 1, or with --ckpt-format torch_dist",
             )
-        self.tensors: dict[str, _Tensor] = {}
-        for stored in folder.tensors:
-            if match := _MODEL.fullmatch(stored):
-                name = match[1]
-                if name.endswith("_w"):
-                    self._add(name[:-2], stored, f"{stored[:-2]}_v")
-                elif not name.endswith("_v"):
-                    self._add(name, stored)
+        matches = [match for match in map(_MODEL.fullmatch, folder.tensors) if match is not None]
+        self.tensors = {
+            match[1].removesuffix("_w"): self._joined(match[0])
+            for match in matches
+            if not match[1].endswith("_v")
+        }
 
     @classmethod
     def is_of(cls, folder: TorchDistFolder) -> bool:
@@ -84,22 +82,20 @@ class DcpFolder:
         """Return an object; `common_state` is put together from several."""
         if name != "common_state":
             return self._folder.object(name)
-        names = self._folder.object_names
-        state = {one: self._folder.object(one) for one in ("args", "iteration") if one in names}
-        schedule = [one for one in names if one.startswith(f"{_SCHEDULE}.")]
-        values = {one.partition(".")[2]: self._folder.object(one) for one in schedule}
-        return {**state, _SCHEDULE: values} if values else state
+        schedule = [one for one in self._folder.object_names if one.startswith(_SCHEDULE)]
+        values = {one.removeprefix(_SCHEDULE): self._folder.object(one) for one in schedule}
+        state = {one: self._folder.object(one) for one in ("args", "iteration")}
+        return {**state, "opt_param_scheduler": values}
 
     def close(self) -> None:
         """Free the chunks in memory."""
         self._folder.close()
 
-    def _add(self, name: str, *stored: str) -> None:
-        found = [self._folder.tensors.get(one) for one in stored]
-        first = found[0]
-        if first is None or any(one is None or one.shape != first.shape for one in found):
+    def _joined(self, stored: str) -> _Tensor:
+        names = (stored, f"{stored[:-2]}_v") if stored.endswith("_w") else (stored,)
+        first, last = (self._folder.tensors.get(name) for name in (stored, names[-1]))
+        if first is None or last is None or first.shape != last.shape:
             raise DamagedImportError(
-                f"{self.path}: {stored[-1]} is missing, or has another shape than {stored[0]}"
+                f"{self.path}: {names[-1]} is missing, or has another shape than {stored}"
             )
-        shape = (len(stored) * first.shape[0], *first.shape[1:])
-        self.tensors[name] = _Tensor(shape, first.dtype, stored)
+        return _Tensor((len(names) * first.shape[0], *first.shape[1:]), first.dtype, names)

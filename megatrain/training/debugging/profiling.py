@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.config import Plan
 from megatrain.config.errors import InputError
-from megatrain.training.debugging.cuda_records import MemoryHistory, NvtxRanges
 from megatrain.training.debugging.trace_summary import ITERATIONS, read_trace
 
+_MOST_ALLOCATIONS = 100_000
+"""Newest allocations and frees that --record-memory-history keeps."""
 _MAX_SYNCHRONIZE_SECONDS = 30.0
 """Timeout of a failed rank that waits for its GPU, which may itself wait for another rank."""
 
@@ -35,11 +37,10 @@ class Profiling:
     """
 
     def __init__(self, plan: Plan, *, rank: int, start: int) -> None:
-        logging = plan.config.logging
+        self._logging = logging = plan.config.logging
         ranks = sorted(set(logging.profile_ranks or (0,)))
         self._is_profiled_rank = logging.profile and rank in ranks
         self._first, self._last = max(logging.profile_step_start, start) + 1, logging.profile_step_end
-        self._is_enabled = logging.profile
         self._is_done = not logging.profile or self._first > self._last
         self._newest = start
         """Number of the newest iteration that has started."""
@@ -48,21 +49,19 @@ class Profiling:
         self._others = [other for other in ranks if other != rank]
         self._device = plan.config.training.device
         self._has_two_threads = plan.config.experts.overlap_moe_expert_parallel_comm
-        self._has_shapes = logging.record_shapes
-        self._has_stacks = logging.pytorch_profiler_collect_callstack
         self._profile: profile | None = None
         self._is_recording = False
         self._has_ranges = logging.nvtx_ranges and self._device == "cuda"
-        self._ranges: NvtxRanges | None = None
-        self._log_interval = logging.log_interval
-        self._history: MemoryHistory | None = None
+        self._ranges: emit_nvtx | None = None
+        self._history: Path | None = None
         if logging.record_memory_history and self._device == "cuda" and rank in ranks:
             file = Path(logging.memory_snapshot_path)
-            self._history = MemoryHistory(file.with_stem(f"{file.stem}{rank}") if len(ranks) > 1 else file)
+            self._history = file.with_stem(f"{file.stem}{rank}") if len(ranks) > 1 else file
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)  # noqa: SLF001 (its only name)
 
     def start_message(self) -> str | None:
         """Return a message if the run starts after the iterations to profile."""
-        if not self._is_enabled or self._first <= self._last:
+        if not self._logging.profile or self._first <= self._last:
             return None
         return (
             f"> --profile-step-end {self._last}: nothing is profiled, because the run resumes from iteration "
@@ -71,7 +70,7 @@ class Profiling:
 
     def is_boundary(self, iteration: int) -> bool:
         """Return whether any rank's profiling starts or ends after this iteration."""
-        return self._is_enabled and iteration in (self._first - 1, self._last)
+        return self._logging.profile and iteration in (self._first - 1, self._last)
 
     def before_iteration(self, iteration: int) -> None:
         """Start the profiler if `iteration` is the first one to profile."""
@@ -79,7 +78,9 @@ class Profiling:
         if self._is_profiled_rank and iteration == self._first <= self._last:
             self._synchronize()
             if self._has_ranges:
-                self._ranges = NvtxRanges(has_shapes=self._has_shapes)
+                torch.cuda.profiler.start()
+                self._ranges = emit_nvtx(record_shapes=self._logging.record_shapes)
+                self._ranges.__enter__()
                 return
             activities = [ProfilerActivity.CPU]
             if self._device == "cuda":
@@ -87,8 +88,8 @@ class Profiling:
             config = _ExperimentalConfig(profile_all_threads=self._has_two_threads)
             self._profile = profile(
                 activities=activities,
-                record_shapes=self._has_shapes,
-                with_stack=self._has_stacks,
+                record_shapes=self._logging.record_shapes,
+                with_stack=self._logging.pytorch_profiler_collect_callstack,
                 experimental_config=config,
             )
             self._profile.start()
@@ -99,8 +100,8 @@ class Profiling:
 
         A run that stops also stops the profiler, so that its last checkpoint is not recorded; `at_end` writes the trace.
         """
-        if self._history is not None and (is_stopping or iteration % self._log_interval == 0):
-            self._history.write()
+        if is_stopping or iteration % self._logging.log_interval == 0:
+            self._write_history()
         if self._is_done or (iteration < self._last and not is_stopping):
             return None
         self._stop()
@@ -127,8 +128,7 @@ class Profiling:
             return None
         self._others = []  # they are terminated, and most write no trace
         try:
-            if self._history is not None:
-                self._history.write()
+            self._write_history()
             if self._profile is None:
                 return None
             self._synchronize_with_timeout()
@@ -170,13 +170,20 @@ class Profiling:
         """Stop the profiler."""
         if self._ranges is not None:
             self._synchronize()
-            self._ranges.stop()
+            self._ranges.__exit__(None, None, None)
             self._ranges = None
+            torch.cuda.profiler.stop()
         if self._profile is not None and self._is_recording:
             self._is_recording = False
             self._synchronize()
             self._profile.add_metadata_json(ITERATIONS, json.dumps([self._first, self._newest]))
             self._profile.stop()
+
+    def _write_history(self) -> None:
+        """Write the newest allocations, if they are recorded."""
+        if self._history is not None:
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._history))  # noqa: SLF001 (its only name)
 
     def _synchronize(self) -> None:
         if self._device == "cuda":

@@ -16,8 +16,8 @@ import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.errors import InputError
 from megatrain.tools.main import main
-from megatrain.training.debugging import cuda_records, trace_summary
 from megatrain.training.debugging import profiling as profiling_module
+from megatrain.training.debugging import trace_summary
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.debugging.trace_summary import read_trace, summarize
 from megatrain.training.engine import Engine
@@ -264,7 +264,7 @@ def test_nvtx_ranges_and_the_history_of_memory_are_of_the_ranks_and_iterations_a
     for place, name in ((cuda, "synchronize"), (cuda.profiler, "start"), (cuda.profiler, "stop"),
                         (memory, "_record_memory_history"), (memory, "_dump_snapshot")):  # fmt: skip
         monkeypatch.setattr(place, name, lambda *_, name=name, **__: calls.append(name))
-    monkeypatch.setattr(cuda_records, "emit_nvtx", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(profiling_module, "emit_nvtx", lambda **_: contextlib.nullcontext())
     flags = {
         "--nvtx-ranges": "",
         "--record-memory-history": "",
@@ -277,7 +277,7 @@ def test_nvtx_ranges_and_the_history_of_memory_are_of_the_ranks_and_iterations_a
     plan = replace(plan, config=replace(plan.config, training=training))
     profiling = started(plan, rank=0)
     assert calls == ["_record_memory_history", "synchronize", "start"]
-    assert profiling._history.file.name == "memory0.pickle"
+    assert profiling._history.name == "memory0.pickle"
     assert profiling.after_iteration(2) is None
     assert calls.pop() == "_dump_snapshot"
     assert profiling.after_iteration(3) == "> profiled iterations 2 to 3: as NVTX ranges, for Nsight Systems"

@@ -13,8 +13,8 @@ from megatrain.config.derive.datasets import split_ranges
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.tokenizers.build import load_tokenizer
