@@ -12,19 +12,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.data.tokenizers.huggingface import LibraryTokenizer
 
-if TYPE_CHECKING:
-    from megatrain.config.schema.data import DataConfig
-
 Ids = npt.NDArray[np.int64]
+_TOKENS: Final = ("prefix", "middle", "suffix", "pad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +84,13 @@ def _by_pieces(ids: Ids, end: int | None, rewrite: Callable[[Ids], list[int]]) -
     return [*itertools.chain(*found), *rewrite(last)]
 
 
-def fill_in_middle(data: DataConfig, tokenizer: Tokenizer, seed: int) -> FillInMiddle:
+def fill_in_middle(data: DataConfig, config: TokenizerConfig, seed: int) -> FillInMiddle:
     """Return what --fim-data asks for.
 
     Raises:
         ConfigError: the tokenizer has no such token, or puts tokens around each text.
     """
+    tokenizer = load_tokenizer(config)
     if tokenizer.encode(""):
         raise ConfigError(
             "the tokenizer puts tokens around each text, and --fim-data would have them inside of documents",
@@ -110,10 +111,7 @@ def fill_in_middle(data: DataConfig, tokenizer: Tokenizer, seed: int) -> FillInM
         tokenizer=tokenizer,
         seed=seed,
         eod=tokenizer.eod if data.fim_eod_token is None else token("--fim-eod-token", data.fim_eod_token),
-        prefix=token("--fim-prefix-token", data.fim_prefix_token),
-        middle=token("--fim-middle-token", data.fim_middle_token),
-        suffix=token("--fim-suffix-token", data.fim_suffix_token),
-        pad=token("--fim-pad-token", data.fim_pad_token),
+        **{name: token(f"--fim-{name}-token", getattr(data, f"fim_{name}_token")) for name in _TOKENS},
         split=None if data.fim_split_sample is None else token("--fim-split-sample", data.fim_split_sample),
         data=data,
     )

@@ -23,6 +23,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
+from megatrain.data.fill_in_middle import fill_in_middle
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
@@ -34,7 +35,7 @@ from megatrain.data.samples.user_dataset import build_user_datasets, first_diges
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
-from megatrain.training.family_samples import image_conversations, masked_samples, rewriting, with_mock_images
+from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.planning.packs import pack_loader
 
@@ -174,7 +175,9 @@ def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
         conversations=data.sft,
         packs_documents=data.pack_documents,
         mock_lengths=data.varlen_mock_dataset_config_json,
-        rewrite=rewriting(plan.config),
+        rewrite=fill_in_middle(data, plan.config.tokenizer, plan.config.training.seed)
+        if data.fim_data
+        else None,
     )
 
 

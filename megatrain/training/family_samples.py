@@ -1,4 +1,4 @@
-"""The samples of BERT, T5 and vision-language models, and of fill in the middle, from the configuration of a run."""
+"""The samples of BERT, T5 and vision-language models, from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from megatrain.config import Config, Plan
 from megatrain.config.derive.vision import image_shape, sample_length, text_length, tokens_per_image
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import MASKED_FAMILIES
-from megatrain.data.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.images.build import ImageBuilder
 from megatrain.data.images.conversations import Encoder, ImageSamples, Unread
 from megatrain.data.images.pixels import require_pillow, tiling_of
@@ -47,17 +46,6 @@ def masked_samples(config: Config) -> MaskedSamples | None:
         words=replace(words, probability=data.mask_prob),
         vocabulary=mask_vocabulary(load_tokenizer(config.tokenizer), needs_sentinels=is_t5),
     )
-
-
-def rewriting(config: Config) -> FillInMiddle | None:
-    """Return what changes the ids of samples; None: nothing does.
-
-    Raises:
-        ConfigError: the tokenizer lacks a token that it needs.
-    """
-    if not config.data.fim_data:
-        return None
-    return fill_in_middle(config.data, load_tokenizer(config.tokenizer), config.training.seed)
 
 
 def with_mock_images(splits: SplitDatasets, config: Config) -> SplitDatasets:

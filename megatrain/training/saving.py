@@ -122,9 +122,11 @@ class RunSaves:
         try:
             with self._with_writer():
                 yield
-            self._end_copy()
+            self._copy(waits=self.progress.iteration >= self.plan.derived.train_iters)
         finally:
             self._end_removal()
+            if self._copies is not None:
+                self._copies.abandon()
 
     @contextlib.contextmanager
     def _with_writer(self) -> Iterator[None]:
@@ -261,8 +263,8 @@ class RunSaves:
             self._intact.add(path.resolve())
             self._remove_older(save)
             if self._copies is not None and save.is_committing and save.folder == self._copies.save:
-                self._end_copy()
-                self._copies.begin(path)
+                self._copies.waiting = path
+                self._copy(waits=False)
             self.on_commit(times)
 
     def _remove_older(self, save: Save) -> None:
@@ -278,13 +280,12 @@ class RunSaves:
                 remove_older, save.folder, save.iteration, rule, Disk(), intact=set(self._intact)
             )
 
-    def _end_copy(self) -> None:
-        """Wait for the copy for Megatron-LM that is being written, if there is one, and print what it did."""
+    def _copy(self, *, waits: bool) -> None:
+        """Begin the next copy for Megatron-LM, or wait for the last one, and print those that failed."""
         if self._copies is not None:
             with self._stalling("copying a checkpoint for Megatron-LM"):
-                line = self._copies.finish()
-            if line is not None:
-                self.ranks.console.print(line)
+                for line in self._copies.advance(waits=waits):
+                    self.ranks.console.print(line)
 
     def _end_removal(self) -> None:
         """Wait for the removal of older checkpoints, if there is one, and print what it did."""

@@ -17,7 +17,6 @@ from megatrain.data.fill_in_middle import FillInMiddle, fill_in_middle
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
-from megatrain.data.tokenizers.build import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,7 @@ def config_of(golden: Path, special: list[str]) -> TokenizerConfig:
 
 def middle_of(golden: Path, special: list[str], seed: int, options: dict[str, Any]) -> FillInMiddle:
     data = DataConfig(seq_length=8, fim_data=True, **options)
-    return fill_in_middle(data, load_tokenizer(config_of(golden, special)), seed)
+    return fill_in_middle(data, config_of(golden, special), seed)
 
 
 def samples_of(golden: Path, case: dict[str, Any], rewrite: Callable[..., Any] | None) -> GPTDataset:

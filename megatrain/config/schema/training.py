@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import conflict, differs, either, none_of, on, one_of
+from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -164,18 +164,15 @@ class TrainingConfig(Section, on_resume=SAFE):
 HF_PREFIX: Final = "hf:"
 """Start of a path of --load or --pretrained-checkpoint that names a folder of transformers."""
 
-_NOT_COPIED: Final = tuple(
-    conflict(path, *values, when=when, why=", which Megatron-LM's format does not hold")
-    for path, values, when in (
-        ("optimizer.optimizer", ("sgd", "muon"), None),
-        ("model.model_family", ("vlm",), None),
-        ("model.spec", (), None),
-        *(
-            (path, (), differs(path, getattr(ModelConfig, name)))
-            for name in NOT_IN_MEGATRON
-            for path in (f"model.{name}",)
-        ),
-    )
+_NOT_HELD: Final = ", which Megatron-LM's format does not hold"
+_NOT_COPIED: Final = (
+    conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
+    conflict("model.model_family", "vlm", why=_NOT_HELD),
+    conflict("model.spec", why=_NOT_HELD),
+    *(
+        conflict(f"model.{name}", when=none_of(f"model.{name}", getattr(ModelConfig, name)), why=_NOT_HELD)
+        for name in NOT_IN_MEGATRON
+    ),
 )
 
 

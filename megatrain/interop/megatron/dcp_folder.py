@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
-from megatrain.interop.megatron.inert_pickle import Record
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
 from megatrain.parallel.layout import Box, box_shape
 
@@ -45,19 +44,17 @@ class DcpFolder:
 
     def __init__(self, folder: TorchDistFolder) -> None:
         self._folder, self.path, self.checksum = folder, folder.path, folder.checksum
-        arguments = self.object("args")
-        fields = arguments.state if isinstance(arguments, Record) else {}
-        stages = fields.get("pipeline_model_parallel_size", 1)
+        fields = getattr(self.object("args"), "state", None)
+        stages = fields.get("pipeline_model_parallel_size", 1) if isinstance(fields, dict) else 1
         if stages != 1:
             raise MismatchError(
-                f"{self.path} has {stages} stages of a pipeline, whose layers have the same names",
+                f"{self.path} has {str(stages)[:20]} stages of a pipeline, whose layers have the same names",
                 fix="save it in Megatron-LM with --pipeline-model-parallel-size 1, or with --ckpt-format torch_dist",
             )
-        matches = [match for match in map(_MODEL.fullmatch, folder.tensors) if match is not None]
         self.tensors = {
             match[1].removesuffix("_w"): self._joined(match[0])
-            for match in matches
-            if not match[1].endswith("_v")
+            for match in map(_MODEL.fullmatch, folder.tensors)
+            if match is not None and not match[1].endswith("_v")
         }
 
     @classmethod
@@ -94,7 +91,7 @@ class DcpFolder:
     def _joined(self, stored: str) -> _Tensor:
         names = (stored, f"{stored[:-2]}_v") if stored.endswith("_w") else (stored,)
         first, last = (self._folder.tensors.get(name) for name in (stored, names[-1]))
-        if first is None or last is None or first.shape != last.shape:
+        if first is None or last is None or not first.shape or first.shape != last.shape:
             raise DamagedImportError(
                 f"{self.path}: {names[-1]} is missing, or has another shape than {stored}"
             )

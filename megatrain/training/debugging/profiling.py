@@ -21,8 +21,6 @@ from megatrain.config import Plan
 from megatrain.config.errors import InputError
 from megatrain.training.debugging.trace_summary import ITERATIONS, read_trace
 
-_MOST_ALLOCATIONS = 100_000
-"""Newest allocations and frees that --record-memory-history keeps."""
 _MAX_SYNCHRONIZE_SECONDS = 30.0
 """Timeout of a failed rank that waits for its GPU, which may itself wait for another rank."""
 
@@ -57,7 +55,7 @@ class Profiling:
         if logging.record_memory_history and self._device == "cuda" and rank in ranks:
             file = Path(logging.memory_snapshot_path)
             self._history = file.with_stem(f"{file.stem}{rank}") if len(ranks) > 1 else file
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)  # noqa: SLF001 (its only name)
+            torch.cuda.memory._record_memory_history(max_entries=100_000)  # noqa: SLF001 (its only name)
 
     def start_message(self) -> str | None:
         """Return a message if the run starts after the iterations to profile."""

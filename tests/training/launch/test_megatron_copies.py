@@ -44,17 +44,37 @@ def test_a_copy_that_fails_is_a_warning_with_its_reason(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho error: $6 does not exist >&2\nexit 2\n")
+    program.write_text("#!/bin/sh\necho error: $5 does not exist >&2\nexit 2\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     copies = MegatronCopies(tmp_path)
-    copies.begin(tmp_path / "iter_0000003")
-    line = copies.finish()
-    assert line is not None
-    assert line.startswith(f"> WARNING: no copy for Megatron-LM in {tmp_path}/torch_dist: ")
-    assert line.endswith("(exit code 2)")
-    assert capfd.readouterr().err == f"error: {tmp_path}/torch_dist does not exist\n"
-    assert copies.finish() is None
+    copies.waiting = tmp_path / "iter_0000003"
+    (line,) = copies.advance(waits=True)
+    assert line == f"> WARNING: no copy in {tmp_path}/torch_dist: the error stands above (exit code 2)"
+    assert capfd.readouterr().err == f"error: {tmp_path}/iter_0000003 does not exist\n"
+    assert not [*copies.advance(waits=True)]
+
+
+def test_the_newest_checkpoint_waits_for_a_copy_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho $5 >> $6/begun; until [ -e $6/end ]; do sleep 0.02; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    copies = MegatronCopies(tmp_path)
+    copies.folder.mkdir()
+    for name in ("first", "second", "third"):
+        copies.waiting = tmp_path / name
+        assert not [*copies.advance(waits=False)]
+    (copies.folder / "end").touch()
+    assert not [*copies.advance(waits=True)]
+    begun = (copies.folder / "begun").read_text().split()
+    assert begun == [str(tmp_path / "first"), str(tmp_path / "third")]
+    (copies.folder / "end").unlink()
+    copies.waiting = tmp_path / "fourth"
+    assert not [*copies.advance(waits=False)]
+    copies.abandon()
 
 
 @pytest.mark.parametrize(
