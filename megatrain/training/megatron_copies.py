@@ -49,13 +49,7 @@ class MegatronCopies:
         for copy in self.folder.glob("iter_*"):
             if copy.name == self.waiting.name or not (self.save / copy.name).exists():
                 remove_whole(copy, Disk())
-        program = [
-            "-m",
-            "megatrain.tools.main",
-            "convert",
-            "megatrain-to-megatron",
-            self.waiting,
-            self.folder,
-        ]
+        program = ["-m", "megatrain.tools.main", "convert", "megatrain-to-megatron"]
         path = f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
-        return subprocess.Popen(["env", path, "CUDA_VISIBLE_DEVICES=", "nice", sys.executable, *program])
+        command = ["env", path, "CUDA_VISIBLE_DEVICES=", "nice", sys.executable, *program]
+        return subprocess.Popen([*command, str(self.waiting), str(self.folder)])
