@@ -45,7 +45,7 @@ _STORED_TEXT: Final = (
     conflict("data.sft"),
     conflict("data.pack_documents"),
     conflict("tokenizer.tokenizer_type", "NullTokenizer", why=", whose ids have no text"),
-    conflict("data.dataloader_inter_document_masking", why=": rewritten text has other borders"),
+    conflict("data.dataloader_inter_document_masking", why=": rewritten text has other boundaries"),
     conflict(
         "model.model_family", *MASKED_FAMILIES, "vlm", why=", which predicts other tokens than the next one"
     ),
