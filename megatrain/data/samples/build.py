@@ -196,7 +196,8 @@ class SplitBuilder:
                 builds[name, None] = partial(split_of, sources, parts, weights)
         built = dict(zip(builds, all_built(builds.values()), strict=True))
         named = {label: built[name, label] for name, label in built if label is not None}
-        return SplitDatasets(*(built.get((name, None)) for name in SPLIT_NAMES), named_valid=named)
+        train, valid, test = (built.get((name, None)) for name in SPLIT_NAMES)
+        return SplitDatasets(train, valid, test, named)
 
     def with_phases(
         self, splits: SplitDatasets, phases: Sequence[PhaseSamples], split: str, plans: SamplePlans
@@ -261,7 +262,7 @@ class SplitBuilder:
                 wanted = getattr(plans, name)
                 builds[name] = partial(self._build_split, sources, parts, weights, wanted, plans.seed, name)
         built = dict(zip(builds, all_built(builds.values()), strict=True))
-        return SplitDatasets(*map(built.get, SPLIT_NAMES))
+        return SplitDatasets(built.get("train"), built.get("valid"), built.get("test"))
 
     def _num_units(self, source: SequenceSource) -> int:
         """Return the number of what --split divides: documents of sentences, or sequences."""

@@ -56,10 +56,10 @@ class NotCachedError(Exception):
 
 
 class Share(NamedTuple):
-    """The missing indices that one of `count` processes builds: of each kind every `count`-th, from `number` on."""
+    """The missing indices that one of several processes builds: of each kind every `count`-th, from `number` on."""
 
     number: int
-    count: int
+    num_processes: int
 
 
 EVERYTHING: Final = Share(0, 1)
@@ -107,7 +107,7 @@ class IndexCache:
     def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Return the arrays of a key (any JSON), read-only if they come from a file."""
         assert self.folder is not None, "ask `should_cache` first"
-        is_own = self._num_asked[kind] % self._share.count == self._share.number
+        is_own = self._num_asked[kind] % self._share.num_processes == self._share.number
         self._num_asked[kind] += 1
         text = json.dumps({"kind": kind, **key}, sort_keys=True)
         path = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.index"
