@@ -28,7 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
 from megatrain.data.preprocess.flags import add_tokenizer_flags
-from megatrain.data.samples.build import BuiltIndex, Outcome, SplitDatasets
+from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import MaskedSample, Sample, SampleDataset, TokenSpan
 from megatrain.data.samples.index_cache import NotCachedError, Share
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
@@ -183,7 +183,7 @@ def run_index(arguments: argparse.Namespace) -> int:
     heading = ("split", "seed", "sequences", "tokens", "epochs", "samples", "seconds", "", "dataset")
     print(_ROW.format(*heading), flush=True)
     num_processes = _num_processes(facts)
-    num_built, outcomes = _build_shares(plan, facts, num_processes), list[Outcome]()
+    num_built, outcomes = _build_shares(plan, facts, num_processes), list[str]()
 
     def report(built: BuiltIndex) -> None:
         outcomes.append(built.outcome)
@@ -229,7 +229,7 @@ def _build_shares(plan: Plan, facts: Facts, num_processes: int) -> int:
         process.start()
     for process in processes:
         process.join()
-    return count.value
+    return int(count.value)
 
 
 _SEQUENCES_OF_A_PROCESS: Final = 1 << 20
