@@ -240,4 +240,6 @@ class BlendedDataset:
         """Return the dataset of sample k, and the sample's index in it."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        return self.datasets[int(self.index.dataset_index[k])], int(self.index.dataset_sample_index[k])
+        return self.datasets[int(self.index.dataset_index.take(k))], int(
+            self.index.dataset_sample_index.take(k)
+        )
