@@ -284,15 +284,20 @@ def _shares(ranks: Ranks, plan: Plan) -> list[Share | None]:
     if data.dataset is not None or data.image_data_path:  # are built as a whole
         own_turn = 0 if ranks.is_main else 1 if ranks.local_rank == 0 else 2
         return [None] * own_turn + [EVERYTHING] * (3 - own_turn)
-    lists = grid_shape(plan).rank_lists("pp")
-    stages = [stage for stage in range(len(lists[0])) if _reads_samples(plan, stage)]
-    readers = sorted(members[stage] for members in lists for stage in stages)
+    readers = _reading_ranks(plan)
     if ranks.grid.rank not in readers:
         return [None] * (2 * _TURNS_OF_A_SHARE + 1)
     first = ranks.grid.rank - ranks.local_rank
     here = [rank for rank in readers if first <= rank < first + (ranks.facts.ranks_per_node or 1)]
     shares = [Share(members.index(ranks.grid.rank), len(members)) for members in (readers, here)]
     return [*(share for share in shares for _ in range(_TURNS_OF_A_SHARE)), EVERYTHING]
+
+
+def _reading_ranks(plan: Plan) -> list[int]:
+    """Return the ranks that read samples, in ascending order."""
+    lists = grid_shape(plan).rank_lists("pp")
+    stages = [stage for stage in range(len(lists[0])) if _reads_samples(plan, stage)]
+    return sorted(members[stage] for members in lists for stage in stages)
 
 
 def _progress_report(log: Callable[[str], None]) -> Callable[[BuiltIndex], None]:

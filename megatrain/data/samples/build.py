@@ -177,6 +177,12 @@ class SplitBuilder:
             blend = blends["all"]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             return self._divide(sources, blend.weights, split, plans)
+        return self._build_apart(blends, plans, named_valid)
+
+    def _build_apart(
+        self, blends: Mapping[str, Blend], plans: SamplePlans, named_valid: Sequence[str] | None
+    ) -> SplitDatasets:
+        """Build splits that have datasets of their own."""
         builds: dict[tuple[str, str | None], Callable[[], SampleDataset]] = {}
         for name in SPLIT_NAMES:
             wanted = getattr(plans, name)

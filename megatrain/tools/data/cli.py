@@ -220,7 +220,7 @@ def _build_shares(plan: Plan, facts: Facts, num_processes: int) -> int:
                     count.value += 1
                     print(_row(built), flush=True)
 
-        # What another process builds, and errors, which the caller has too.
+        # Another process builds the rest; errors are raised again by the caller, which builds all.
         with contextlib.suppress(NotCachedError, MegatrainError):
             build_samples(plan, facts, log_to_stderr, report, share=Share(number, num_processes))
 

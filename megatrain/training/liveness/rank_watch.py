@@ -283,7 +283,7 @@ class RankWatch:
 
 
 def seconds_to_spread(world_size: int) -> float:
-    """Return the time over which ranks spread their connections: that of the server to accept them, whatever the kernel queues."""
+    """Return the time over which ranks spread their connections: that of the server to accept them, as a kernel may queue few."""
     return 0.0 if world_size < _MIN_RANKS_TO_SPREAD else world_size * _SECONDS_FOR_A_RANK
 
 
