@@ -1,7 +1,7 @@
 """The sharded optimizer: this rank owns the master weights and the optimizer state of its shard of every bucket.
 
     gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on master weights -> cast to weights -> all-gather
-                                                (Muon on matrices, if enabled)
+                                                (Muon on matrices, if enabled)       └> their average, if enabled
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
 it every rank owns everything. If weights and master weights have the same dtype, they share memory. The state of the
@@ -22,7 +22,7 @@ from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon
 from megatrain.optim.offload import HostUpdates, num_offloaded, zeros_on_host
-from megatrain.optim.update_rules import UpdateRule
+from megatrain.optim.update_rules import EMA, UpdateRule, update_average
 from megatrain.parallel.buckets import BucketParam, Shard
 from megatrain.parallel.data_parallel import DataParallel, FlatBuffers
 from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
@@ -78,6 +78,7 @@ class ShardedOptimizer:
         clip_grad: largest norm of all gradients together; 0: no clipping.
         master_dtype: dtype of master weights.
         moment_dtypes: dtype of the rule's state by kind; default: `master_dtype`.
+        ema_decay: decay of the exponential moving average of master weights; 0: there is none.
         offload_fraction: fraction of the elements whose state is in host memory, in whole buckets; 0 with `muon`.
     """
 
@@ -90,12 +91,14 @@ class ShardedOptimizer:
         clip_grad: float,
         master_dtype: torch.dtype,
         moment_dtypes: Mapping[str, torch.dtype] | None = None,
+        ema_decay: float = 0.0,
         offload_fraction: float = 0.0,
     ) -> None:
         self.parallel = parallel
         self.buffers = parallel.buffers
         self.rule = rule
         self.muon = muon
+        self.ema_decay = ema_decay
         self.clip_grad = clip_grad
         self.master_dtype = master_dtype
         self.step_count = 0
@@ -132,13 +135,17 @@ class ShardedOptimizer:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of state per element, by their names in checkpoints; the master weight comes first."""
-        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)))
+        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)), *self._averages)
+
+    @property
+    def _averages(self) -> tuple[str, ...]:
+        return (EMA,) if self.ema_decay > 0 else ()
 
     def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""
         if self.muon is not None and layout.group.is_matrix:
-            return (WEIGHT, self.muon.kind)
-        return (WEIGHT, *self.rule.kinds) if layout.is_trained else (WEIGHT,)
+            return (WEIGHT, self.muon.kind, *self._averages)
+        return (WEIGHT, *self.rule.kinds, *self._averages) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
         """Return one flat tensor per shard of the buffers, with the elements that have this kind of state."""
@@ -192,10 +199,7 @@ class ShardedOptimizer:
             gradient_scale: factor by which the gradients in the buffers are too large.
             is_finite: bool [] on the device; False: nothing is updated.
         """
-        self.parallel.wait_for_weights()  # an all-gather of the last step may still read them
-        if self.state_copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.state_copied)
-            self.state_copied = None
+        self.wait_for_readers()
         self.step_count += 1
         shards = self._updates(hyperparams, norm, gradient_scale, is_finite)
         if self.muon is not None:
@@ -212,6 +216,13 @@ class ShardedOptimizer:
                 self._update(self.num_on_device + number, self.host_updates.wait(number))
                 self.host_updates.send_weights(number)
                 self.parallel.all_gather_weights(self.num_on_device + number)
+
+    def wait_for_readers(self) -> None:
+        """Wait for all-gathers of weights and copies of the state, before the state changes."""
+        self.parallel.wait_for_weights()
+        if self.state_copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.state_copied)
+            self.state_copied = None
 
     def _updates(
         self, hyperparams: Hyperparams, norm: Tensor, gradient_scale: float, is_finite: Tensor | None
@@ -241,9 +252,11 @@ class ShardedOptimizer:
         ]
 
     def _update(self, number: int, shard: FlatUpdate) -> None:
-        """Apply the rule to all elements that Muon does not update."""
+        """Apply the rule to all elements that Muon does not update, and then update the average."""
         moments = {kind: self.moments[kind][number] for kind in self.rule.kinds}
         self.rule.update(shard.from_element(self._muon_sizes[number]), moments, self.step_count)
+        if self.ema_decay > 0:
+            update_average(shard, self.moments[EMA][number], self.ema_decay, self.step_count)
 
     def _zeros(self, kind: str, number: int, dtype: torch.dtype) -> Tensor:
         """Allocate a kind of state of a shard, in the memory of its master weights."""
@@ -255,10 +268,10 @@ class ShardedOptimizer:
     def _region(self, kind: str, number: int) -> slice:
         """Return the elements of a shard that have a kind of state."""
         muon_size, size = self._muon_sizes[number], self.master_weights[number].numel()
-        if kind == WEIGHT:
-            return slice(0, size)
-        if not self.buffers.buckets[number].is_trained:
+        if kind != WEIGHT and not self.buffers.buckets[number].is_trained:
             return slice(0, 0)
+        if kind in (WEIGHT, EMA):
+            return slice(0, size)
         return slice(muon_size, size) if kind in self.rule.kinds else slice(0, muon_size)
 
     def _counted_here(self, shard: Shard) -> Iterator[slice]:

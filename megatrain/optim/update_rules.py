@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
 from megatrain.kernels.optimizer.sgd import sgd
 from megatrain.kernels.optimizer.shard_update import FlatUpdate
+
+EMA: Final = "ema"
+"""The kind of state that is the exponential moving average of master weights, by its name in checkpoints."""
 
 
 class UpdateRule(Protocol):
@@ -61,3 +64,12 @@ class SgdRule:
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
         """See `UpdateRule`."""
         sgd(shard, moments["momentum_buffer"], momentum=self.momentum)
+
+
+def update_average(shard: FlatUpdate, average: Tensor, decay: float, step: int) -> None:
+    """Move an exponential moving average towards master weights that are updated; that of step 1 is the weights themselves.
+
+    As `torch.optim.swa_utils.get_ema_multi_avg_fn` does. A step that is not finite leaves the average as it is.
+    """
+    weight = shard.is_finite.to(average.dtype) * (1.0 - decay)
+    average.lerp_(shard.master, torch.ones_like(weight) if step == 1 else weight)

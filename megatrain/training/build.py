@@ -180,6 +180,7 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
         clip_grad=optimizer.clip_grad,
         master_dtype=getattr(torch, plan.derived.master_dtype),
         moment_dtypes=_optimizer_state_dtypes(plan),
+        ema_decay=optimizer.ema_decay,
         offload_fraction=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
     )
 

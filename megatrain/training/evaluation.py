@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from megatrain.config.subjects.data_plans import evaluations
+from megatrain.optim.averaged_weights import averaged_weights
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
@@ -95,7 +97,9 @@ class Evaluation:
             NotFiniteError: on all ranks; a loss is infinite or NaN.
         """
         found: dict[EvaluationSet, dict[str, float]] = {}
-        with self.ranks.phases.heartbeat("evaluating"):
+        optimizer = self.engine.optimizer
+        weights = averaged_weights(optimizer) if self.plan.config.training.eval_with_ema else nullcontext()
+        with weights, self.ranks.phases.heartbeat("evaluating"):
             for evaluation_set in self.sets:
                 if evaluation_set.split in splits:
                     values, reason = self._values(evaluation_set)

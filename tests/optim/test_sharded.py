@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from megatrain.optim.averaged_weights import averaged_weights
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
@@ -18,7 +20,9 @@ ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
 HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.03})
 
 
-def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
+def _optimizer(
+    dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW, ema_decay: float = 0.0
+) -> ShardedOptimizer:
     """Return an optimizer of a matrix of two pieces, a vector that does not decay, and an embedding."""
     module = ShardedModule()
     for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
@@ -42,7 +46,9 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
         device=torch.device("cpu"),
     )
     parallel = DataParallel(buffers, grid)
-    optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, master_dtype=torch.float32)
+    optimizer = ShardedOptimizer(
+        parallel, rule, clip_grad=clip_grad, ema_decay=ema_decay, master_dtype=torch.float32
+    )
     optimizer.fill("weight", InitialWeights(1))
     optimizer.sync_model_weights()
     return optimizer
@@ -90,6 +96,31 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
         optimizer.step(HYPERPARAMS, norm=norm, gradient_scale=gradient_scale)
     for name, view in _views(optimizer).items():
         torch.testing.assert_close(view, theirs[name].data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_torchs_and_changes_places_with_the_weights(dtype: torch.dtype) -> None:
+    optimizer, without = _optimizer(dtype, ema_decay=0.75), _optimizer(dtype)
+    (master,) = optimizer.state("weight")
+    model = torch.nn.Module()
+    model.register_parameter("master", torch.nn.Parameter(master))
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    for step, is_finite in enumerate((True, True, False, True)):
+        for one in (optimizer, without):
+            one.buffers.gradients.shards[0].copy_(
+                torch.randn(master.shape, generator=torch.Generator().manual_seed(step))
+            )
+            one.step(HYPERPARAMS, norm=torch.tensor(1.0), is_finite=torch.tensor(is_finite))
+        if is_finite:
+            expected.update_parameters(model)
+    assert torch.equal(master, without.state("weight")[0])
+    (average,) = optimizer.state("ema")
+    assert torch.equal(average, expected.module.master)
+    before = {name: view.clone() for name, view in _views(optimizer).items()}
+    with averaged_weights(optimizer):
+        assert torch.equal(optimizer.buffers.weights.full[0], expected.module.master.to(dtype))
+    assert all(torch.equal(view, before[name]) for name, view in _views(optimizer).items())
+    assert torch.equal(average, expected.module.master)
 
 
 def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:

@@ -89,6 +89,8 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
+    ema_decay: float = setting(0.0, at_least=0, below=1, on_resume=OPTIMIZER_STATE)
+    """Keep an exponential moving average of the master weights with this decay per iteration: one more state of each trained parameter, sharded and saved with the others. 0: none. Not in Megatron-LM."""
     clip_grad: float = setting(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: no clipping."""
 

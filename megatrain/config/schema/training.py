@@ -96,6 +96,27 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Only evaluate the checkpoint of --load, on the samples of its last evaluation, with all its settings that are not given: model, tokenizer, data, batch sizes, precision. Not in Megatron-LM."""
     eval_at_start: bool = False
     """Also evaluate before the first iteration, on the samples of the first evaluation. Not in Megatron-LM."""
+    eval_with_ema: bool = setting(
+        False,
+        needs=on("optimizer.ema_decay"),
+        conflicts=(
+            *(
+                conflict(
+                    path,
+                    why=": the run loads the weights alone",
+                    fix="write the average as a checkpoint with megatrain checkpoint average --ema, and --load it",
+                )
+                for path in ("training.eval_only", "training.skip_train")
+            ),
+            conflict(
+                "precision.fp8_param_gather",
+                when=one_of("precision.fp8_recipe", "delayed"),
+                why=": delayed scales follow from all weights that are sent",
+                fix="remove --fp8-param-gather, or use --fp8-recipe tensorwise",
+            ),
+        ),
+    )
+    """Evaluate the average of --ema-decay in place of the weights. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only deterministic operations, although some are slower. Always so on a CPU."""
     require_parity: bool = False

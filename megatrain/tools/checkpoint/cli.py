@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from megatrain.tools.checkpoint.average import average
 from megatrain.tools.checkpoint.contents import diff, inspect
 from megatrain.tools.checkpoint.folders import ls, prune, verify
 from megatrain.tools.checkpoint.rewrite import export_weights, reshard
@@ -28,6 +29,7 @@ def add_flags(commands: Any) -> None:
         diff: "name the tensors that differ, with their largest differences",
         prune: "remove older checkpoints",
         reshard: "write a checkpoint again, with another number of files",
+        average: "write the mean of the weights of several checkpoints as a checkpoint of weights alone",
         export_weights: "write the weights as plain safetensors files with an index",
     }
     parsers = {}
@@ -43,6 +45,14 @@ def add_flags(commands: Any) -> None:
     for name in ("reshard", "export-weights"):
         parsers[name].add_argument("source", metavar="PATH", help=RUN_FOLDER)
         parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
+    parsers["average"].add_argument("sources", metavar="PATH", nargs="+", help=RUN_FOLDER)
+    parsers["average"].add_argument("target", metavar="TARGET", help="folder to write to")
+    parsers["average"].add_argument(
+        "--last", type=int, metavar="N", help="the newest N checkpoints of the one PATH (default: the newest)"
+    )
+    parsers["average"].add_argument(
+        "--ema", action="store_true", help="take the averages of --ema-decay in place of the weights"
+    )
     for name in ("ls", "inspect"):
         parsers[name].add_argument("--json", action="store_true", help="print JSON")
     parsers["inspect"].add_argument(

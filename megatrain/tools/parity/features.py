@@ -483,6 +483,12 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
         Feature("momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "muon")),
     ),
     _option(
+        "average of weights",
+        "optimizer.ema_decay training.eval_with_ema",
+        Feature("unaveraged"),
+        Feature("ema", "--ema-decay 0.5 --eval-with-ema"),
+    ),
+    _option(
         "Muon matmul precision",
         "optimizer.muon_fp32_matmul_prec",
         Feature("muonbf16"),

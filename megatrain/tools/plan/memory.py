@@ -87,7 +87,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
         )
         again = max((whole_by[sizes] for sizes in kinds), default=0.0) if layout.recompute != "none" else 0.0
         found.append(
-            _held_bytes(layout, weights[rank])
+            _held_bytes(workload, layout, weights[rank])
             + _code_bytes(workload, layout, weights[rank])
             + _unsharded_bytes(layout, weights[rank], max(len(layers), 1))
             + max(
@@ -99,19 +99,20 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     return found
 
 
-def _held_bytes(layout: Layout, weights: RankWeights) -> float:
-    """Return bytes of weights (bf16), gradients, master weights and moments (fp32)."""
+def _held_bytes(workload: Workload, layout: Layout, weights: RankWeights) -> float:
+    """Return bytes of weights (bf16), gradients, master weights, moments and their average (fp32)."""
     total = 0.0
+    state = 12 if workload.plan.config.optimizer.ema_decay == 0 else 16
     for number, shards in ((weights.dense, layout.dp * layout.cp), (weights.experts, layout.expert_dp)):
         match layout.sharding:
             case "no_shard":
-                total += 18 * number
+                total += (6 + state) * number
             case "optim":
-                total += (6 + 12 / shards) * number
+                total += (6 + state / shards) * number
             case "optim_grads":
-                total += (2 + 16 / shards) * number
+                total += (2 + (4 + state) / shards) * number
             case "optim_grads_params":
-                total += 18 / shards * number
+                total += (6 + state) / shards * number
     return total
 
 
