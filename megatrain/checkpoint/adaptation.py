@@ -3,6 +3,7 @@
 output_layer [v, h], untied         <─ the embedding
 biases that the checkpoint lacks    <─ 0
 projections of a distillation       <─ initial values; left out, if the model has none
+adapters that the checkpoint lacks  <─ initial values
 rows of new tokens                  <─ initial values, in rows that were padding
 layers of multi-token prediction    ─> left out, if the model has fewer
 all else                            <─ the same tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import OF_TRAINING, StoredTensor
 from megatrain.checkpoint.reader import CheckpointSource
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
+from megatrain.config.model_spec.lora import is_adapter
 from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import BoxRange, ParamLayout, Piece
@@ -54,6 +56,8 @@ class Adaptation:
         name = EMBEDDING_NAME if self.unties_head and piece.name == OUTPUT_NAME else piece.name
         found = tensors.get(name)
         if found is None and self.adds_biases and name.endswith(".bias"):
+            return None
+        if found is None and is_adapter(name):
             return None
         if name.startswith(OF_TRAINING) and (found is None or found.shape != piece.shape):
             return None
@@ -92,8 +96,8 @@ class AdaptedSource:
             initial.fill(out[known:], layout, BoxRange(box.piece, (rows, *others), 0))
 
     def _fill_new(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        """Fill a tensor that the checkpoint lacks: biases are 0, tensors of a training alone are drawn."""
-        if box.piece.name.startswith(OF_TRAINING):
+        """Fill a tensor that the checkpoint lacks: biases are 0, tensors of a training alone and adapters are drawn."""
+        if box.piece.name.startswith(OF_TRAINING) or is_adapter(box.piece.name):
             InitialWeights(self.adaptation.seed).fill(out, layout, box)
         else:
             out.zero_()

@@ -25,10 +25,15 @@ from megatrain.checkpoint.manifest import OF_TRAINING, Manifest, name_key
 from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.config.errors import NoCheckpointError
+from megatrain.config.model_spec.lora import is_adapter
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, LoadTarget, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
+
+_FIX_OF_ADAPTERS = (
+    "merge its adapters with megatrain checkpoint merge-lora, or give --lora-rank and --lora-target-modules"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +249,9 @@ def check_no_unused_tensors(
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
             f"{reader.path}: has the tensor {unused[0]}{more}, which the model lacks",
-            fix="load it into the model that it was saved from",
+            fix=_FIX_OF_ADAPTERS
+            if is_adapter(unused[0])
+            else "load it into the model that it was saved from",
         )
 
 

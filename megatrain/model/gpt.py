@@ -45,6 +45,7 @@ from megatrain.model.implementations.bias_sums import leave_sums_to_biases
 from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
+from megatrain.model.implementations.lora import LoraBuilder, freeze_base
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
 from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
 from megatrain.model.layer import (
@@ -198,6 +199,8 @@ def _new_builder(
     """Return what makes the builder of a layer's modules, given the arguments of `LocalBuilder`."""
     if qat is not None:
         return functools.partial(FakeQuantizedBuilder, format=qat)
+    if spec.lora is not None:
+        return functools.partial(LoraBuilder, lora=spec.lora)
     if implementation == "transformer_engine":
         return functools.partial(TransformerEngineBuilder, is_residual_fp32=spec.is_residual_fp32)
     return LocalBuilder
@@ -250,6 +253,8 @@ class _StageBuilder:
         for stack, table in self.relative_positions.items():
             segments[0].add_module(f"relative_positions_of_{stack}", table)
         freeze(segments, self.spec)
+        if self.spec.lora is not None:
+            freeze_base(segments)
         self.contexts.follow(segments)
         return segments, chunks
 

@@ -18,6 +18,7 @@ from megatrain.config.derive.layer_blocks import LayersError
 from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.lora import is_adapter
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.vision import CHANNELS, ProjectorSpec, VisionSpec
@@ -121,10 +122,12 @@ def is_frozen(name: str, *, tower: bool, language: bool) -> bool:
 
 
 def is_frozen_in(config: Mapping[str, Any], name: str) -> bool:
-    """Return the same for a stored configuration; scales of --qat are never trained."""
+    """Return the same for a stored configuration; scales of --qat are never trained, and with --lora-rank adapters alone."""
     vision = config.get("vision", {})
     if name.startswith(SCALE_PREFIX):
         return True
+    if config.get("adapters", {}).get("lora_rank"):
+        return not is_adapter(name)
     return is_frozen(name, tower=vision.get("freeze_vit", False), language=vision.get("freeze_lm", False))
 
 

@@ -31,6 +31,7 @@ from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
@@ -93,6 +94,7 @@ class ModelSpec:
     mtp: MtpSpec | None = None
     """Multi-token prediction; None: none."""
     vision: VisionSpec | None = None
+    lora: LoraSpec | None = None
     """Vision tower and projector, whose vectors stand in the sequence; None: the model reads text alone."""
 
     @property

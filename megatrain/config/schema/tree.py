@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from megatrain.config.schema.adapters import AdaptersConfig
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.distillation import DistillationConfig
 from megatrain.config.schema.experts import ExpertsConfig
@@ -37,6 +38,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

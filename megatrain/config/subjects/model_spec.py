@@ -34,6 +34,7 @@ from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
+from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
@@ -41,6 +42,7 @@ from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.rotary import LlamaScaling, RotarySpec, YarnScaling
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import derives
+from megatrain.config.schema.adapters import AdaptersConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError
@@ -77,7 +79,7 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
     if model.model_family == "hybrid" and known_pattern(model.hybrid_layer_pattern) is None:
         raise UnresolvedError
     try:
-        return describe_model(
+        spec = describe_model(
             model.replaced({"max_position_embeddings": num_positions(config)}),
             config.experts,
             config.vision,
@@ -85,8 +87,14 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
             qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
             labels=max_labels(model, config.data),
         )
+        return dataclasses.replace(spec, lora=_lora(config.adapters))
     except (LayersError, PatternError) as error:
         raise UnresolvedError from error
+
+
+def _lora(adapters: AdaptersConfig) -> LoraSpec | None:
+    rank = adapters.lora_rank
+    return None if rank is None else LoraSpec(rank, adapters.lora_alpha, adapters.lora_target_modules)
 
 
 def describe_model(

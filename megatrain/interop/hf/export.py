@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
+from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
@@ -56,6 +57,7 @@ class HfExport(TensorReader):
     def __init__(
         self, reader: TensorReader, architecture: str | None = None, *, image_token: int | None = None
     ) -> None:
+        reader = merged(reader)
         self._reader, self.path = reader, reader.path
         manifest = reader.manifest
         self._biases = manifest.state.get("expert_biases", {})

@@ -85,8 +85,8 @@ class LocalBuilder:
     def replicated_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        alone = dataclasses.replace(self, tp=_alone(self.tp))
-        return alone.column_linear(norm, linear, recompute_norm=recompute_norm)
+        builder = dataclasses.replace(self, tp=alone(self.tp))
+        return builder.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def whole_rows_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
@@ -156,7 +156,7 @@ ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
 }
 
 
-def _alone(tp: TensorParallel) -> TensorParallel:
+def alone(tp: TensorParallel) -> TensorParallel:
     """Return this rank without the others, for layers that every rank computes whole."""
     group = RankGroup("alone", (tp.group.ranks[tp.rank],), 0)
     return TensorParallel(group, group, sequence_parallel=False)

@@ -9,7 +9,7 @@ from typing import Any
 from megatrain.tools.checkpoint.average import average
 from megatrain.tools.checkpoint.contents import diff, inspect
 from megatrain.tools.checkpoint.folders import ls, prune, verify
-from megatrain.tools.checkpoint.rewrite import export_weights, reshard
+from megatrain.tools.checkpoint.rewrite import export_weights, merge_lora, reshard
 from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_file_options
 
 
@@ -30,6 +30,7 @@ def add_flags(commands: Any) -> None:
         prune: "remove older checkpoints",
         reshard: "write a checkpoint again, with another number of files",
         average: "write the mean of the weights of several checkpoints as a checkpoint of weights alone",
+        merge_lora: "write the weights with the adapters of --lora-rank merged into them, as a checkpoint",
         export_weights: "write the weights as plain safetensors files with an index",
     }
     parsers = {}
@@ -42,7 +43,7 @@ def add_flags(commands: Any) -> None:
         parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
     for name in ("verify", "inspect"):
         parsers[name].add_argument("path", metavar="PATH", help=RUN_FOLDER)
-    for name in ("reshard", "export-weights"):
+    for name in ("reshard", "merge-lora", "export-weights"):
         parsers[name].add_argument("source", metavar="PATH", help=RUN_FOLDER)
         parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
     parsers["average"].add_argument("sources", metavar="PATH", nargs="+", help=RUN_FOLDER)

@@ -26,6 +26,7 @@ from megatrain.checkpoint.chunks import CHUNK_BYTES, chunk_key, split_box
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
+from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
 from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file
@@ -44,6 +45,15 @@ def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint again, with another number of files."""
     with opened(Path(arguments.source)) as reader:
         write_checkpoint(reader, Path(arguments.target), arguments.files)
+    return 0
+
+
+def merge_lora(arguments: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint with its adapters merged into them."""
+    with opened(Path(arguments.source)) as reader:
+        if merged(reader) is reader:
+            raise ConfigError(f"{reader.path} has no adapters", fix="use the checkpoint as it is")
+        write_checkpoint(merged(reader), Path(arguments.target), None)
     return 0
 
 

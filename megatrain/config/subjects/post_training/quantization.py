@@ -26,20 +26,25 @@ def qat(draft: Draft) -> DerivedValue:
     return DerivedValue(found, f"--qat {precision.qat}")
 
 
+def uncovered_part(draft: Draft) -> str:
+    """Return what the model has besides attention and dense MLPs of a GPT; empty: nothing."""
+    parts = [part for layer in draft.derived.model_spec.all_layers for part in layer.parts]
+    wrong = next((part for part in parts if not isinstance(part, AttentionSpec | MlpSpec)), None)
+    if wrong is not None:
+        return type(wrong).__name__
+    if any(isinstance(part, AttentionSpec) and part.latent is not None for part in parts):
+        return "latent attention"
+    return "" if draft.config.model.model_family == "gpt" else draft.config.model.model_family
+
+
 @rule
 def qat_covers_the_layers(draft: Draft) -> Problems:
     """Only dense layers of attention and MLPs have an export that is quantized."""
-    if draft.config.precision.qat is None:
-        return
-    spec = draft.derived.model_spec
-    parts = [part for layer in spec.all_layers for part in layer.parts]
-    wrong = next((part for part in parts if not isinstance(part, AttentionSpec | MlpSpec)), None)
-    has_latents = any(isinstance(part, AttentionSpec) and part.latent is not None for part in parts)
-    if wrong is not None or has_latents or draft.config.model.model_family != "gpt":
-        what = "latent attention" if wrong is None and has_latents else wrong and type(wrong).__name__
+    what = uncovered_part(draft)
+    if draft.config.precision.qat is not None and what:
         yield Problem(
             f"--qat {draft.config.precision.qat}: rounds attention and dense MLPs of GPTs alone, and the model has"
-            f" {what or draft.config.model.model_family}",
+            f" {what}",
             "remove --qat, and quantize the trained model: megatrain quantize",
         )
 

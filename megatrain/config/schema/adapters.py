@@ -1,0 +1,45 @@
+"""Settings of low-rank adapters (LoRA)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.config.model_spec.lora import LoraModule
+from megatrain.config.schema.needs import conflict, on
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE, is_turned_on
+from megatrain.config.schema.setting import ARGS, Section, setting
+
+_FROZEN = ": adapters leave all other weights frozen"
+_NEEDS = on("adapters.lora_rank")
+
+
+def _may_differ(_stored: Any, _now: Any) -> bool:
+    """Adapters that the checkpoint lacks are drawn; those that the model lacks are an error of loading."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptersConfig(Section, on_resume=SHAPE, taken_by=ARGS):
+    """Low-rank adapters: trained in place of the weights of the model."""
+
+    lora_rank: int | None = setting(
+        None,
+        at_least=1,
+        adapts=is_turned_on,
+        conflicts=(
+            conflict("optimizer.optimizer", "muon", why=_FROZEN, fix="use --optimizer adam"),
+            conflict("optimizer.optimizer_cpu_offload", why=_FROZEN),
+            conflict("precision.fp8_format", why=_FROZEN),
+            conflict("precision.fp4_format", why=_FROZEN),
+            conflict("precision.qat", why=_FROZEN),
+            conflict("model.use_mup", why=", whose rates are of whole matrices"),
+            conflict("model.transformer_impl", "transformer_engine", fix="use --transformer-impl local"),
+            conflict("parallel.tp_comm_overlap", why=", whose GEMMs are of whole layers"),
+        ),
+    )
+    """Train low-rank adapters of this rank, and nothing else. none: train the model. Not in Megatron-LM."""
+    lora_alpha: float = setting(32.0, above=0, on_resume=FUNCTION, needs=_NEEDS)
+    """Factor of adapters, divided by --lora-rank. Not in Megatron-LM."""
+    lora_target_modules: tuple[LoraModule, ...] = setting(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), adapts=_may_differ, needs=_NEEDS
+    )
+    """Linear layers with adapters, by the names of transformers or Megatron-LM. Not in Megatron-LM."""

@@ -1,0 +1,185 @@
+"""Linear layers with low-rank adapters (--lora-rank): the modules of `local` else.
+
+                     A                                        B                                    over tensor ranks
+    column-parallel  whole, of local rows -> [s/tp, b, r]     split by outputs -> [s, b, o/tp]     u = A x is gathered
+    row-parallel     split by inputs, sum -> [s/tp, b, r]     whole, of local rows -> [s/tp, b, o] u = A x is summed
+
+Each canonical tensor of a fused weight has an adapter of its own. B is 0 at first. Source: Hu et al., arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.config.model_spec.lora import LoraSpec, adapter_names, is_adapter
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.model.implementations.fake_quantized import apply_activation
+from megatrain.model.implementations.local import (
+    CastToWeightDtype,
+    LocalColumnLinear,
+    LocalNorm,
+    LocalRowLinear,
+    bias_of,
+)
+from megatrain.model.implementations.local_builder import LocalBuilder, activation_of, alone
+from megatrain.model.implementations.module_builder import ColumnLinear, RowLinear
+from megatrain.model.layouts import LinearLayout, replicated_layout, rows_layout
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
+from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraBuilder(LocalBuilder):
+    """Builder of the modules of one rank."""
+
+    lora: LoraSpec
+
+    def column_linear(
+        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
+    ) -> ColumnLinear:
+        return LoraColumnLinear(
+            self.residual_norm(norm), linear, self.tp, self.dtype, self.lora, recompute_norm=recompute_norm
+        )
+
+    def row_linear(self, linear: LinearLayout) -> RowLinear:
+        return LoraRowLinear(linear, self.tp, self.dtype, self.lora)
+
+    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
+        layer = LoraRowLinear(linear, self.tp, self.dtype, self.lora)
+        layer.activation = activation_of(spec)
+        return layer
+
+
+class LoraColumnLinear(LocalColumnLinear):
+    """Residual addition, norm if there is one, and column-parallel linear layer with adapters."""
+
+    def __init__(
+        self,
+        norm: LocalNorm | CastToWeightDtype,
+        linear: LinearLayout,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        lora: LoraSpec,
+        *,
+        recompute_norm: bool,
+    ) -> None:
+        super().__init__(norm, linear, tp, dtype, recompute_norm=recompute_norm)
+        self.adapters = nn.ModuleList()
+        self.scale, self.tps = lora.scale, (alone(tp), tp)
+        self.ranges: list[slice] = []
+        """Outputs of each adapter."""
+        for piece in linear.weight.pieces:
+            if not lora.adapts(piece.name):
+                continue
+            (first, stop), (_, num_inputs) = piece.box
+            name, _ = adapter_names(piece.name)
+            a = replicated_layout([(name, lora.rank)], num_inputs, _init_of(num_inputs), tp)
+            b = ParamLayout(
+                shape=(stop - first, lora.rank), pieces=(_piece_of_b(piece, lora.rank),), init=Init()
+            )
+            self.adapters.append(Adapter(a, b, dtype))
+            self.ranges.append(slice(piece.row, piece.row + stop - first))
+
+    def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        hidden, x = self.norm.add_and_norm(hidden, delta)
+        again = functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
+        y = column_linear(x, self.weight, None, self.tp, info, bias_of(self), recompute_fn=again)
+        terms = [adapter.columns(x, self.tps, info, again) for adapter in self.adapters]
+        return hidden, _sum(y, terms, self.ranges, self.scale)
+
+
+class LoraRowLinear(LocalRowLinear):
+    """Activation, if there is one, and row-parallel linear layer with an adapter."""
+
+    def __init__(self, linear: LinearLayout, tp: TensorParallel, dtype: torch.dtype, lora: LoraSpec) -> None:
+        super().__init__(linear, tp, dtype)
+        self.scale, self.tps = lora.scale, (alone(tp), tp)
+        self.adapter: Adapter | None = None
+        (piece,) = linear.weight.pieces
+        num_outputs, num_inputs = piece.shape
+        if lora.adapts(piece.name):
+            name_a, name_b = adapter_names(piece.name)
+            a = rows_layout(name_a, lora.rank, num_inputs, _init_of(num_inputs), tp)
+            b = replicated_layout([(name_b, num_outputs)], lora.rank, Init(), tp)
+            self.adapter = Adapter(a, b, dtype)
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        x = x if self.activation is None else apply_activation(x, self.activation)
+        y = row_linear(x, self.weight, None, self.tp, info, bias_of(self))
+        return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info) * self.scale
+
+
+class Adapter(ShardedModule):
+    """A and B of one weight."""
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self, a: ParamLayout, b: ParamLayout, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.add_weight("a", a, dtype)
+        self.add_weight("b", b, dtype)
+
+    def columns(
+        self,
+        x: Tensor,
+        tps: tuple[TensorParallel, TensorParallel],
+        info: PassInfo,
+        recompute_fn: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """Map [s/tp, b, h] -> [s, b, o/tp]; `tps`: this rank alone, and all tensor ranks."""
+        grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
+        u = column_linear(x, self.a, grad_a, tps[0], info, recompute_fn=recompute_fn)
+        return column_linear(u, self.b, grad_b, tps[1], info)
+
+    def rows(self, x: Tensor, tps: tuple[TensorParallel, TensorParallel], info: PassInfo) -> Tensor:
+        """Map [s, b, i/tp] -> [s/tp, b, o]."""
+        u = row_linear(x, self.a, self.weight_grads.get("a"), tps[1], info)
+        return column_linear(u, self.b, self.weight_grads.get("b"), tps[0], info)
+
+
+def freeze_base(segments: Sequence[nn.Module]) -> None:
+    """Mark all parameters but those of adapters as not trained; a stage's first output requires gradients all the same."""
+    for segment in segments:
+        for module in segment.modules():
+            for attribute, layout in module.layouts.items() if isinstance(module, ShardedModule) else ():
+                if not is_adapter(layout.pieces[0].name):
+                    module.layouts[attribute] = dataclasses.replace(layout, is_trained=False)
+        segment.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
+    """Let the backward pass of a segment without trained parameters and inputs, such as the embedding, have a root."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _init_of(num_inputs: int) -> Init:
+    """Return the initial values of A: those of `torch.nn.Linear`, as in peft."""
+    return Init(uniform=(-(num_inputs**-0.5), num_inputs**-0.5))
+
+
+def _piece_of_b(piece: Piece, rank: int) -> Piece:
+    """Return the piece of B that has the outputs of a piece of the weight."""
+    _, name = adapter_names(piece.name)
+    shape, box = (piece.shape[0], rank), (piece.box[0], (0, rank))
+    return dataclasses.replace(piece, name=name, shape=shape, box=box, row=0)
+
+
+def _sum(y: Tensor, terms: Sequence[Tensor], ranges: Sequence[slice], scale: float) -> Tensor:
+    """Add the terms to their outputs."""
+    if not terms:
+        return y
+    parts: list[Tensor] = []
+    done = 0
+    for term, part in zip(terms, ranges, strict=True):
+        parts += [y[..., done : part.start], y[..., part] + term * scale]
+        done = part.stop
+    return torch.cat([*parts, y[..., done:]], -1)
