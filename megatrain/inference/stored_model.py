@@ -22,6 +22,7 @@ from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.load import check_names, restore_expert_biases
 from megatrain.checkpoint.manifest import Manifest
+from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
@@ -156,6 +157,7 @@ def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_siz
         DamagedError: configuration and tensors contradict each other.
         ConfigError: `options` do not match the checkpoint.
     """
+    reader = merged(reader)
     model, grid = build_without_weights(reader, options, vocab_size=vocab_size)
     load_weights(model.registry, reader, grid, options)
     return model

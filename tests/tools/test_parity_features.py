@@ -44,6 +44,7 @@ EXCLUDED = {
     "training.check_for_spiky_loss": "checks a loss that parity compares",
     "training.skip_train": "skips training",
     "training.eval_only": "skips training",
+    "adapters.lora_target_modules": "covers dense GPTs alone; tests/distributed/model/test_adapters.py compares layouts",
     "training.eval_at_start": "adds an evaluation",
     "training.deterministic_mode": "selects kernels",
     "training.compile": "selects kernels",
