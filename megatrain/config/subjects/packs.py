@@ -144,22 +144,17 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
     config, remove = draft.config, "remove --pack-documents"
     model, parallel, training = config.model, config.parallel, config.training
-    micro, stages, comm_types = (
-        training.micro_batch_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.cp_comm_type,
-    )
+    micro, schedule, comm_types = training.micro_batch_size, parallel.pipeline_schedule, parallel.cp_comm_type
     is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
-    shards = "use --pipeline-model-parallel-size 1; --data-parallel-sharding-strategy optim_grads_params saves memory"
     dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
     table = (
         (micro > 1, f"--micro-batch-size {micro}", "use --micro-batch-size 1: a micro-batch is one pack"),
         (not training.calculate_per_token_loss, "means of micro-batches, which differ in size",
          "add --calculate-per-token-loss"),
-        (stages > 1, f"--pipeline-model-parallel-size {stages}", shards),
-        (model.model_family != "gpt", f"--model-family {model.model_family}", remove),
+        (schedule != "1f1b", f"--pipeline-schedule {schedule}, whose order depends on the number of micro-batches",
+         "use --pipeline-schedule 1f1b"),
+        (model.model_family not in ("gpt", "hybrid"), f"--model-family {model.model_family}", remove),
         (config.experts.num_experts, f"--num-experts {config.experts.num_experts}", remove),
-        (model.multi_latent_attention, "--multi-latent-attention", remove),
         (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
         (model.attention_dropout, dropout, "use --attention-dropout 0"),
         (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),

@@ -1,10 +1,9 @@
 """Context parallelism whose group changes from pack to pack.
 
-    PackBatch, with the size of its group ─> `shard_batch`: this rank's rows ─> `enter`, before each segment's forward pass
+    PackBatch, with the size of its group ─> `shard_batch`: this rank's rows ─> `enter`, before each pass of a segment
                                                                               ─> attention, RoPE, dropout of that pack
 
-Modules hold one `PackContext` and read its group when they compute. The pass that they belong to is that of the last `enter`: passes
-of a micro-batch run forward and then backward before those of the next one.
+Modules hold one `PackContext` and read its group when they compute: that of the last `enter`, which `PackExecutor` calls.
 """
 
 from __future__ import annotations

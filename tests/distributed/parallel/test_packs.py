@@ -126,14 +126,13 @@ def _documents_see_others() -> AbstractContextManager[Any]:
 
 
 def _rope_of_the_first_pack() -> AbstractContextManager[Any]:
-    of_pack = PackRotary._of_pack
+    of_pack = PackRotary.rows
 
-    def of_first(self: PackRotary) -> tuple[Tensor, ...]:
-        rows = len(self.cp.batch.position_ids[0])  # type: ignore[union-attr]
-        first = vars(self).setdefault("first", of_pack(self))
-        return tuple(torch.cat([table] * (rows // len(table) + 1))[:rows] for table in first)
+    def of_first(self: PackRotary, count: int) -> tuple[Tensor, ...]:
+        first = vars(self).setdefault("first", of_pack(self, count))
+        return tuple(torch.cat([table] * (count // len(table) + 1))[:count] for table in first)
 
-    return mock.patch.object(PackRotary, "_of_pack", of_first)
+    return mock.patch.object(PackRotary, "rows", of_first)
 
 
 def _dropout_of_places() -> AbstractContextManager[Any]:
