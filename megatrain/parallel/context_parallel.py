@@ -81,6 +81,10 @@ class ContextParallel:
             ahead=tuple(self.shard_batch(one, has_chunk_means=has_chunk_means) for one in batch.ahead),
         )  # fmt: skip
 
+    def num_tokens(self, batch: Batch) -> int:
+        """Return the tokens of the micro-batch whose rows these are."""
+        return batch.loss_mask.numel() * self.size
+
     def _chunk_numbers(self, rank: int | None = None) -> tuple[int, int]:
         rank = self.rank if rank is None else rank
         return rank, 2 * self.size - 1 - rank

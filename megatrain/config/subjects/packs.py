@@ -145,6 +145,10 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     config, remove = draft.config, "remove --pack-documents"
     model, parallel, training = config.model, config.parallel, config.training
     micro, schedule, comm_types = training.micro_batch_size, parallel.pipeline_schedule, parallel.cp_comm_type
+    experts, whole = config.experts, {"sinkhorn", "quantile_balancing", "global_aux_loss"}
+    of_batches = [
+        one for one in experts.moe_router_load_balancing_type if experts.num_experts and one in whole
+    ]
     is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
     dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
     table = (
@@ -154,7 +158,12 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         (schedule != "1f1b", f"--pipeline-schedule {schedule}, whose order depends on the number of micro-batches",
          "use --pipeline-schedule 1f1b"),
         (model.model_family not in ("gpt", "hybrid"), f"--model-family {model.model_family}", remove),
-        (config.experts.num_experts, f"--num-experts {config.experts.num_experts}", remove),
+        (experts.moe_expert_capacity_factor, "--moe-expert-capacity-factor, whose dropped tokens depend on a pack",
+         "remove --moe-expert-capacity-factor"),
+        (of_batches, f"--moe-router-load-balancing-type {' '.join(of_batches)}, which balances whole micro-batches",
+         "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none"),
+        (experts.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm, which runs passes of two packs in turn",
+         "remove --overlap-moe-expert-parallel-comm"),
         (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
         (model.attention_dropout, dropout, "use --attention-dropout 0"),
         (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),

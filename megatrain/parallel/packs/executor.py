@@ -43,5 +43,7 @@ class PackExecutor(Executor):
     def _run_pass(self, run: Any, one: Action, number: int) -> None:
         batch = run.batches[one.microbatch]
         assert isinstance(batch, PackBatch), "a loader of packs"
-        self.cp.enter(batch, run.state(one).info)  # before backward passes too: recomputed ones run forward again
+        self.cp.enter(
+            batch, run.state(one).info
+        )  # before backward passes too: recomputed ones run forward again
         super()._run_pass(run, one, number)

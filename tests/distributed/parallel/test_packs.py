@@ -37,7 +37,7 @@ MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 8 --vocab-size 101 --seq-length 64"
     " --init-method-std 0.1 --mock-data --tokenizer-type NullTokenizer --pack-documents --calculate-per-token-loss"
     f" --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 1e-2 --adam-eps 1e-6 --device cpu"
-    " --params-dtype float64 --attention-dropout 0 --eval-iters 0"
+    " --params-dtype float64 --attention-dropout 0 --eval-iters 0 --make-vocab-size-divisible-by 8"
 )
 LENGTHS = (
     '{"type": "lognormal", "min_seq_len": 3, "max_seq_len": 65, "mean_seq_len": 20, "lognormal_sigma": 1.2}'
