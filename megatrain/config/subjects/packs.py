@@ -13,23 +13,24 @@ from typing import Final
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Problems, derives, rule
+from megatrain.config.registry import Notes, Problems, derives, rule, unproven
 from megatrain.config.schema.parallel import DYNAMIC
 from megatrain.config.schema.tree import Config
 
 _LIMIT: Final = "parallel.max_seqlen_per_dp_cp_rank"
 _GPU_ROWS: Final = 64
 """Rows of a pack on a GPU are a multiple of this: kernels compute blocks of them."""
+_FP8_ROWS: Final = 128
+"""The same of a rank's rows in FP8, whose scales belong to blocks."""
 
 
 def row_multiple(config: Config) -> int:
     """Return a divisor of the rows of a pack on each rank: two chunks, divided further by sequence parallelism."""
     parallel, is_gpu = config.parallel, config.training.device == "cuda"
-    return math.lcm(
-        2,
-        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
-        _GPU_ROWS if is_gpu else 1,
-    )
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if config.precision.fp8_format and is_gpu:
+        return _FP8_ROWS * tp
+    return math.lcm(2, tp, _GPU_ROWS if is_gpu else 1)
 
 
 def num_domain_ranks(draft: Draft) -> int:
@@ -140,6 +141,18 @@ def packs_are_supported(draft: Draft) -> Problems:
         yield Problem(f"--pack-documents is not supported with {what}", fix)
 
 
+@unproven("result")
+def quantities_of_packs(draft: Draft) -> Notes:
+    """Note what is defined over a pack, whose documents depend on the number of ranks."""
+    config = draft.config
+    if not config.data.pack_documents:
+        return
+    if config.precision.fp8_format:
+        yield f"--fp8-format {config.precision.fp8_format} with --pack-documents: scales are those of a pack's rows on a rank"
+    if draft.derived.model_spec.routers and "aux_loss" in config.experts.moe_router_load_balancing_type:
+        yield "--moe-router-load-balancing-type aux_loss with --pack-documents: loads are those of a pack; seq_aux_loss is that of a document"
+
+
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
     config, remove = draft.config, "remove --pack-documents"
@@ -167,7 +180,6 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
         (model.attention_dropout, dropout, "use --attention-dropout 0"),
         (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),
-        (config.precision.fp8_format, f"--fp8-format {config.precision.fp8_format}", "remove --fp8-format"),
         (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),
         (config.distillation.export_kd_teacher_load, "--export-kd-teacher-load", remove),
         (is_ring, f"--cp-comm-type {' '.join(comm_types)}", "use --cp-comm-type a2a or all_gather"),
