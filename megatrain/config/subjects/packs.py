@@ -16,6 +16,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, rule, unproven
 from megatrain.config.schema.parallel import DYNAMIC
 from megatrain.config.schema.tree import Config
+from megatrain.config.subjects.context_parallel import undivided_states
 
 _LIMIT: Final = "parallel.max_seqlen_per_dp_cp_rank"
 _GPU_ROWS: Final = 64
@@ -58,8 +59,9 @@ def pack_group_sizes(draft: Draft) -> DerivedValue:
         )
     ranks, smallest = num_domain_ranks(draft), parallel.min_dynamic_context_parallel_size
     powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    powers = [size for size in powers if not any(undivided_states(draft, size))]
     sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
-    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp")
+    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp, and heads with states")
 
 
 @derives("parallel.max_seqlen_per_dp_cp_rank")
@@ -114,7 +116,7 @@ def smallest_group_fits_the_ranks(draft: Draft) -> Problems:
     if sizes and parallel.sequence_packing_scheduler == DYNAMIC and sizes[0] != smallest:
         yield Problem(
             f"--min-dynamic-context-parallel-size {smallest} is not a power of two that divides the"
-            f" {num_domain_ranks(draft)} ranks of dp and cp",
+            f" {num_domain_ranks(draft)} ranks of dp and cp, and heads with states",
             f"use --min-dynamic-context-parallel-size {sizes[0]}",
         )
 
