@@ -61,7 +61,9 @@ def pack_group_sizes(draft: Draft) -> DerivedValue:
     powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
     powers = [size for size in powers if not any(undivided_states(draft, size))]
     sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
-    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp, and heads with states")
+    return DerivedValue(
+        sizes, f"powers of two that divide the {ranks} ranks of dp and cp, and heads with states"
+    )
 
 
 @derives("parallel.max_seqlen_per_dp_cp_rank")

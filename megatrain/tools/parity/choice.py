@@ -108,7 +108,7 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
     layouts = (
         product_rows(max_ranks)
         if arguments.full
-        else pairwise_rows(max_ranks, None if is_usual else QUICK_ROWS - len(packed))
+        else pairwise_rows(max_ranks, None if is_usual else QUICK_ROWS)
     )
     precision = arguments.precision
     if arguments.transformer_impl != "local":
@@ -119,6 +119,8 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         # BERT averages over micro-batches: it has no loss of equal tokens.
         narrow = [one for one in map(of_any_micro_batch, layouts) if is_row(one.words, max_ranks=max_ranks)]
         return [(precision, layout) for layout in dict.fromkeys([*narrow, *more])]
+    if arguments.quick:
+        layouts = layouts[: QUICK_ROWS - len(packed)]
     rows: list[Row] = [("fp64", layout) for layout in (*layouts, *packed)]
     if is_usual:
         own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.model.contexts import PackRotary
+from megatrain.model.experts.pack_router import PackRouter
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch
 from megatrain.parallel.packs.schedule import Pack, PackCosts
@@ -45,6 +46,15 @@ LENGTHS = (
 ROPE = "--position-embedding-type rope --hidden-dropout 0.2"
 LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings 64 --hidden-dropout 0"
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16"
+EXPERTS = (
+    f"{ROPE} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid"
+    " --moe-router-enable-expert-bias --moe-z-loss-coeff 0.02 --moe-router-load-balancing-type seq_aux_loss"
+    " --moe-aux-loss-coeff 0.05 --moe-input-jitter-eps 0.1"
+)
+BLOCKS = f"{ROPE} --disable-bias-linear --fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 16 --no-fp8-wgrad"
+"""Scales of rows, which do not depend on the pack; those of weight gradients are of columns."""
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+STAGES = "--pipeline-model-parallel-size 2"
 GROUPS = "--group-query-attention --num-query-groups 2"
 
 
@@ -125,6 +135,10 @@ def _documents_see_others() -> AbstractContextManager[Any]:
     return mock.patch.object(PackLoader, "_documents", whole)
 
 
+def _fillers_are_routed() -> AbstractContextManager[Any]:
+    return mock.patch.object(PackRouter, "_num_own", lambda _self, rows: rows)
+
+
 def _rope_of_the_first_pack() -> AbstractContextManager[Any]:
     of_pack = PackRotary.rows
 
@@ -154,6 +168,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "positions not restarted": _positions_of_the_pack,
     "documents see other documents": _documents_see_others,
     "RoPE of the first pack": _rope_of_the_first_pack,
+    "tokens that fill packs up are routed": _fillers_are_routed,
     "dropout keyed by places in a pack": _dropout_of_places,
 }
 
@@ -175,14 +190,20 @@ def distance(pool: WorkerPool) -> Callable[..., Distance]:
     ("model", "layout", "world_size"),
     [
         (ROPE, DYNAMIC, 4),
-        (f"{LEARNED} {GROUPS}", f"{DYNAMIC} --cp-comm-type all_gather --data-parallel-sharding-strategy optim_grads_params", 4),
+        (EXPERTS, f"{DYNAMIC} {STAGES} --expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params", 8),
+        nightly(f"{LEARNED} {GROUPS}", f"{DYNAMIC} --cp-comm-type all_gather --data-parallel-sharding-strategy optim_grads_params", 4),
+        nightly(EXPERTS, f"{DYNAMIC} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall", 4),
+        nightly(EXPERTS, "--dynamic-context-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+        nightly(BLOCKS, f"{DYNAMIC} {STAGES} --context-parallel-size 2", 8),
+        nightly(ROPE, f"{DYNAMIC} {STAGES} {RECOMPUTED}", 8),
+        nightly(ROPE, f"--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel {STAGES}", 8),
         nightly(ROPE, "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 --tensor-model-parallel-size 2 --sequence-parallel", 8),
         nightly(ROPE, f"{DYNAMIC} --context-parallel-size 2 --min-dynamic-context-parallel-size 2", 4),
         nightly(ROPE, "--context-parallel-size 2 --sequence-packing-scheduler first_fit", 4),
         nightly(ROPE, "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads", 4),
         nightly(f"{ROPE} --softmax-type learnable", DYNAMIC, 4),
         nightly(f"{ROPE} --window-size 8,0", f"{DYNAMIC} --data-parallel-sharding-strategy no_shard", 4),
-        nightly(ROPE, f"{DYNAMIC} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 4),
+        nightly(ROPE, f"{DYNAMIC} {RECOMPUTED}", 4),
         nightly(ROPE, "--dynamic-context-parallel --tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads_params", 8),
     ],
 )  # fmt: skip
@@ -198,7 +219,8 @@ def test_packs_on_any_groups_equal_one_rank(
     ["a loss weighted by the micro-batches of its group", *(nightly(name) for name in FAULTS if name)],
 )
 def test_a_planted_fault_is_found(distance: Callable[..., Distance], fault: str) -> None:
-    model = ROPE if "RoPE" in fault or "dropout" in fault else f"{LEARNED} {GROUPS}"
+    models = {"RoPE": ROPE, "dropout": ROPE, "routed": EXPERTS}
+    model = next((one for word, one in models.items() if word in fault), f"{LEARNED} {GROUPS}")
     assert not distance(model, DYNAMIC, 4, fault).is_good
 
 
