@@ -1,4 +1,4 @@
-"""A schedule of packs against one rank on the same documents: losses, gradients and weights of two steps, in fp64.
+"""A schedule of packs against one rank on the same documents: losses, gradients and weights of two steps and an evaluation, in fp64.
 
 Documents of every length up to four times what a rank holds, so that groups of one, two and four ranks work side by side.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,9 @@ from everyday import nightly
 from torch import Tensor
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.facts import DatasetFacts
+from megatrain.data.indexed.reader import loss_mask_of
+from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.model.contexts import PackRotary
 from megatrain.model.experts.pack_router import PackRouter
@@ -31,6 +35,7 @@ from megatrain.training import engine as engine_file
 from megatrain.training.batches import build_samples
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
+from megatrain.training.evaluation import evaluate
 from megatrain.training.planning.packs import pack_settings
 
 STEPS, BATCH = 2, 24
@@ -58,14 +63,23 @@ STAGES = "--pipeline-model-parallel-size 2"
 GROUPS = "--group-query-attention --num-query-groups 2"
 
 
+def facts_of(words: list[str], world_size: int = 1) -> Facts:
+    files = [words[place + 1] for place, word in enumerate(words) if word == "--data-path"]
+    datasets = tuple(
+        DatasetFacts(split="all", prefix=file, weight=None, num_sequences=80, num_tokens=2000, digest="")
+        for file in files
+    )
+    return Facts(world_size=world_size, vocab_size=101, eod_id=100, device="cpu", datasets=datasets)
+
+
 def plan_of(flags: str, world_size: int) -> Plan:
     words = [*MODEL.split(), "--varlen-mock-dataset-config-json", LENGTHS, *flags.split()]
-    return resolve(parse(words), Facts(world_size=world_size, vocab_size=101, eod_id=100, device="cpu"))
+    return resolve(parse(words), facts_of(words, world_size))
 
 
-def loader_of(plan: Plan, rank: int) -> PackLoader:
+def loader_of(plan: Plan, rank: int, facts: Facts | None = None) -> PackLoader:
     """Return a loader whose schedules balance tokens, and avoid large groups: in a model as small as this, the number of packs decides the time."""
-    samples = build_samples(plan, Facts(vocab_size=101, eod_id=100), lambda _: None).train
+    samples = build_samples(plan, facts or facts_of([]), lambda _: None).train
     assert samples is not None
     settings = replace(pack_settings(plan), costs=PackCosts(pair=0.01, sent=0.3))
     return PackLoader(samples, len(samples), settings, rank=rank, device=torch.device("cpu"), num_workers=1)
@@ -76,16 +90,17 @@ def measure(rank: int, world_size: int, flags: str, fault: str) -> Measured:
     plan = plan_of(flags, world_size)
     with FAULTS[fault]():
         engine = engine_of(plan, rank)
-        loader = loader_of(plan, engine.grid.replicas.rank)
+        loader = loader_of(plan, engine.grid.replicas.rank, facts_of(flags.split()))
         gradients, hyperparams = _noted_gradients(engine), build_schedules(plan).at(0)
         count = BATCH // loader._settings.documents_per_pass
         reports = [
             engine.step(loader.microbatches(step * BATCH, count), hyperparams, first_sample=step * BATCH)
             for step in range(STEPS)
         ]
+        sums = evaluate(engine, loader.microbatches(0, count))
         loader.close()
         weights = weights_of(engine)
-    losses = [loss for report in reports for loss in _losses_of(report)]
+    losses = [float(sums[0] / sums[1]), *(loss for report in reports for loss in _losses_of(report))]
     return Measured(losses, [report.grad_norm for report in reports], gradients, weights)
 
 
@@ -211,6 +226,23 @@ def test_packs_on_any_groups_equal_one_rank(
     distance: Callable[..., Distance], model: str, layout: str, world_size: int
 ) -> None:
     found = distance(model, layout, world_size)
+    assert found.is_good, found
+
+
+@pytest.mark.nightly
+def test_packs_of_conversations_equal_one_rank(distance: Callable[..., Distance], tmp_path: Path) -> None:
+    """Prompts have no loss, so that packs differ in the share of their tokens that count."""
+    random, prefix = np.random.default_rng(0), str(tmp_path / "talk")
+    lengths = random.integers(4, 65, 80)
+    for path, dtype, most in ((prefix, "uint16", 99), (loss_mask_of(prefix), "uint8", 2)):
+        with IndexedWriter(path, dtype) as writer:
+            for length in lengths.tolist():
+                writer.add_document([random.integers(0, most, length).tolist()])
+    found = distance(
+        f"{ROPE} --no-mock-data --sft --split 1,0,0 --data-path {prefix}",
+        f"{DYNAMIC} {STAGES} --context-parallel-size 2",
+        8,
+    )
     assert found.is_good, found
 
 
