@@ -139,13 +139,12 @@ class RotaryEmbedding(nn.Module):
 
     def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Split [s, b, heads, d] and apply RoPE to the first two parts, queries and keys, in place; `qkv` must not be reused."""
-        cos, sin = self.rows(qkv.shape[0])
-        return functions.apply_rope_to_qkv(qkv, sizes, cos, sin, is_interleaved=self.is_interleaved)
+        rows = self.rows(len(qkv))
+        return functions.apply_rope_to_qkv(qkv, sizes, *rows, is_interleaved=self.is_interleaved)
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the tables of this rank's first rows."""
-        cos, sin = (table[:count] for table in self.tables)
-        return cos, sin
+        return self.tables[0][:count], self.tables[1][:count]
 
 
 class Sequential(nn.Module):

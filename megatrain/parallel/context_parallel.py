@@ -143,9 +143,8 @@ class TokenSplit:
         Args:
             first_sample: index in the run of the micro-batch's first sample.
         """
-        length = self.tp.full_length(rows) * self.cp.size
         sample = torch.arange(samples, device=device) + first_sample
-        return self.positions(rows, device)[:, None] + sample * length
+        return self.positions(rows, device)[:, None] + sample * (self.tp.full_length(rows) * self.cp.size)
 
     def flat_positions(self, rows: int, samples: int, device: torch.device) -> Tensor:
         """Return the index of each token in the flattened micro-batch [s, b]: int64 [rows * samples]."""
