@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -201,10 +201,10 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
-    build: Callable[..., AnyExecutor] = kind
+    build: Callable[..., Any] = kind
     if isinstance(model.cp, PackContext):
-        build = functools.partial(PackExecutor, cp=model.cp, tp=model.tp)  # type: ignore[assignment]
-    return build(
+        build = functools.partial(PackExecutor, cp=model.cp, tp=model.tp)
+    executor: AnyExecutor = build(
         model.segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
@@ -219,6 +219,7 @@ def build_executor(
         late_gradients=late if has_late_gradients else "none",
         turns=model.communication.turns,
     )
+    return executor
 
 
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:
