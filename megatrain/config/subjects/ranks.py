@@ -152,7 +152,7 @@ def _why_products_wait(draft: Draft) -> Iterator[str]:
     if config.training.device != "cuda":
         yield "on a CPU: communication and products take turns"
     if draft.derived.transformer_impl != "local":
-        yield "layers of Transformer Engine wait for their communication; --transformer-impl local overlaps it"
+        yield "linear layers of Transformer Engine wait for their communication; with --tp-comm-overlap local computes them"
     if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
         yield "linear layers of FP8 and FP4 wait for their communication"
     if config.model.model_family != "gpt":

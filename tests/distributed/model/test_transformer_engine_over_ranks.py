@@ -25,6 +25,8 @@ WORDS = (
     "tp2 sp documents uniform",
     "tp4 groups2 sp block",
     "tp3 groups1 mup",
+    "tp2 sp tpoverlap gpt2 tied",
+    "tp2 sp tpoverlap llama pp2",
     "tp2 sp pp2 dp2 zero3 overlap tied tokens",
     "dp2 zero2 gpt2 scale",
     "cp2 gpt2 tied",
@@ -61,6 +63,7 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
 
 ALWAYS = {
     "llama documents zloss",
+    "tp2 sp tpoverlap gpt2 tied",
     "tp2 sp gpt2 tied dp2 zero1 overlap",
 }
 """Layouts of every test run; the others are in nightly ones."""
