@@ -15,6 +15,7 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import sample_length
+from megatrain.config.subjects.device import TRIED
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.config.subjects.pipeline import layer_ranges
@@ -253,7 +254,7 @@ def build_training_passes(
     if not plan.derived.cuda_graphs or device.type == "meta":
         return after_teacher(executor, model)
     num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
-    if plan.config.training.cuda_graph_impl == "auto":
+    if plan.config.training.cuda_graph_impl in TRIED:
         num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
         trial = Trial(GpuClock(device), grid.world, device, report)
     recorder = Capture(device)

@@ -18,8 +18,8 @@ from megatrain.config.subjects.attention import has_documents
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
-WHOLE: Final = ("local", "full_iteration")
-"""Kinds of graphs of a whole micro-batch, or of a whole pass of a pipeline stage."""
+TRIED: Final = ("auto", "transformer_engine")
+"""Kinds with which graphs stay if steps are faster with them; all kinds record a whole micro-batch, or a pass of a pipeline stage."""
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
@@ -143,12 +143,10 @@ def loss_scale_is_in_range(draft: Draft) -> Problems:
 def cuda_graphs(draft: Draft) -> DerivedValue:
     """Decide whether the passes of training are CUDA graphs."""
     kind = draft.config.training.cuda_graph_impl
-    if kind == "auto":
+    if kind in TRIED:
         reason = next(itertools.chain(_obstacles(draft), _obstacles_of_a_choice(draft)), None)
         return DerivedValue(reason is None, reason or "if steps are faster with them, which is tried")
-    if kind not in WHOLE:
-        return DerivedValue(False, f"--cuda-graph-impl {kind}")
-    reason = next(_obstacles(draft), None)
+    reason = f"--cuda-graph-impl {kind}" if kind == "none" else next(_obstacles(draft), None)
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
 
 
@@ -156,19 +154,24 @@ def cuda_graphs(draft: Draft) -> DerivedValue:
 def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
     """Yield a note if CUDA graphs are asked for and not used, or used later than asked for."""
     kind = draft.config.training.cuda_graph_impl
-    if kind == "transformer_engine":
-        yield "--cuda-graph-impl transformer_engine has no effect: graphs of single modules are missing; use local"
-    elif kind not in WHOLE:
+    if kind in ("auto", "none"):
         return
-    elif not draft.derived.cuda_graphs:
+    if not draft.derived.cuda_graphs:
         yield f"--cuda-graph-impl {kind} has no effect: {draft.origins['derived.cuda_graphs'].detail}"
     elif draft.config.training.cuda_graph_warmup_steps == 0:
         yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
 
 
+@note("nothing")
+def graphs_of_modules_are_of_micro_batches(draft: Draft) -> Notes:
+    kind = draft.config.training.cuda_graph_impl
+    if draft.derived.cuda_graphs and kind == "transformer_engine":
+        yield f"--cuda-graph-impl {kind} runs as auto: a graph has the whole micro-batch, and stays if steps are faster with it"
+
+
 @unproven("nothing")
 def graphs_of_passes(draft: Draft) -> Notes:
-    if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl != "auto":
+    if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl not in TRIED:
         yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
 
 
@@ -185,8 +188,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
     config, derived = draft.config, draft.derived
     if config.training.device != "cuda":
         yield "a CPU has none"
-    if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "modules of Transformer Engine are not captured; --transformer-impl local is"
+    if derived.transformer_impl == TRANSFORMER_ENGINE and derived.fp8_layers:
+        yield "FP8 modules of Transformer Engine are not captured; --transformer-impl local is"
     if has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:

@@ -39,8 +39,8 @@ def test_what_differs_between_micro_batches_is_read_from_memory(plan_of, flags):
     ("flags", "facts", "reason"),
     [
         ("", Facts(), "a CPU has none"),
-        ("--transformer-impl transformer_engine", Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
-         "modules of Transformer Engine"),
+        ("--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise",
+         Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}), "FP8 modules of Transformer Engine"),
         ("--data-parallel-sharding-strategy optim_grads", Facts(device="cuda", world_size=2), "ZeRO-2"),
         ("--num-experts 4", Facts(device="cuda", device_capability=(8, 0)), "wait for the host on this GPU"),
         ("--num-experts 4 --moe-ffn-hidden-size 300", Facts(device="cuda"), "sizes of experts"),
@@ -58,9 +58,14 @@ def test_elsewhere_a_note_has_the_reason(plan_of, flags, facts, reason):
     assert reason in note
 
 
-def test_graphs_of_modules_are_a_note(plan_of):
-    notes = plan_of("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2").notes
-    assert any(note.startswith("--cuda-graph-impl transformer_engine has no effect: ") for note in notes)
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [(Facts(), "has no effect: a CPU has none"), (Facts(device="cuda"), "runs as auto")],
+)
+def test_graphs_of_modules_are_of_the_whole_micro_batch(plan_of, facts, words):
+    plan = plan_of(f"{DENSE} --cuda-graph-impl transformer_engine", facts=facts)
+    assert plan.derived.cuda_graphs == (facts.device == "cuda")
+    assert any(note.startswith(f"--cuda-graph-impl transformer_engine {words}") for note in plan.notes)
 
 
 def test_the_first_iteration_compiles_kernels(plan_of):

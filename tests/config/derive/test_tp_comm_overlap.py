@@ -49,7 +49,11 @@ def test_local_overlaps_products_under_transformer_engine_if_asked_to(plan_of):
     facts = replace(HOPPER, libraries={"transformer_engine": "2.20.2"})
     plans = [
         plan_of(f"{TENSOR} 4 {flags} {engine}", facts=facts)
-        for flags in ("", "--tp-comm-overlap", "--tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise")
+        for flags in (
+            "",
+            "--tp-comm-overlap",
+            "--tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise",
+        )
     ]
     assert {plan.derived.transformer_impl for plan in plans} == {"transformer_engine"}
     words = "linear layers in bfloat16 (--tp-comm-overlap)"
