@@ -110,7 +110,7 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
         if experts.moe_expert_rank_capacity_factor is None
         else RankCapacities(experts.moe_expert_rank_capacity_factor),
         side=SideStream() if has_side else None,
-        turns=Turns() if _overlaps_passes(plan) else None,
+        turns=Turns() if _overlaps_passes(plan) or plan.derived.graphs_in_turn else None,
     )
 
 
@@ -258,17 +258,29 @@ def build_training_passes(
         num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
         trial = Trial(GpuClock(device), grid.world, device, report)
     recorder = Capture(device)
-    make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
+
+    def make_graphs() -> Graphs:
+        in_turn = plan.derived.graphs_in_turn and trial is not None and trial.has_twice_the_memory
+        return build_graphs(plan, model, grid, device, recorder, in_turn=in_turn)
+
     return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder, trial)
 
 
 def build_graphs(
-    plan: Plan, model: Model, grid: RankGrid, device: torch.device, recorder: Recorder
+    plan: Plan,
+    model: Model,
+    grid: RankGrid,
+    device: torch.device,
+    recorder: Recorder,
+    *,
+    in_turn: bool = False,
 ) -> Graphs:
-    """Build what records the passes of training and replays them."""
+    """Build what records the passes of training and replays them; `in_turn`: those of two micro-batches in turn."""
     build = functools.partial(build_executor, plan, model, NoHooks(), grid, device)
-    if model.placement.num_stages > 1 or _overlaps_passes(plan):
-        return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers)
+    if model.placement.num_stages > 1 or _overlaps_passes(plan) or in_turn:
+        schedule = dataclasses.replace(build_pipeline(plan), combines=True)
+        own_schedule = functools.partial(schedule.training, grid.pp.rank) if in_turn else None
+        return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers, own_schedule)
     return MicrobatchGraphs(
         build(Executor), recorder, casts_weights=model.fp8 is not None, peers=model.tp.peers
     )

@@ -15,11 +15,13 @@ from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.subjects.attention import has_documents
+from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
 TRIED: Final = ("auto", "transformer_engine")
 """Kinds with which graphs stay if steps are faster with them; all kinds record a whole micro-batch, or a pass of a pipeline stage."""
+_MOST_GRAPHS: Final = 32
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
@@ -148,6 +150,27 @@ def cuda_graphs(draft: Draft) -> DerivedValue:
         return DerivedValue(reason is None, reason or "if steps are faster with them, which is tried")
     reason = f"--cuda-graph-impl {kind}" if kind == "none" else next(_obstacles(draft), None)
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
+
+
+@derives("derived.graphs_in_turn")
+def graphs_in_turn(draft: Draft) -> DerivedValue:
+    """Decide whether graphs run passes as --overlap-moe-expert-parallel-comm does, which costs the host nothing there."""
+    reason = next(_why_graphs_take_no_turns(draft), None)
+    return DerivedValue(reason is None, reason or "passes of two micro-batches hide the sends of tokens")
+
+
+def _why_graphs_take_no_turns(draft: Draft) -> Iterator[str]:
+    config, count = draft.config, draft.derived.num_microbatches
+    if not draft.derived.cuda_graphs or config.training.cuda_graph_impl not in TRIED:
+        yield "no graphs are tried"
+    if draft.is_given("experts.overlap_moe_expert_parallel_comm"):
+        yield "a flag decides about --overlap-moe-expert-parallel-comm"
+    if config.parallel.expert_model_parallel_size == 1 or not experts_are_split(draft):
+        yield "experts are on one rank"
+    if config.parallel.pipeline_model_parallel_size > 1 or config.experts.moe_shared_expert_overlap:
+        yield "pipeline stages and shared experts overlap in other ways"
+    if not 1 < count <= _MOST_GRAPHS:
+        yield f"each of {count} micro-batches would have a graph"
 
 
 @note("cost")

@@ -74,6 +74,29 @@ def test_the_first_iteration_compiles_kernels(plan_of):
 
 
 @pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("", ""),
+        ("--cuda-graph-impl local", "no graphs are tried"),
+        ("--overlap-moe-expert-parallel-comm", "a flag decides"),
+        ("--no-overlap-moe-expert-parallel-comm", "a flag decides"),
+        ("--expert-model-parallel-size 1", "experts are on one rank"),
+        ("--global-batch-size 8", "each of 1 micro-batches"),
+        ("--global-batch-size 800", "each of 100 micro-batches"),
+        ("--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "no graphs are tried"),
+    ],
+)
+def test_graphs_hide_the_sends_of_tokens_by_turns(plan_of, flags, reason):
+    experts = "--num-experts 16 --moe-router-topk 4 --expert-model-parallel-size 2 --global-batch-size 64 --micro-batch-size 1"
+    facts = Facts(device="cuda", device_capability=(9, 0), world_size=8)
+    dense = DENSE.replace("--cuda-graph-impl local", "")
+    plan = plan_of(f"{dense} {experts} --moe-token-dispatcher-type alltoall {flags}", facts=facts)
+    assert plan.derived.graphs_in_turn == (not reason)
+    assert reason in plan.origins["derived.graphs_in_turn"].detail
+    assert not plan.config.experts.overlap_moe_expert_parallel_comm or reason == "a flag decides"
+
+
+@pytest.mark.parametrize(
     ("flags", "facts", "are_used"),
     [
         ("", Facts(device="cuda"), True),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -70,8 +71,20 @@ def test_loads_that_move_to_one_rank_change_no_bit(
         assert results == others
 
 
+def test_graphs_in_turn_change_no_bit(pool: WorkerPool) -> None:
+    """Steps without graphs have no turns; each action of a graph has a pass of two micro-batches."""
+    layout = Layout.of("dp2 mixtral ep2 batch12")
+    replayed, executed = (pool.run(2, trained, layout, how) for how in ("in turn", False))
+    assert replayed == executed
+
+
 def trained(
-    rank: int, world_size: int, layout: Layout, with_graphs: bool, factor: str = "", skew: float = 0
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    with_graphs: bool | Literal["in turn"],
+    factor: str = "",
+    skew: float = 0,
 ) -> tuple[Any, ...]:
     """Train some steps; return repeats and losses of each, and the bits of the weights.
 
@@ -80,12 +93,13 @@ def trained(
         skew: added after the first step to the logits of the experts of the first rank.
     """
     flags = ["--moe-expert-rank-capacity-factor", factor] if factor else []
-    plan = tiny_plan(layout, world_size, *flags)
+    plan, in_turn = tiny_plan(layout, world_size, *flags), with_graphs == "in turn"
+    plan = dataclasses.replace(plan, derived=plan.derived.replaced({"graphs_in_turn": in_turn}))
     engine = engine_of(plan, rank)
     if with_graphs:
         recorder = Repeats()
         make_graphs = functools.partial(
-            build_graphs, plan, engine.model, engine.grid, engine.device, recorder
+            build_graphs, plan, engine.model, engine.grid, engine.device, recorder, in_turn=in_turn
         )
         engine.training_passes = GraphedPasses(
             engine.executor, make_graphs, engine.data_parallel, 1, recorder
