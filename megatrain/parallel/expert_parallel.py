@@ -52,8 +52,8 @@ from megatrain.parallel.collectives import (
     reduce_scatter,
 )
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.ordered_sums import begin_ordered_sum
 from megatrain.parallel.rank_capacity import RankCapacity
+from megatrain.parallel.tensor_overlap.ordered_sums import begin_ordered_sum
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
 
 
