@@ -81,6 +81,8 @@ def test_the_first_iteration_compiles_kernels(plan_of):
         ("--overlap-moe-expert-parallel-comm", "a flag decides"),
         ("--no-overlap-moe-expert-parallel-comm", "a flag decides"),
         ("--expert-model-parallel-size 1", "experts are on one rank"),
+        ("--transformer-impl transformer_engine", "Transformer Engine"),
+        ("--pipeline-model-parallel-size 2", "pipeline stages"),
         ("--global-batch-size 8", "each of 1 micro-batches"),
         ("--global-batch-size 800", "each of 100 micro-batches"),
         ("--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "no graphs are tried"),
@@ -88,7 +90,9 @@ def test_the_first_iteration_compiles_kernels(plan_of):
 )
 def test_graphs_hide_the_sends_of_tokens_by_turns(plan_of, flags, reason):
     experts = "--num-experts 16 --moe-router-topk 4 --expert-model-parallel-size 2 --global-batch-size 64 --micro-batch-size 1"
-    facts = Facts(device="cuda", device_capability=(9, 0), world_size=8)
+    facts = Facts(
+        device="cuda", device_capability=(9, 0), world_size=8, libraries={"transformer_engine": "2.20.2"}
+    )
     dense = DENSE.replace("--cuda-graph-impl local", "")
     plan = plan_of(f"{dense} {experts} --moe-token-dispatcher-type alltoall {flags}", facts=facts)
     assert plan.derived.graphs_in_turn == (not reason)
