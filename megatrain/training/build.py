@@ -246,12 +246,12 @@ def build_training_passes(
     device: torch.device,
     report: Callable[[str], None],
 ) -> Executor | GraphedPasses | TeacherFirst:
-    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none).
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans and CPUs record none).
 
     Args:
         report: receives sentences for the log.
     """
-    if not plan.derived.cuda_graphs or device.type == "meta":
+    if not plan.derived.cuda_graphs or device.type != "cuda":
         return after_teacher(executor, model)
     num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
     if plan.config.training.cuda_graph_impl in TRIED:
