@@ -201,7 +201,9 @@ def graphs_of_passes(draft: Draft) -> Notes:
 
 
 def _obstacles_of_a_choice(draft: Draft) -> Iterator[str]:
-    """Yield why a run must not depend on measured times."""
+    """Yield why a run must not depend on measured times, or was not measured."""
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield "modules of Transformer Engine are recorded with --cuda-graph-impl local only"
     if draft.config.training.deterministic_mode:
         yield "--deterministic-mode: what was measured decides nothing"
     if draft.config.training.require_parity:

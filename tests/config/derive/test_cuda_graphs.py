@@ -107,6 +107,11 @@ def test_graphs_hide_the_sends_of_tokens_by_turns(plan_of, flags, reason):
         ("", Facts(), False),
         ("--deterministic-mode", Facts(device="cuda"), False),
         ("--require-parity", Facts(device="cuda"), False),
+        (
+            "--transformer-impl transformer_engine",
+            Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
+            False,
+        ),
         ("--cuda-graph-impl none", Facts(device="cuda"), False),
     ],
 )
