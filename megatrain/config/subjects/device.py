@@ -167,8 +167,6 @@ def _why_graphs_take_no_turns(draft: Draft) -> Iterator[str]:
         yield "a flag decides about --overlap-moe-expert-parallel-comm"
     if config.parallel.expert_model_parallel_size == 1 or not experts_are_split(draft):
         yield "experts are on one rank"
-    if draft.derived.transformer_impl != "local":
-        yield "modules of Transformer Engine have one thread"
     if config.parallel.pipeline_model_parallel_size > 1 or config.experts.moe_shared_expert_overlap:
         yield "pipeline stages and shared experts overlap in other ways"
     if not 1 < count <= _MOST_GRAPHS:
