@@ -98,13 +98,6 @@ class ParallelConfig(Section, on_resume=SAFE):
             _TENSOR,
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
             costly(
-                one_of(
-                    "derived.transformer_impl",
-                    "local",
-                    words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
-                )
-            ),
-            costly(
                 off(
                     "precision.fp8_format", words="in linear layers of {}, which wait for their communication"
                 )
@@ -114,7 +107,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"
         ),
     )
-    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small."""
+    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small or Transformer Engine computes linear layers; if asked for, local computes these."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO

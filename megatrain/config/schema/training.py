@@ -101,9 +101,11 @@ class TrainingConfig(Section, on_resume=SAFE):
     require_parity: bool = False
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     cuda_graph_impl: Literal["auto", "none", "local", "full_iteration", "transformer_engine"] = "auto"
-    """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, or with pipeline ranks one of each pass; not where the host reads counts of experts. auto: local where steps are faster with graphs than without, which is tried after the warm-up if a fifth of the memory is left; a line of the log has the times. transformer_engine has no effect."""
+    """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, or with pipeline ranks one of each pass; not where the host reads counts of experts. auto: local where steps are faster with graphs than without, which is tried after the warm-up if a fifth of the memory is left; a line of the log has the times. transformer_engine: as auto."""
     cuda_graph_warmup_steps: int = setting(
-        3, at_least=0, needs=one_of("training.cuda_graph_impl", "auto", "local", "full_iteration")
+        3,
+        at_least=0,
+        needs=one_of("training.cuda_graph_impl", "auto", "local", "full_iteration", "transformer_engine"),
     )
     """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1; with auto, fewer than 3 count as 3."""
     compile: bool = True

@@ -167,17 +167,12 @@ CASES += [
     for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-WITH_TRANSFORMER_ENGINE = "with --transformer-impl transformer_engine, whose layers wait for their communication; --transformer-impl local overlaps it"
 
 
 @pytest.mark.parametrize(("flags", "without", "named"), CASES)
 def test_a_setting_without_effect_is_a_note(plan_of, flags, without, named):
     notes = [note for note in plan_of(flags, without=without).notes if "no effect" in note]
     assert any(all(words in note for words in named) for note in notes), notes
-
-
-def test_transformer_engine_does_not_overlap_products(plan_of):
-    assert any(note.endswith(f"no effect {WITH_TRANSFORMER_ENGINE}") for note in _notes_on_gpus(plan_of))
 
 
 def _notes_on_gpus(plan_of):
