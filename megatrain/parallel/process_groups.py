@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _get_default_store,
+    _set_pg_timeout,
+    _world,
+)
 
 from megatrain.parallel.grid import RankGrid, RankGroup
 
@@ -55,6 +61,24 @@ def destroy_groups() -> None:
     """
     for group in groups_to_destroy():
         dist.destroy_process_group(group)
+
+
+def abort_groups() -> None:
+    """Let all waits for collectives on a GPU fail, in every thread; `forget_groups` follows. Gloo's waits end with its connections."""
+    groups = groups_to_destroy()
+    nccl = [group._get_backend(torch.device("cuda")) for group in groups if dist.get_backend(group) == "nccl"]  # noqa: SLF001
+    for world in nccl[-1:]:
+        world._group_start()  # noqa: SLF001 (as torch aborts all groups: communicators that abort one by one wait for each other)
+    for group in groups:
+        group.abort()
+    for world in nccl[-1:]:
+        world._group_end()  # noqa: SLF001
+
+
+def forget_groups() -> None:
+    """Remove all groups, whose collectives failed, from torch.distributed: `init_process_group` may follow."""
+    if dist.is_initialized():
+        _abort_process_group()
 
 
 def _separate_store(timeout: timedelta | None) -> Any:

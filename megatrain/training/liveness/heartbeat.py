@@ -84,6 +84,11 @@ class Heartbeat:
     def iteration(self, number: int) -> None:
         self._cells[0] = number
 
+    @property
+    def has_trained(self) -> bool:
+        """This rank has completed an iteration: the limits are those of training."""
+        return self.training_seconds != SECONDS_OF_START
+
     def start(self) -> None:
         """Begin to beat."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

@@ -4,6 +4,7 @@
     watch thread:  another rank is the root cause ─> one line per host, if needed ─> wait ─> exit
     heartbeat:     no progress ─> report ─> where is each rank? ─> late ranks are the root cause ─> all exit, or are killed
 
+With --inprocess-restart, ranks that are not the root cause leave their generation instead of exiting (`training/restarts/`).
 All ranks exit with the exit code of the root cause, whose traceback is printed last, when the others are quiet.
 Checkpoints stay valid: a rank that is killed during a save leaves the previous one.
 """
@@ -20,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,10 +39,11 @@ from megatrain.training.liveness.failure import (
     process_location,
 )
 from megatrain.training.liveness.heartbeat import Heartbeat, UnresponsiveRank
+from megatrain.training.liveness.launcher_watch import RESTARTED
+from megatrain.training.liveness.sockets import keep_alive
 from megatrain.training.liveness.watch_server import (
     MAX_FIRST_MESSAGE_BYTES,
     WatchServer,
-    keep_alive,
     read_location,
 )
 
@@ -89,6 +92,8 @@ class RankWatch:
         """Called last, outside the main thread, before this rank exits because another one failed."""
         self.on_late_ranks: Callable[[], None] = lambda: None
         """Called, outside the main thread, before this rank exits because a rank makes no progress."""
+        self.leave_generation: Callable[[], None] | None = None
+        """Called, outside the main thread, instead of the exit for a failure that is not final; None: this rank exits."""
         self._send_lock = threading.Lock()
         self._is_asked = threading.Event()
         self._server = self._start_server(store) if environment.rank == 0 else None
@@ -98,7 +103,8 @@ class RankWatch:
         self._cause: Failure | None = None
         self._may_print = threading.Event()
         self._may_exit = threading.Event()
-        os.register_at_fork(after_in_child=self._close_in_child)
+        own = weakref.ref(self)  # a process that outlives this watch must not keep it, nor the model
+        os.register_at_fork(after_in_child=lambda: (watch := own()) is None or watch._close_in_child())  # noqa: SLF001
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
         self._send({"files": self.heartbeat.files})
         self.heartbeat.start()
@@ -111,12 +117,21 @@ class RankWatch:
         failure, failed_at = describe_failure(error, self.environment), time.time()
         self._send({"failure": asdict(failure)})
         self._may_print.wait(_SECONDS_TO_WAIT)
+        if self.leave_generation is not None and not self.is_culprit:
+            return
         if self._cause is not None and self._cause.others:
             error.add_note(self._cause.others)
         write_torchrun_error(self.environment, failure, at=failed_at)
 
+    @property
+    def is_culprit(self) -> bool:
+        """This rank is the root cause."""
+        return self._cause is not None and self._cause.rank == self.environment.rank
+
     def leave(self) -> None:
         """Close the connection: all ranks are done, or exit on their own."""
+        if self._is_leaving:
+            return
         self._is_leaving = True
         self.heartbeat.close()
         self._send({"leaving": True})
@@ -258,9 +273,15 @@ class RankWatch:
             if place["host"] == socket.gethostname() and place["rank"] != rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place["pid"], signal.SIGKILL)
+        is_restarted = self.leave_generation is not None and not cause.is_final
+        if self.leave_generation is not None and is_restarted and cause.rank != rank:
+            self.leave_generation()
+            self._may_print.set()
+            return
         write_torchrun_error(self.environment, cause, at=math.ceil(time.time()))
         self.before_exit()
-        os._exit(cause.exit_code)  # the main thread is blocked in a collective
+        # The main thread is blocked in a collective.
+        os._exit(RESTARTED if is_restarted else cause.exit_code)
 
     def _prints(self, cause: Failure) -> bool:
         """Return True on one rank per host, unless the failed rank is on this host and prints its own error."""
