@@ -39,7 +39,7 @@ def supervise(request: Request, environment: LaunchEnvironment, signals: Signals
     port, quick_ends = 0 if rendezvous is None else rendezvous.port, 0
     while True:
         started = time.monotonic()
-        children[:] = [subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=supervised(port))]  # noqa: S603 (this program)
+        children[:] = [start_process(supervised(port))]
         code = children[0].wait()
         is_quick = time.monotonic() - started < _SECONDS_OF_A_QUICK_END
         quick_ends = quick_ends + 1 if is_quick else 0
@@ -53,6 +53,11 @@ def supervise(request: Request, environment: LaunchEnvironment, signals: Signals
     if rendezvous is not None:
         rendezvous.end(code)
     return code
+
+
+def start_process(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start this program again, with the same command line."""
+    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)  # noqa: S603 (this program)
 
 
 def _limits(request: Request, environment: LaunchEnvironment) -> RestartLimits:
