@@ -29,7 +29,7 @@ from megatrain.parallel.rank_lists import GridShape
 SECONDS_PER_CASE = 60.0
 _BUSY_SHARE = 0.01
 """A process that waits gets less than this share of a core."""
-FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", "run.lock")
+FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", "run.lock", "restarts.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,19 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from run_here import MODEL, metrics
 
 from faults.case import Cases, SkippedError, judge, require
 from faults.kills import content_of
 from faults.restarted_rank import ForkedProcess, fork_process
 from megatrain.checkpoint.find import folder_name
+from megatrain.data.indexed.writer import IndexedWriter
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("restarted_rank.py")
 ITERATIONS, INTERVAL = 8, 2
 SECONDS = 240.0
-_FLAGS = [*MODEL, "--train-iters", str(ITERATIONS), "--no-eval-at-start", "--eval-interval", "3", "--eval-iters", "1"]
-_FLAGS += ["--save-interval", str(INTERVAL), "--inprocess-restart"]
+_FLAGS = [*MODEL, *"--num-layers 2 --no-mock-data --split 8,1,1 --no-eval-at-start --eval-interval 3".split()]
+_FLAGS += ["--train-iters", str(ITERATIONS), "--save-interval", str(INTERVAL), "--inprocess-restart"]
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 _MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2"
 LAYOUTS = {
@@ -85,7 +87,11 @@ JOBS = (
     Job(name="in a commit", faults=(fault(0, "commit"),)),
     Job(name="in an evaluation", faults=(fault(2, "evaluation"),)),
     Job(name="again during the recovery", faults=(fault(2, at=6), fault(1, "start", after=[0])), num_new=2),
-    Job(name="three times", faults=(fault(2, at=4), fault(1, at=3, after=[0]), fault(2, at=3, after=[1])), num_new=3),
+    Job(
+        name="three times",
+        faults=(fault(2, at=4), fault(1, at=3, after=[0]), fault(2, at=3, after=[1])),
+        num_new=3,
+    ),
     Job(name="in background", faults=(fault(2, at=6),), flags=("--async-save",)),
     Job(name="an error", faults=(fault(1, act="error", at=6),)),
     Job(name="a hang", faults=(fault(1, act="hang", at=6),), flags=_QUICK),
@@ -93,14 +99,28 @@ JOBS = (
     Job(name="rank 0 stopped", faults=(fault(0, act="stop", at=6),), flags=_QUICK),
     *(Job(name=f"layout {name}", layout=name, faults=(fault(2, at=6),)) for name in LAYOUTS if name != "dp"),
     Job(
-        name="a host, one spare host", num_ranks=6, num_spares=2, ranks_of_host=2, faults=(fault(3, act="end host", at=6),), num_new=2
+        name="a host, one spare host",
+        num_ranks=6,
+        num_spares=2,
+        ranks_of_host=2,
+        faults=(fault(3, act="end host", at=6),),
+        num_new=2,
     ),
     Job(
-        name="two hosts, two spare hosts", num_ranks=4, num_spares=4, ranks_of_host=2, faults=(
-            fault(2, act="end host", at=4), fault(3, act="end host", after=[0], at=3)), num_new=4,
+        name="two hosts, two spare hosts",
+        num_ranks=4,
+        num_spares=4,
+        ranks_of_host=2,
+        faults=(fault(2, act="end host", at=4), fault(3, act="end host", after=[0], at=3)),
+        num_new=4,
     ),
     Job(
-        name="a host without power", num_ranks=4, num_spares=2, ranks_of_host=2, faults=(fault(3, act="cut host", at=6),), num_new=2,
+        name="a host without power",
+        num_ranks=4,
+        num_spares=2,
+        ranks_of_host=2,
+        faults=(fault(3, act="cut host", at=6),),
+        num_new=2,
     ),
 )
 
@@ -111,7 +131,12 @@ def restarts(count: int, folder: Path, seed: int = 0, part: tuple[int, int] = (0
     for number in range(min(count, len(JOBS)) if count >= 1 << 30 else count):
         if number % part[1] == part[0]:
             job = JOBS[number % len(JOBS)]
-            yield judge("J", f"{job.name} ({number})", functools.partial(run_case, job, folder / str(number)), limit_seconds=2 * SECONDS)
+            yield judge(
+                "J",
+                f"{job.name} ({number})",
+                functools.partial(run_case, job, folder / str(number)),
+                limit_seconds=2 * SECONDS,
+            )
 
 
 def run_case(job: Job, folder: Path) -> str:
@@ -122,7 +147,10 @@ def run_case(job: Job, folder: Path) -> str:
         run_job(plain, undisturbed)
     seconds = run_job(job, folder)
     require(len(list(folder.glob("fault-*"))) == len(job.faults), "not all faults happened")
-    require(metrics(folder / "save") == metrics(undisturbed / "save"), f"other metrics than the undisturbed run: {folder}")
+    require(
+        metrics(folder / "save") == metrics(undisturbed / "save"),
+        f"other metrics than the undisturbed run: {folder}",
+    )
     last = folder_name(ITERATIONS)
     is_equal = content_of(folder / "save" / last) == content_of(undisturbed / "save" / last)
     require(is_equal, f"another checkpoint than the undisturbed run: {folder}")
@@ -134,12 +162,23 @@ def run_case(job: Job, folder: Path) -> str:
     return f"the others stayed, equal to the undisturbed run ({len(job.faults)} faults; {'; '.join(seconds)})"
 
 
+def write_data(prefix: Path) -> None:
+    """Write a small dataset: mock data would be indexed for seconds in every process."""
+    random = np.random.default_rng(0)
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(100):
+            writer.add_document([random.integers(0, 100, 30)])
+
+
 def run_job(job: Job, folder: Path) -> list[str]:
     """Run the processes of a job to their end; return the times of its restarts."""
     folder.mkdir(parents=True)
+    data = folder.parent / "data"
+    if not Path(f"{data}.idx").exists():
+        write_data(data)
     (folder / "faults").write_text(json.dumps(job.faults))
     save = ["--save", str(folder / "save"), "--load", str(folder / "save")]
-    words = [*_FLAGS, *LAYOUTS[job.layout].split(), *save, *job.flags]
+    words = [*_FLAGS, "--data-path", str(data), *LAYOUTS[job.layout].split(), *save, *job.flags]
     if job.num_spares:
         words += ["--inprocess-active-world-size", str(job.num_ranks)]
     with hosts(job) as found:
@@ -196,7 +235,10 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
         raise SkippedError("network namespaces need the rights of root, and iproute2")
     number = os.getpid() % 60000
     bridge, net = f"br{number}", f"10.{100 + number // 256 % 100}.{number % 256}"
-    names = [(f"h{number}-{index}", f"{net}.{index + 1}") for index in range(job.num_processes // job.ranks_of_host)]
+    names = [
+        (f"h{number}-{index}", f"{net}.{index + 1}")
+        for index in range(job.num_processes // job.ranks_of_host)
+    ]
     made: list[str] = []
     try:
         ip(f"link add {bridge} type bridge", f"link set {bridge} up")
@@ -204,8 +246,11 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
             ip(f"netns add {name}")
             made.append(name)
             ip(
-                f"link add v{number}-{index} type veth peer name eth0 netns {name}", f"link set v{number}-{index} master {bridge} up",
-                f"-n {name} addr add {address}/24 dev eth0", f"-n {name} link set eth0 up", f"-n {name} link set lo up",
+                f"link add v{number}-{index} type veth peer name eth0 netns {name}",
+                f"link set v{number}-{index} master {bridge} up",
+                f"-n {name} addr add {address}/24 dev eth0",
+                f"-n {name} link set eth0 up",
+                f"-n {name} link set lo up",
             )
         yield names
     finally:
@@ -216,7 +261,7 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
 
 def ip(*commands: str) -> None:
     for command in commands:
-        ended = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)  # noqa: S607 (of this machine)
+        ended = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
         if ended.returncode:
             raise SkippedError(f"ip {command}: {ended.stderr.strip()}")
 

@@ -259,7 +259,8 @@ ACCEPTED_FLAGS: Final = (
         " --inprocess-progress-watchdog-interval= --inprocess-completion-timeout= --inprocess-termination-grace-time=",
     ),
     accepted(
-        "--inprocess-restart always frees cached GPU memory before it continues", "--inprocess-empty-cuda-cache"
+        "--inprocess-restart always frees cached GPU memory before it continues",
+        "--inprocess-empty-cuda-cache",
     ),
     accepted("no barrier is used for timing", "--no-barrier-with-level-1-timing"),
     accepted("nothing is sent to NVIDIA one-logger", "--no-one-logger"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from megatrain.config import Request
@@ -12,6 +13,7 @@ from megatrain.process.signals import Signals
 from megatrain.training.launch.ranks import join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.restarts.member import Member, train_in_generations
+from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 
 class Train(Protocol):
@@ -33,10 +35,12 @@ def run_generations(request: Request, signals: Signals, train: Train) -> int:
             f"--inprocess-active-world-size {active} is more than the {environment.world_size} processes of the job",
             fix="start more processes, or lower --inprocess-active-world-size",
         )
-    is_torchrun = environment.launcher == "torchrun"
+    save, is_torchrun = request.known("checkpoint.save"), environment.launcher == "torchrun"
     member = Member(
         environment,
         join_store(environment) if is_torchrun else None,
         seconds_to_leave=request.known("resilience.inprocess_hard_timeout") or 0.0,
+        hang_seconds=request.known("resilience.inprocess_soft_timeout") or 0.0,
+        record=Path(save) / RECORD_NAME if save else None,
     )
     return train_in_generations(member, signals, lambda: train(None, follow=member.follow))

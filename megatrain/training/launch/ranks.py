@@ -316,7 +316,9 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
 def join_store(environment: LaunchEnvironment) -> dist.Store:
     rank, world_size = environment.rank, environment.world_size
     if environment.store_port is not None:
-        return dist.TCPStore(environment.host, environment.store_port, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT)
+        return dist.TCPStore(
+            environment.host, environment.store_port, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
+        )
     try:
         store, _, _ = next(
             iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_RENDEZVOUS_TIMEOUT))

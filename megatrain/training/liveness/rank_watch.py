@@ -211,6 +211,8 @@ class RankWatch:
                 elif "where" in message:
                     self._is_asked.set()
                     self._send({"position": asdict(self.heartbeat.position())})
+                elif "excused" in message:
+                    self._is_asked.clear()
                 elif "look" in message:
                     threading.Thread(target=self._look, args=(message["look"],), daemon=True).start()
                 elif "print" in message:

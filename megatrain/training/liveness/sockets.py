@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
 from megatrain.config.environment import LaunchEnvironment
@@ -42,11 +43,11 @@ def listen(environment: LaunchEnvironment, port: int = 0) -> socket.socket:
 def open_sockets() -> dict[str, int]:
     """Return the file descriptors of the sockets of this process by the kernel's names of the sockets."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of this listing is closed
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = str(path.readlink())
             if target.startswith("socket:"):
-                found[target] = int(name)
+                found[target] = int(path.name)
     return found
 
 

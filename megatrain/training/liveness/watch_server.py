@@ -217,7 +217,7 @@ class WatchServer:
             peer.files = message["files"]
         elif "stalled" in message:
             _SECONDS(message["stalled"], "stalled")
-            self._begin_search(message["stalled"])
+            self._begin_search(message["stalled"], peer.location["rank"])
         elif "position" in message and self._search is not None:
             self._search.add(peer.location["rank"], message.get("of"), checked_position(message["position"]))
         elif "leaving" in message:
@@ -262,13 +262,13 @@ class WatchServer:
         wait = 0.0 if failure.is_root_cause else SECONDS_FOR_ROOT_CAUSE
         self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
-    def _begin_search(self, seconds: float) -> None:
+    def _begin_search(self, seconds: float, reporter: int) -> None:
         """Begin to search late ranks, unless there is a search or a root cause."""
         if self._cause is None and self._search is None:
             locations = {
                 rank: peer.location for rank, peer in self._ranks.items() if peer.location is not None
             }
-            self._search = LateSearch(locations, seconds)
+            self._search = LateSearch(locations, seconds, reporter)
 
     def _advance_search(self) -> None:
         """Take the next step of the search for late ranks if its time has come."""
@@ -285,7 +285,10 @@ class WatchServer:
                 look = {"rank": rank, "pid": search.locations[rank]["pid"], "files": peers[rank].files}
                 with contextlib.suppress(OSError):
                     _send(peers[observer].connection, {"look": look})
-        if not looks:
+        if not looks and search.is_excused:
+            self._search = None
+            self._broadcast({"excused": True})
+        elif not looks:
             silent = [search.locations[rank] for rank in search.silent]
             self._decide(search.conclude(), reporters=search.reporters(), silent=silent)
 

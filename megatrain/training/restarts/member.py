@@ -18,9 +18,11 @@ import queue
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -49,18 +51,29 @@ class Member:
         environment: of the launcher.
         store: the launcher's store, which has the port of the rendezvous; None: the launcher's port is the rendezvous.
         seconds_to_leave: longest time of the main thread to leave a broken generation.
+        hang_seconds: longest time of a rank without progress.
+        record: file of the times of restarts; rank 0 appends a line of JSON to it after the first iteration of a later generation.
     """
 
     def __init__(
-        self, environment: LaunchEnvironment, store: dist.Store | None, *, seconds_to_leave: float
+        self,
+        environment: LaunchEnvironment,
+        store: dist.Store | None,
+        *,
+        seconds_to_leave: float,
+        hang_seconds: float,
+        record: Path | None,
     ) -> None:
         self.environment, self._seconds_to_leave = environment, seconds_to_leave
+        self._hang_seconds, self._record = hang_seconds, record
         port = environment.supervisor or environment.port
         if store is not None:
             if environment.supervisor:
                 store.set("rendezvous", str(environment.supervisor))
             port = int(store.get("rendezvous"))
-        self._connection = socket.create_connection((environment.host, port), _SECONDS_TO_START.total_seconds())
+        self._connection = socket.create_connection(
+            (environment.host, port), _SECONDS_TO_START.total_seconds()
+        )
         self._connection.settimeout(None)
         keep_alive(self._connection)
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -92,12 +105,17 @@ class Member:
         if "end" in answer:
             end = answer["end"]
             if end["exit_code"] == 1:
-                raise MegatrainError(end["reason"], fix="run the same command again; the run continues from its last checkpoint")
+                raise MegatrainError(
+                    end["reason"],
+                    fix="run the same command again; the run continues from its last checkpoint",
+                )
             return int(end["exit_code"])
         self._opened_before = open_sockets()
         self._has_left.clear()
-        self._generation = answer["generation"]
-        enter_generation(rank=answer["rank"], world_size=answer["world_size"], store_port=answer["store_port"])
+        self._generation, self._failed_at = answer["generation"], time.time() - answer["seconds"]
+        enter_generation(
+            rank=answer["rank"], world_size=answer["world_size"], store_port=answer["store_port"]
+        )
         return None
 
     def close(self) -> None:
@@ -108,6 +126,18 @@ class Member:
     def follow(self, watch: RankWatch) -> None:
         """Leave the generation when this watch has found that another rank failed."""
         self._watch, watch.leave_generation = watch, self._leave
+        watch.heartbeat.hang_seconds = self._hang_seconds
+        if self._generation > 1 and watch.environment.rank == 0:
+            watch.heartbeat.on_trained = self._record_restart
+
+    def _record_restart(self) -> None:
+        """Print and record the time from the failure to the end of the next iteration."""
+        seconds = round(time.time() - self._failed_at, 1)
+        print(f"> generation {self._generation} trains {seconds} s after the failure", flush=True)
+        with contextlib.suppress(OSError):  # the next save reports it
+            if self._record is not None:
+                with self._record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"generation": self._generation, "seconds": seconds}) + "\n")
 
     def rejoins(self, error: BaseException) -> bool:
         """Return whether an error of the main thread is due to another rank."""
@@ -139,10 +169,14 @@ class Member:
             for line in lines:
                 message = json.loads(line)
                 if "broken" in message:
-                    threading.Thread(target=self._leave_broken, args=(message["broken"],), daemon=True).start()
+                    threading.Thread(
+                        target=self._leave_broken, args=(message["broken"],), daemon=True
+                    ).start()
                 else:
                     self._answers.put(message)
-        self._answers.put({"end": {"exit_code": 1, "reason": "the rendezvous of the job is gone, with the host of rank 0"}})
+        self._answers.put(
+            {"end": {"exit_code": 1, "reason": "the rendezvous of the job is gone, with the host of rank 0"}}
+        )
 
     def _leave_broken(self, generation: int) -> None:
         """Leave a generation once the rank watch has reported why, or does not report in time."""

@@ -26,10 +26,14 @@ from megatrain.storage.untrusted_json import flag, integer, json_object, parse_j
 from megatrain.training.liveness.sockets import BACKLOG, keep_alive, listen
 
 MAX_MESSAGE_BYTES: Final = 4096
+RECORD_NAME: Final = "restarts.jsonl"
+"""File in --save that has the time of each restart."""
 MAX_FRUITLESS: Final = 3
 """Generations in a row without a trained iteration, after which the job ends: an error that repeats itself."""
 _SECONDS_BETWEEN_STEPS: Final = 0.1
-_JOIN: Final = record({"id": integer(), "pid": integer(), "store_port": integer(0, 65535), "has_trained": flag})
+_JOIN: Final = record(
+    {"id": integer(), "pid": integer(), "store_port": integer(0, 65535), "has_trained": flag}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,9 @@ class Rendezvous:
         if former is not None and former is not process:
             if former.joined is None or former.joined["pid"] == message["pid"]:
                 raise ValueError("this rank has joined already")
-            self._disconnect(former)  # its supervisor has started this one: the kernel has not reported the end yet
+            self._disconnect(
+                former
+            )  # its supervisor has started this one: the kernel has not reported the end yet
         self._unknown.pop(process, None)
         self._processes[number], process.joined, process.waits = process, message, True
         if number in self._roster and self._is_running:
@@ -219,7 +225,9 @@ class Rendezvous:
             return
         self._generation += 1
         if self._generation > 1:
-            new = [rank for rank, number in enumerate(roster) if self._pids.get(number) != joined[number]["pid"]]
+            new = [
+                rank for rank, number in enumerate(roster) if self._pids.get(number) != joined[number]["pid"]
+            ]
             self._say(
                 f"> generation {self._generation}, {seconds:.1f} s after the failure: {len(roster) - len(new)} processes stayed,"
                 f" new are ranks {new} (launch ranks {[roster[rank] for rank in new]})"
@@ -227,7 +235,12 @@ class Rendezvous:
         self._roster, self._is_running = roster, True
         self._pids = {number: one["pid"] for number, one in joined.items()}
         self._hosts = {number: self._processes[number].host for number in roster}
-        message = {"generation": self._generation, "world_size": len(roster), "store_port": joined[roster[0]]["store_port"]}
+        message = {
+            "generation": self._generation,
+            "world_size": len(roster),
+            "store_port": joined[roster[0]]["store_port"],
+            "seconds": round(seconds, 3),
+        }
         for rank, number in enumerate(roster):
             self._processes[number].waits = False
             _send(self._processes[number], {**message, "rank": rank})

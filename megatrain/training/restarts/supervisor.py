@@ -27,7 +27,9 @@ _MOST_QUICK_ENDS: Final = 5
 
 def supervise(request: Request, environment: LaunchEnvironment, signals: Signals) -> int:
     """Run the same command in a process, again after each failure of it; return the exit code of its last one."""
-    rendezvous = Rendezvous(environment, _limits(request, environment), _say) if environment.rank == 0 else None
+    rendezvous = (
+        Rendezvous(environment, _limits(request, environment), _say) if environment.rank == 0 else None
+    )
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(_text: str) -> None:
@@ -46,7 +48,10 @@ def supervise(request: Request, environment: LaunchEnvironment, signals: Signals
         if signals.number or not (code < 0 or code == RESTARTED) or quick_ends == _MOST_QUICK_ENDS:
             break
         how = f"was ended by signal {-code}" if code < 0 else "ended after a failure"
-        _say(f"> launch rank {environment.rank}: process {children[0].pid} {how}; another one starts", sys.stderr)
+        _say(
+            f"> launch rank {environment.rank}: process {children[0].pid} {how}; another one starts",
+            sys.stderr,
+        )
     if code in (RESTARTED, -signal.SIGTERM, -signal.SIGINT):
         code = STOPPED_EARLY if signals.number else 1
     code = code if code >= 0 else 128 - code
@@ -57,17 +62,15 @@ def supervise(request: Request, environment: LaunchEnvironment, signals: Signals
 
 def start_process(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start this program again, with the same command line."""
-    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)  # noqa: S603 (this program)
+    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)
 
 
 def _limits(request: Request, environment: LaunchEnvironment) -> RestartLimits:
-    def known(name: str) -> float | None:
-        return request.known(f"resilience.inprocess_{name}")
-
+    active = request.known("resilience.inprocess_active_world_size")
     return RestartLimits(
-        num_ranks=int(known("active_world_size") or environment.world_size),
-        seconds_to_leave=known("hard_timeout") or 0.0,
-        seconds_to_join=known("barrier_timeout") or 0.0,
+        num_ranks=active or environment.world_size,
+        seconds_to_leave=request.known("resilience.inprocess_hard_timeout") or 0.0,
+        seconds_to_join=request.known("resilience.inprocess_barrier_timeout") or 0.0,
         most_restarts=request.known("resilience.inprocess_max_iterations"),
     )
 
