@@ -37,7 +37,15 @@ PROGRAM = Path(__file__).with_name("restarted_rank.py")
 ITERATIONS, INTERVAL = 8, 2
 SECONDS = 240.0
 _FLAGS = [*MODEL, *"--num-layers 2 --no-mock-data --split 8,1,1 --no-eval-at-start --eval-interval 3".split()]
-_FLAGS += ["--train-iters", str(ITERATIONS), "--save-interval", str(INTERVAL), "--inprocess-restart"]
+_FLAGS += [
+    "--train-iters",
+    str(ITERATIONS),
+    "--save-interval",
+    str(INTERVAL),
+    "--inprocess-restart",
+    "--inprocess-hard-timeout",
+    "20",
+]
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 _MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2"
 LAYOUTS = {
@@ -76,7 +84,7 @@ def fault(rank: int, place: str = "step", act: str = "kill", **more: Any) -> Fau
     return {"rank": rank, "place": place, "act": act, **more}
 
 
-_QUICK = ("--inprocess-soft-timeout", "5", "--inprocess-hard-timeout", "20")
+_QUICK = ("--inprocess-soft-timeout", "5")
 JOBS = (
     Job(name="one process", faults=(fault(2, at=6),)),
     Job(name="executed", faults=(fault(2, at=6),), forks=False),

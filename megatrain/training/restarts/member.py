@@ -11,6 +11,7 @@ leave in time ends, and so does one that is the cause itself: its supervisor sta
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -200,10 +201,11 @@ class Member:
     def _end_hanging(self) -> None:
         print(
             f"launch rank {self.environment.rank} does not leave generation {self._generation} within"
-            f" {self._seconds_to_leave:.0f} s (--inprocess-hard-timeout): its process is replaced",
+            f" {self._seconds_to_leave:.0f} s (--inprocess-hard-timeout): its process is replaced. Its stacks:",
             file=sys.stderr,
             flush=True,
         )
+        faulthandler.dump_traceback()
         os._exit(RESTARTED)
 
 

@@ -111,7 +111,10 @@ class Rendezvous:
         for process in self._processes.values():
             if process.waits:
                 _send(process, {"end": self._end})
+        for process in (*self._unknown, *self._processes.values()):
+            process.connection.close()
         self._listener.close()
+        self._selector.close()
 
     def _accept(self) -> None:
         for _ in range(BACKLOG):
