@@ -64,14 +64,18 @@ def destroy_groups() -> None:
 
 
 def abort_groups() -> None:
-    """Let all waits for collectives on a GPU fail, in every thread; `forget_groups` follows. Gloo's waits end with its connections."""
-    groups = groups_to_destroy()
-    nccl = [group._get_backend(torch.device("cuda")) for group in groups if dist.get_backend(group) == "nccl"]  # noqa: SLF001
-    for world in nccl[-1:]:
-        world._group_start()  # noqa: SLF001 (as torch aborts all groups: communicators that abort one by one wait for each other)
+    """Let all waits for collectives of NCCL fail, in every thread; `forget_groups` follows.
+
+    Gloo's waits end with its connections. Its `abort` ends the threads that run collectives, so that a later one would wait forever.
+    """
+    groups = [group for group in groups_to_destroy() if dist.get_backend(group) == "nccl"]
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]  # noqa: SLF001
+    # As torch aborts all groups: communicators that abort one by one may wait for each other.
+    for world in backends[-1:]:
+        world._group_start()  # noqa: SLF001
     for group in groups:
         group.abort()
-    for world in nccl[-1:]:
+    for world in backends[-1:]:
         world._group_end()  # noqa: SLF001
 
 

@@ -20,9 +20,14 @@ BACKLOG: Final = 1 << 15
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make the kernel detect within 25 seconds that the other host is gone."""
+    """Make the kernel detect within 25 seconds that the other host is gone, also while sent data are not acknowledged."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 10),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 25_000),
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

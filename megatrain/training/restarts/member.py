@@ -194,9 +194,9 @@ class Member:
             self._timer = threading.Timer(self._seconds_to_leave, self._end_hanging)
             self._timer.daemon = True
             self._timer.start()
+            abort_groups()
+            shut_connections(opened_before=self._opened_before)
             self._has_left.set()
-        abort_groups()
-        shut_connections(opened_before=self._opened_before)
 
     def _end_hanging(self) -> None:
         print(
