@@ -42,6 +42,8 @@ _SECONDS_FOR_VERDICT: Final = 5.0
 """Time for the rank watch to find the root cause of a generation that is broken."""
 _SECONDS_TO_LEARN: Final = 30.0
 """Time in which the reason of a failed collective must arrive."""
+_SECONDS_TO_CONNECT: Final = 600.0
+_SECONDS_BETWEEN_ATTEMPTS: Final = 0.2
 _SECONDS_TO_START: Final = timedelta(hours=1)
 
 
@@ -72,9 +74,7 @@ class Member:
             if environment.supervisor:
                 store.set("rendezvous", str(environment.supervisor))
             port = int(store.get("rendezvous"))
-        self._connection = socket.create_connection(
-            (environment.host, port), _SECONDS_TO_START.total_seconds()
-        )
+        self._connection = _connect(environment.host, port)
         self._connection.settimeout(None)
         keep_alive(self._connection)
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -207,6 +207,21 @@ class Member:
         )
         faulthandler.dump_traceback()
         os._exit(RESTARTED)
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    """Connect to the rendezvous, which may start later. Raises MegatrainError."""
+    deadline = time.monotonic() + _SECONDS_TO_CONNECT
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise MegatrainError(
+                    f"the rendezvous of the job at {host}:{port} cannot be reached: {error}",
+                    fix="start the process of rank 0, and allow connections between the hosts of the job on all ports",
+                ) from error
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
 
 
 def train_in_generations(member: Member, signals: Signals, train: Callable[[], int]) -> int:

@@ -12,7 +12,6 @@ import pytest
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.training.restarts.rendezvous import MAX_FRUITLESS, Rendezvous, RestartLimits
 
-
 _PIDS = itertools.count(1000)
 
 
