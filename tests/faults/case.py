@@ -37,7 +37,7 @@ class Case:
     """The result of one case."""
 
     kind: str
-    """Class of the bench: K, E, C, S, T, X or R."""
+    """Class of the bench: K, E, C, S, T, X, R or J."""
     name: str
     outcome: str
     """Short text that is the same for cases that end alike; empty if the case fails."""

@@ -84,8 +84,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ),
         "--restart-seconds": (
             None,
-            f"time from a failure that ends a process to the next step (default: median of {RECORD_NAME} in --save, or"
-            f" {DEFAULT_RESTART:g})",
+            f"time of a restart, from its failure to the next step (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
         ),
         "--hang-seconds": (600.0, "time until a hang is found"),
         "--save-seconds": (5.0, "time that training waits for a save"),
