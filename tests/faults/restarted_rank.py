@@ -56,7 +56,8 @@ def fork_process(
         os.environ.clear()
         os.environ |= environment
         sys.argv = ["restarted_rank.py", *words]
-        supervisor.start_process = lambda more: fork_process(words, more, log)
+        starter: Any = lambda more: fork_process(words, more, log)  # noqa: E731 (not a Popen)
+        supervisor.start_process = starter
         exit_code = main()
     except BaseException:
         traceback.print_exc()

@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,8 +104,7 @@ class RankWatch:
         self._cause: Failure | None = None
         self._may_print = threading.Event()
         self._may_exit = threading.Event()
-        own = weakref.ref(self)  # a process that outlives this watch must not keep it, nor the model
-        os.register_at_fork(after_in_child=lambda: (watch := own()) is None or watch._close_in_child())  # noqa: SLF001
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
         self._send({"files": self.heartbeat.files})
         self.heartbeat.start()
@@ -292,12 +292,20 @@ class RankWatch:
         first = 1 if is_here and cause.local_rank == 0 else 0
         return own["local_rank"] == first and not (is_here and cause.kind != "died")
 
-    def _close_in_child(self) -> None:
+    def close_in_child(self) -> None:
+        """Close the connections in a forked process, so that they close with this one."""
         descriptor = self._connection.detach()
         if descriptor >= 0:
             os.close(descriptor)
         if self._server is not None:
             self._server.close_in_child()
+
+
+def _close_in_child(watch: weakref.ref[RankWatch]) -> None:
+    """Close a watch, unless it has ended: a process that outlives its watch must not keep it, nor the model that it knows."""
+    alive = watch()
+    if alive is not None:
+        alive.close_in_child()
 
 
 def write_torchrun_error(environment: LaunchEnvironment, failure: Failure, *, at: float) -> None:

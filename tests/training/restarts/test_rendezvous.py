@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Process:
         request = {"id": self.number, "pid": self.pid, "store_port": 5, "has_trained": has_trained}
         self.socket.sendall(json.dumps({"join": request}).encode() + b"\n")
 
-    def read(self, name: str) -> dict:
+    def read(self, name: str) -> dict[str, Any]:
         """Return the next message that has this name."""
         return next(message for line in self.lines if name in (message := json.loads(line)))
 
