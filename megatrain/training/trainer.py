@@ -39,7 +39,7 @@ from megatrain.training.faults.reruns import RejectedResultError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
 from megatrain.training.launch.out_of_memory import allocation_errors
-from megatrain.training.launch.ranks import Ranks, joined_ranks
+from megatrain.training.launch.ranks import Ranks, join_store, joined_ranks
 from megatrain.training.liveness.failure import exit_code_of
 from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_collectives
 from megatrain.training.logging.console import Phases
@@ -425,9 +425,9 @@ def train_run(request: Request, phases: Phases, signals: Signals) -> int:
 
     if read_environment().supervisor is None:
         return train(phases)
-    from megatrain.training.launch.generations import run_generations  # noqa: PLC0415 (most runs need none of it)
+    from megatrain.training.restarts.member import run_generations  # noqa: PLC0415 (most runs need none of it)
 
-    return run_generations(request, signals, train)
+    return run_generations(request, signals, lambda follow: train(None, follow=follow), join_store)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

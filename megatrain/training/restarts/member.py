@@ -29,14 +29,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megatrain.config.environment import LaunchEnvironment, enter_generation
-from megatrain.config.errors import MegatrainError
+from megatrain.config import Request
+from megatrain.config.environment import LaunchEnvironment, enter_generation, read_environment
+from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.parallel.process_groups import abort_groups, forget_groups
 from megatrain.process.signals import Signals
 from megatrain.training.liveness.failure import is_final
 from megatrain.training.liveness.launcher_watch import RESTARTED
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.liveness.sockets import keep_alive, open_sockets, shut_connections
+from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 _SECONDS_FOR_VERDICT: Final = 5.0
 """Time for the rank watch to find the root cause of a generation that is broken."""
@@ -242,3 +244,35 @@ def train_in_generations(member: Member, signals: Signals, train: Callable[[], i
             return exit_code
         member.forget_generation()
     return exit_code
+
+
+def run_generations(
+    request: Request,
+    signals: Signals,
+    train: Callable[[Callable[[RankWatch], None]], int],
+    join_store: Callable[[LaunchEnvironment], dist.Store],
+) -> int:
+    """Join the job's rendezvous, and train in one generation after another; return the exit code.
+
+    Args:
+        train: trains; it calls its argument with the watch over the other ranks.
+        join_store: connects to the launcher's store.
+
+    Raises:
+        ConfigError: the job has fewer processes than active ranks.
+    """
+    environment, save = read_environment(), request.known("checkpoint.save")
+    active = request.known("resilience.inprocess_active_world_size") or environment.world_size
+    if active > environment.world_size:
+        raise ConfigError(
+            f"--inprocess-active-world-size {active} is more than the {environment.world_size} processes of the job",
+            fix="start more processes, or lower --inprocess-active-world-size",
+        )
+    member = Member(
+        environment,
+        join_store(environment) if environment.launcher == "torchrun" else None,
+        seconds_to_leave=request.known("resilience.inprocess_hard_timeout") or 0.0,
+        hang_seconds=request.known("resilience.inprocess_soft_timeout") or 0.0,
+        record=Path(save) / RECORD_NAME if save else None,
+    )
+    return train_in_generations(member, signals, lambda: train(member.follow))

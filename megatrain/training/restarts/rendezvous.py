@@ -11,14 +11,13 @@ the generation; the job ends with the host of that rank. This module does not im
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatrain.config.environment import LaunchEnvironment
@@ -51,14 +50,16 @@ class RestartLimits:
 
 @dataclass(eq=False)
 class _Process:
-    """The connection of a process of the job, or of an unknown program."""
+    """The connection of a process of the job."""
 
-    connection: socket.socket
+    writer: asyncio.StreamWriter
     host: str
-    received: bytes = b""
-    joined: dict[str, Any] | None = None
-    """Its last request to join; None: an unknown program."""
+    joined: dict[str, Any] = field(default_factory=dict)
+    """Its last request to join; empty: an unknown program."""
     waits: bool = False
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
 
 
 class Rendezvous:
@@ -73,12 +74,9 @@ class Rendezvous:
     ) -> None:
         has_own_port = environment.launcher not in (None, "torchrun")  # torchrun's store uses it
         self._listener = listen(environment, environment.port if has_own_port else 0)
-        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._limits, self._say = limits, say
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._unknown: dict[_Process, None] = {}
+        self._connections = set[_Process]()
         self._processes: dict[int, _Process] = {}
         """By launch rank."""
         self._roster = list(range(limits.num_ranks))
@@ -91,108 +89,85 @@ class Rendezvous:
         self._is_done = False
         """The last generation has reached the end: its processes end."""
         self._end: dict[str, Any] | None = None
-        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="rendezvous", daemon=True
+        )
         self._thread.start()
 
     def end(self, exit_code: int) -> None:
-        """Let the processes that wait end with this exit code, and all later ones."""
+        """Let the processes that wait end with this exit code."""
         self._end = self._end or {"exit_code": exit_code, "reason": "the job has ended"}
         self._thread.join()
 
-    def _serve(self) -> None:
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._serve_process, sock=self._listener, backlog=BACKLOG, limit=MAX_MESSAGE_BYTES
+        )
         while self._end is None:
-            for key, _ in self._selector.select(_SECONDS_BETWEEN_STEPS):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._receive(key.data)
+            await asyncio.sleep(_SECONDS_BETWEEN_STEPS)
             if not self._is_running and not self._is_done:
                 self._advance()
-        for process in self._processes.values():
+        server.close()
+        for process in self._connections:
             if process.waits:
-                _send(process, {"end": self._end})
-        for process in (*self._unknown, *self._processes.values()):
-            process.connection.close()
-        self._listener.close()
-        self._selector.close()
+                process.send({"end": self._end})
+            process.writer.close()
+        while self._connections:
+            await asyncio.sleep(_SECONDS_BETWEEN_STEPS / 10)
 
-    def _accept(self) -> None:
-        for _ in range(BACKLOG):
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            connection.settimeout(1.0)
-            keep_alive(connection)
-            process = _Process(connection, address[0])
-            self._unknown[process] = None
-            while len(self._unknown) > BACKLOG:
-                self._disconnect(next(iter(self._unknown)))
-            self._selector.register(connection, selectors.EVENT_READ, process)
+    async def _serve_process(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Act on the messages of one connection until it closes."""
+        keep_alive(writer.get_extra_info("socket"))
+        process = _Process(writer, writer.get_extra_info("peername")[0])
+        self._connections.add(process)
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # it is gone, or no process of the job
+            while line := await reader.readline():
+                self._act_on(
+                    process, json_object(parse_json(line, max_bytes=MAX_MESSAGE_BYTES), "the message")
+                )
+        self._lose(process)
+        self._connections.discard(process)
 
-    def _receive(self, process: _Process) -> None:
-        try:
-            chunk = process.connection.recv(MAX_MESSAGE_BYTES)
-            *lines, process.received = (process.received + chunk).split(b"\n")
-            for line in lines:
-                self._join(process, json_object(parse_json(line, max_bytes=MAX_MESSAGE_BYTES), "the message"))
-            is_over = not chunk or len(process.received) > MAX_MESSAGE_BYTES
-        except (OSError, ValueError, RecursionError):
-            is_over = True
-        if is_over:
-            self._disconnect(process)
-
-    def _join(self, process: _Process, message: dict[str, Any]) -> None:
+    def _act_on(self, process: _Process, message: dict[str, Any]) -> None:
         """Let a process wait for the next generation. Raises ValueError: the message is not valid, or the process runs twice."""
         if "join" not in message:
-            self._is_done = self._is_done or (process.joined is not None and "done" in message)
+            self._is_done = self._is_done or ("done" in message and bool(process.joined))
             return
-        message = message["join"]
-        _JOIN(message, "the message")
-        number = message["id"]
-        former = self._processes.get(number)
-        if former is not None and former is not process:
-            if former.joined is None or former.joined["pid"] == message["pid"]:
+        request = message["join"]
+        _JOIN(request, "the request")
+        former = self._processes.get(request["id"], process)
+        if former is not process:
+            if former.joined["pid"] == request["pid"]:
                 raise ValueError("this rank has joined already")
-            self._disconnect(
-                former
-            )  # its supervisor has started this one: the kernel has not reported the end yet
-        self._unknown.pop(process, None)
-        self._processes[number], process.joined, process.waits = process, message, True
-        if number in self._roster and self._is_running:
-            self._break()
+            self._lose(former)  # its supervisor has started this one: the kernel has not reported the end yet
+        self._processes[request["id"]], process.joined, process.waits = process, request, True
+        self._break_if(request["id"])
 
-    def _disconnect(self, process: _Process) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(process.connection)
-        process.connection.close()
-        self._unknown.pop(process, None)
-        if process.joined is None or self._processes.get(process.joined["id"]) is not process:
+    def _lose(self, process: _Process) -> None:
+        process.writer.close()
+        number = process.joined.get("id")
+        if number is not None and self._processes.get(number) is process:
+            del self._processes[number]
+            self._break_if(number)
+
+    def _break_if(self, number: int) -> None:
+        """Let all ranks leave the generation if this process is one of them."""
+        if number not in self._roster or not self._is_running:
             return
-        del self._processes[process.joined["id"]]
-        if process.joined["id"] in self._roster and self._is_running:
-            self._break()
-
-    def _break(self) -> None:
-        """Let all ranks leave the generation."""
         self._is_running, self._broken_at = False, time.monotonic()
-        for number in self._roster:
-            process = self._processes.get(number)
-            if process is not None and not process.waits:
-                _send(process, {"broken": self._generation})
+        for process in (self._processes[one] for one in self._roster if one in self._processes):
+            if not process.waits:
+                process.send({"broken": self._generation})
 
     def _advance(self) -> None:
         """Form the next generation if its processes wait; end the job if they cannot."""
         seconds = time.monotonic() - self._broken_at
-        leaving = [
-            process
-            for number, process in self._processes.items()
-            if number in self._roster and not process.waits
-        ]
+        members = [self._processes[number] for number in self._roster if number in self._processes]
+        leaving = [process for process in members if not process.waits]
         if leaving and seconds < 2 * self._limits.seconds_to_leave:
             return
         for process in leaving:  # stopped, and no other process of its host has killed it
-            self._disconnect(process)
+            self._lose(process)
         roster = self._next_roster(seconds)
         if roster is not None:
             self._form(roster, seconds)
@@ -216,7 +191,7 @@ class Rendezvous:
 
     def _form(self, roster: list[int], seconds: float) -> None:
         """Begin the next generation, or end the job if the last ones were in vain."""
-        joined = {number: self._processes[number].joined or {} for number in roster}
+        joined = {number: self._processes[number].joined for number in roster}
         has_trained = any(one["has_trained"] for one in joined.values())
         self._fruitless = 0 if has_trained or not self._generation else self._fruitless + 1
         most = self._limits.most_restarts
@@ -246,13 +221,8 @@ class Rendezvous:
         }
         for rank, number in enumerate(roster):
             self._processes[number].waits = False
-            _send(self._processes[number], {**message, "rank": rank})
+            self._processes[number].send({**message, "rank": rank})
 
     def _fail(self, reason: str) -> None:
         self._say(f"> no other generation: {reason}")
         self._end = {"exit_code": 1, "reason": reason}
-
-
-def _send(process: _Process, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the connection is closed; reading it reports that
-        process.connection.sendall(json.dumps(message).encode() + b"\n")
