@@ -6,6 +6,7 @@ gets `fault-N` when fault N happens, and a line of `processes` (rank, process id
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -147,14 +148,14 @@ def happen(rank: int, place: str) -> None:
 
 
 def end_host() -> None:
-    """Kill all processes in this network namespace, this one last."""
-    own = Path("/proc/self/ns/net").readlink()
+    """Kill all processes in this network namespace; last the supervisor, with which this process ends."""
+    own, others = Path("/proc/self/ns/net").readlink(), list[int]()
     for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if (path / "ns/net").readlink() == own and int(path.name) != os.getpid():
-                os.kill(int(path.name), signal.SIGKILL)
-        except OSError:  # it has ended
-            continue
+        with contextlib.suppress(OSError):  # it has ended
+            others += [int(path.name)] * ((path / "ns/net").readlink() == own)
+    for pid in sorted(set(others) - {os.getpid()}, key=lambda pid: pid == os.getppid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -104,11 +104,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 
 def measured_restarts(save: str | None) -> list[float]:
-    """Return the seconds of the restarts within the job that a run has recorded in its --save folder.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
+    """Return the seconds of the restarts that a run has recorded in --save. Raises ConfigError: the record is damaged."""
     path = Path(save or "") / RECORD_NAME
     if save is None or not path.is_file():
         return []

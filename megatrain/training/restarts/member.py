@@ -55,22 +55,10 @@ class Member:
     Args:
         environment: of the launcher.
         store: the launcher's store, which has the port of the rendezvous; None: the launcher's port is the rendezvous.
-        seconds_to_leave: longest time of the main thread to leave a broken generation.
-        hang_seconds: longest time of a rank without progress.
-        record: file of the times of restarts; rank 0 appends a line of JSON to it after the first iteration of a later generation.
     """
 
-    def __init__(
-        self,
-        environment: LaunchEnvironment,
-        store: dist.Store | None,
-        *,
-        seconds_to_leave: float,
-        hang_seconds: float,
-        record: Path | None,
-    ) -> None:
-        self.environment, self._seconds_to_leave = environment, seconds_to_leave
-        self._hang_seconds, self._record = hang_seconds, record
+    def __init__(self, request: Request, environment: LaunchEnvironment, store: dist.Store | None) -> None:
+        self.environment, self._known = environment, request.known
         port = environment.supervisor or environment.port
         if store is not None:
             if environment.supervisor:
@@ -113,9 +101,6 @@ class Member:
                     fix="run the same command again; the run continues from its last checkpoint",
                 )
             return int(end["exit_code"])
-        self._opened_before = open_sockets()
-        self._has_left.clear()
-        self._generation, self._failed_at = answer["generation"], time.time() - answer["seconds"]
         enter_generation(
             rank=answer["rank"], world_size=answer["world_size"], store_port=answer["store_port"]
         )
@@ -129,18 +114,20 @@ class Member:
     def follow(self, watch: RankWatch) -> None:
         """Leave the generation when this watch has found that another rank failed."""
         self._watch, watch.leave_generation = watch, self._leave
-        watch.heartbeat.hang_seconds = self._hang_seconds
+        watch.heartbeat.hang_seconds = self._known("resilience.inprocess_soft_timeout") or 0.0
         if self._generation > 1 and watch.environment.rank == 0:
             watch.heartbeat.on_trained = self._record_restart
 
     def _record_restart(self) -> None:
-        """Print and record the time from the failure to the end of the next iteration."""
+        """Print the time from the failure to the end of the next iteration; record it in --save."""
         seconds = round(time.time() - self._failed_at, 1)
         print(f"> generation {self._generation} trains {seconds} s after the failure", flush=True)
-        with contextlib.suppress(OSError):  # the next save reports it
-            if self._record is not None:
-                with self._record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"generation": self._generation, "seconds": seconds}) + "\n")
+        path = Path(self._known("checkpoint.save") or "") / RECORD_NAME
+        with (
+            contextlib.suppress(OSError),
+            path.open("a", encoding="utf-8") as file,
+        ):  # the next save reports it
+            file.write(json.dumps({"generation": self._generation, "seconds": seconds}) + "\n")
 
     def rejoins(self, error: BaseException) -> bool:
         """Return whether an error of the main thread is due to another rank."""
@@ -172,17 +159,22 @@ class Member:
             for line in lines:
                 message = json.loads(line)
                 if "broken" in message:
-                    threading.Thread(
-                        target=self._leave_broken, args=(message["broken"],), daemon=True
-                    ).start()
-                else:
-                    self._answers.put(message)
-        self._answers.put(
-            {"end": {"exit_code": 1, "reason": "the rendezvous of the job is gone, with the host of rank 0"}}
-        )
+                    threading.Thread(target=self._leave_broken, daemon=True).start()
+                    continue
+                if "generation" in message:
+                    self._opened_before = open_sockets()
+                    self._generation, self._failed_at = (
+                        message["generation"],
+                        time.time() - message["seconds"],
+                    )
+                    self._has_left.clear()
+                self._answers.put(message)
+        reason = "the rendezvous of the job is gone, with the host of rank 0"
+        self._answers.put({"end": {"exit_code": 1, "reason": reason}})
 
-    def _leave_broken(self, generation: int) -> None:
+    def _leave_broken(self) -> None:
         """Leave a generation once the rank watch has reported why, or does not report in time."""
+        generation = self._generation
         if self._watch is not None:
             self._has_left.wait(_SECONDS_FOR_VERDICT)
         if generation == self._generation:
@@ -193,7 +185,8 @@ class Member:
         with self._leaving:
             if self._has_left.is_set():
                 return
-            self._timer = threading.Timer(self._seconds_to_leave, self._end_hanging)
+            seconds = self._known("resilience.inprocess_hard_timeout") or 0.0
+            self._timer = threading.Timer(seconds, self._end_hanging)
             self._timer.daemon = True
             self._timer.start()
             abort_groups()
@@ -201,12 +194,8 @@ class Member:
             self._has_left.set()
 
     def _end_hanging(self) -> None:
-        print(
-            f"launch rank {self.environment.rank} does not leave generation {self._generation} within"
-            f" {self._seconds_to_leave:.0f} s (--inprocess-hard-timeout): its process is replaced. Its stacks:",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = "does not leave its generation within --inprocess-hard-timeout: its process is replaced. Its stacks:"
+        print(f"launch rank {self.environment.rank} {text}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
         os._exit(RESTARTED)
 
@@ -226,11 +215,33 @@ def _connect(host: str, port: int) -> socket.socket:
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
 
 
-def train_in_generations(member: Member, signals: Signals, train: Callable[[], int]) -> int:
-    """Train as a rank of one generation after another until one reaches the end; return the exit code."""
+def run_generations(
+    request: Request,
+    signals: Signals,
+    train: Callable[[Callable[[RankWatch], None]], int],
+    join_store: Callable[[LaunchEnvironment], dist.Store],
+) -> int:
+    """Join the job's rendezvous, and train in one generation after another until one reaches the end; return the exit code.
+
+    Args:
+        train: trains; it calls its argument with the watch over the other ranks.
+        join_store: connects to the launcher's store.
+
+    Raises:
+        ConfigError: the job has fewer processes than active ranks.
+    """
+    environment = read_environment()
+    active = request.known("resilience.inprocess_active_world_size") or environment.world_size
+    if active > environment.world_size:
+        raise ConfigError(
+            f"--inprocess-active-world-size {active} is more than the {environment.world_size} processes of the job",
+            fix="start more processes, or lower --inprocess-active-world-size",
+        )
+    store = join_store(environment) if environment.launcher == "torchrun" else None
+    member = Member(request, environment, store)
     while (exit_code := member.join()) is None:
         try:
-            exit_code = train()
+            exit_code = train(member.follow)
         except BaseException as error:
             if not member.rejoins(error):
                 if is_final(error):
@@ -244,35 +255,3 @@ def train_in_generations(member: Member, signals: Signals, train: Callable[[], i
             return exit_code
         member.forget_generation()
     return exit_code
-
-
-def run_generations(
-    request: Request,
-    signals: Signals,
-    train: Callable[[Callable[[RankWatch], None]], int],
-    join_store: Callable[[LaunchEnvironment], dist.Store],
-) -> int:
-    """Join the job's rendezvous, and train in one generation after another; return the exit code.
-
-    Args:
-        train: trains; it calls its argument with the watch over the other ranks.
-        join_store: connects to the launcher's store.
-
-    Raises:
-        ConfigError: the job has fewer processes than active ranks.
-    """
-    environment, save = read_environment(), request.known("checkpoint.save")
-    active = request.known("resilience.inprocess_active_world_size") or environment.world_size
-    if active > environment.world_size:
-        raise ConfigError(
-            f"--inprocess-active-world-size {active} is more than the {environment.world_size} processes of the job",
-            fix="start more processes, or lower --inprocess-active-world-size",
-        )
-    member = Member(
-        environment,
-        join_store(environment) if environment.launcher == "torchrun" else None,
-        seconds_to_leave=request.known("resilience.inprocess_hard_timeout") or 0.0,
-        hang_seconds=request.known("resilience.inprocess_soft_timeout") or 0.0,
-        record=Path(save) / RECORD_NAME if save else None,
-    )
-    return train_in_generations(member, signals, lambda: train(member.follow))

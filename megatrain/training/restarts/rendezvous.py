@@ -35,19 +35,6 @@ _JOIN: Final = record(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartLimits:
-    """Limits of the restarts of a job."""
-
-    num_ranks: int
-    """Ranks of a generation; the other processes are spares."""
-    seconds_to_leave: float
-    """Longest time of a process to leave a broken generation: --inprocess-hard-timeout."""
-    seconds_to_join: float
-    """Longest time from the failure to the next generation: --inprocess-barrier-timeout."""
-    most_restarts: int | None = None
-
-
 @dataclass(eq=False)
 class _Process:
     """The connection of a process of the job."""
@@ -66,20 +53,24 @@ class Rendezvous:
     """Forms generations of processes, which connect to `port`.
 
     Args:
+        environment: of the launcher.
+        known: returns the value of a setting by its path; None: it is not set.
         say: prints a line.
     """
 
     def __init__(
-        self, environment: LaunchEnvironment, limits: RestartLimits, say: Callable[[str], None]
+        self, environment: LaunchEnvironment, known: Callable[[str], Any], say: Callable[[str], None]
     ) -> None:
         has_own_port = environment.launcher not in (None, "torchrun")  # torchrun's store uses it
         self._listener = listen(environment, environment.port if has_own_port else 0)
         self.port: int = self._listener.getsockname()[1]
-        self._limits, self._say = limits, say
-        self._connections = set[_Process]()
+        self._say, self._most_restarts = say, known("resilience.inprocess_max_iterations")
+        self._seconds_to_leave: float = known("resilience.inprocess_hard_timeout")
+        self._seconds_to_join: float = known("resilience.inprocess_barrier_timeout")
+        self._connections = dict[_Process, asyncio.Task[Any] | None]()
         self._processes: dict[int, _Process] = {}
         """By launch rank."""
-        self._roster = list(range(limits.num_ranks))
+        self._roster = list(range(known("resilience.inprocess_active_world_size") or environment.world_size))
         """Launch ranks by rank of the last generation."""
         self._hosts: dict[int, str] = {}
         self._pids: dict[int, int] = {}
@@ -112,21 +103,20 @@ class Rendezvous:
             if process.waits:
                 process.send({"end": self._end})
             process.writer.close()
-        while self._connections:
-            await asyncio.sleep(_SECONDS_BETWEEN_STEPS / 10)
+        await asyncio.gather(*filter(None, self._connections.values()))
 
     async def _serve_process(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Act on the messages of one connection until it closes."""
         keep_alive(writer.get_extra_info("socket"))
         process = _Process(writer, writer.get_extra_info("peername")[0])
-        self._connections.add(process)
+        self._connections[process] = asyncio.current_task()
         with contextlib.suppress(OSError, ValueError, RecursionError):  # it is gone, or no process of the job
             while line := await reader.readline():
                 self._act_on(
                     process, json_object(parse_json(line, max_bytes=MAX_MESSAGE_BYTES), "the message")
                 )
         self._lose(process)
-        self._connections.discard(process)
+        del self._connections[process]
 
     def _act_on(self, process: _Process, message: dict[str, Any]) -> None:
         """Let a process wait for the next generation. Raises ValueError: the message is not valid, or the process runs twice."""
@@ -164,14 +154,14 @@ class Rendezvous:
         seconds = time.monotonic() - self._broken_at
         members = [self._processes[number] for number in self._roster if number in self._processes]
         leaving = [process for process in members if not process.waits]
-        if leaving and seconds < 2 * self._limits.seconds_to_leave:
+        if leaving and seconds < 2 * self._seconds_to_leave:
             return
         for process in leaving:  # stopped, and no other process of its host has killed it
             self._lose(process)
         roster = self._next_roster(seconds)
         if roster is not None:
             self._form(roster, seconds)
-        elif self._generation and seconds > self._limits.seconds_to_join:
+        elif self._generation and seconds > self._seconds_to_join:
             lost = [rank for rank, number in enumerate(self._roster) if number not in self._processes]
             self._fail(f"ranks {lost} did not come back within {seconds:.0f} s, and no spare process is left")
 
@@ -184,7 +174,7 @@ class Rendezvous:
             if number in self._processes:
                 continue
             is_coming = not self._generation or self._hosts[number] in hosts
-            if rank == 0 or not spares or (is_coming and seconds < self._limits.seconds_to_join / 2):
+            if rank == 0 or not spares or (is_coming and seconds < self._seconds_to_join / 2):
                 return None
             roster[rank] = spares.pop(0)
         return roster
@@ -194,12 +184,11 @@ class Rendezvous:
         joined = {number: self._processes[number].joined for number in roster}
         has_trained = any(one["has_trained"] for one in joined.values())
         self._fruitless = 0 if has_trained or not self._generation else self._fruitless + 1
-        most = self._limits.most_restarts
         if self._fruitless >= MAX_FRUITLESS:
             self._fail(f"{MAX_FRUITLESS} generations in a row failed before an iteration")
             return
-        if most is not None and self._generation > most:
-            self._fail(f"--inprocess-max-iterations {most}: as many restarts have failed")
+        if self._most_restarts is not None and self._generation > self._most_restarts:
+            self._fail(f"--inprocess-max-iterations {self._most_restarts}: as many restarts have failed")
             return
         self._generation += 1
         if self._generation > 1:

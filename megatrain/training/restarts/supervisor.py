@@ -19,7 +19,7 @@ from megatrain.config.environment import LaunchEnvironment, supervised
 from megatrain.config.subjects.run import signal_number
 from megatrain.process.signals import STOPPED_EARLY, Signals
 from megatrain.training.liveness.launcher_watch import RESTARTED
-from megatrain.training.restarts.rendezvous import Rendezvous, RestartLimits
+from megatrain.training.restarts.rendezvous import Rendezvous
 
 _SECONDS_OF_A_QUICK_END: Final = 10.0
 _MOST_QUICK_ENDS: Final = 5
@@ -27,9 +27,7 @@ _MOST_QUICK_ENDS: Final = 5
 
 def supervise(request: Request, environment: LaunchEnvironment, signals: Signals) -> int:
     """Run the same command in a process, again after each failure of it; return the exit code of its last one."""
-    rendezvous = (
-        Rendezvous(environment, _limits(request, environment), _say) if environment.rank == 0 else None
-    )
+    rendezvous = Rendezvous(environment, request.known, _say) if environment.rank == 0 else None
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(_text: str) -> None:
@@ -63,16 +61,6 @@ def supervise(request: Request, environment: LaunchEnvironment, signals: Signals
 def start_process(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start this program again, with the same command line."""
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)
-
-
-def _limits(request: Request, environment: LaunchEnvironment) -> RestartLimits:
-    active = request.known("resilience.inprocess_active_world_size")
-    return RestartLimits(
-        num_ranks=active or environment.world_size,
-        seconds_to_leave=request.known("resilience.inprocess_hard_timeout") or 0.0,
-        seconds_to_join=request.known("resilience.inprocess_barrier_timeout") or 0.0,
-        most_restarts=request.known("resilience.inprocess_max_iterations"),
-    )
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.training.restarts.rendezvous import MAX_FRUITLESS, Rendezvous, RestartLimits
+from megatrain.training.restarts.rendezvous import MAX_FRUITLESS, Rendezvous
 
 _PIDS = itertools.count(1000)
 
@@ -41,11 +41,12 @@ class Job:
     """Two ranks on each of hosts 1 and 2, and spares on host 3."""
 
     def __init__(self, num_spares: int = 0, **limits: float) -> None:
-        numbers = {"seconds_to_leave": 5.0, "seconds_to_join": 60.0, **limits}
+        numbers = {"active_world_size": 4, "hard_timeout": 5.0, "barrier_timeout": 60.0, **limits}
+        settings = {f"resilience.inprocess_{name}": value for name, value in numbers.items()}
         self.lines: list[str] = []
         self.server = Rendezvous(
             LaunchEnvironment(world_size=4 + num_spares, local_world_size=9, launcher="torchrun"),
-            RestartLimits(num_ranks=4, **numbers),  # type: ignore[arg-type]
+            settings.get,
             self.lines.append,
         )
         self.processes = [self.start(number, 1 + number // 2) for number in range(4 + num_spares)]
@@ -99,7 +100,7 @@ def test_spares_replace_a_lost_host_at_once(jobs: list[Job]) -> None:
 
 
 def test_a_lost_host_without_spares_ends_the_job(jobs: list[Job]) -> None:
-    jobs.append(job := Job(seconds_to_join=0.3))
+    jobs.append(job := Job(barrier_timeout=0.3))
     job.ranks(job.processes)
     others = job.survivors(2, 3)
     assert [one.read("end")["end"]["exit_code"] for one in others] == [1, 1]
