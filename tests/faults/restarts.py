@@ -1,4 +1,4 @@
-"""Class J: restarts within the job (--inprocess-restart): processes and hosts are lost, and the others go on.
+"""Class J: restarts within the job (--inprocess-restart): processes and hosts are lost, and the others continue.
 
 processes of a job, each with a supervisor ─> planned faults ─> the processes that stay keep their ids ─> equal to the undisturbed run
 

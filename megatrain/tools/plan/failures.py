@@ -46,7 +46,7 @@ class Losses:
     hang: float
     """Time until a rank that hangs is found."""
     num_restarts: int = 0
-    """Restarts of which `restart` is the median; 0: it is not measured."""
+    """Measured restarts, whose median is `restart`; 0: there are none."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -109,7 +109,8 @@ def measured_restarts(save: str | None) -> list[float]:
     if save is None or not path.is_file():
         return []
     try:
-        return [float(json.loads(line)["seconds"]) for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as lines:
+            return [float(json.loads(line)["seconds"]) for line in lines]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path} is damaged: {error}", fix="remove it, or give --restart-seconds"

@@ -82,6 +82,9 @@ class RankWatch:
         MegatrainError: the server cannot be reached, or the rank runs twice.
     """
 
+    leave_generation: Callable[[], None] | None = None
+    """Called, outside the main thread, instead of the exit for a failure that is not final; None: this rank exits."""
+
     def __init__(
         self, environment: LaunchEnvironment, store: dist.Store, phase: Callable[[], str] = str
     ) -> None:
@@ -93,8 +96,6 @@ class RankWatch:
         """Called last, outside the main thread, before this rank exits because another one failed."""
         self.on_late_ranks: Callable[[], None] = lambda: None
         """Called, outside the main thread, before this rank exits because a rank makes no progress."""
-        self.leave_generation: Callable[[], None] | None = None
-        """Called, outside the main thread, instead of the exit for a failure that is not final; None: this rank exits."""
         self._send_lock = threading.Lock()
         self._is_asked = threading.Event()
         self._server = self._start_server(store) if environment.rank == 0 else None
@@ -199,7 +200,7 @@ class RankWatch:
 
     def _listen(self) -> None:
         """Read messages of the server until it closes the connection: main function of the watch thread."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError, RecursionError), self._messages:
             for line in self._messages:
                 message = json_object(json.loads(line), "the message")
                 if "leaving" in message:

@@ -57,7 +57,7 @@ def open_sockets() -> dict[str, int]:
 
 
 def shut_connections(*, opened_before: Collection[str]) -> None:
-    """Shut all TCP connections of this process but earlier ones: whatever waits for one of them fails, in every thread.
+    """Shut all TCP connections of this process but earlier ones: all waits for them fail, in every thread.
 
     Gloo and torch's stores have no other way to end a wait.
     """

@@ -74,7 +74,7 @@ class Rendezvous:
         """Launch ranks by rank of the last generation."""
         self._hosts: dict[int, str] = {}
         self._pids: dict[int, int] = {}
-        """Of the last generation, by launch rank."""
+        """Process ids in the last generation, by launch rank, as the hosts."""
         self._generation, self._fruitless = 0, 0
         self._is_running, self._broken_at = False, time.monotonic()
         self._is_done = False
