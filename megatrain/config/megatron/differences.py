@@ -44,6 +44,12 @@ DIFFERENT_DEFAULTS: Final = (
         requires="model.group_query_attention",
     ),
     DifferentDefault(
+        "resilience.inprocess_soft_timeout",
+        "60",
+        "the progress of whole steps is watched, not of Python's instructions",
+        requires="resilience.inprocess_restart",
+    ),
+    DifferentDefault(
         "parallel.use_distributed_optimizer", "off", "it saves memory without changing results (ZeRO-1)"
     ),
     DifferentDefault(

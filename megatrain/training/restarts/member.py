@@ -58,7 +58,7 @@ class Member:
     """
 
     def __init__(self, request: Request, environment: LaunchEnvironment, store: dist.Store | None) -> None:
-        self.environment, self._known = environment, request.known
+        self.environment, self._request = environment, request
         port = environment.supervisor or environment.port
         if store is not None:
             if environment.supervisor:
@@ -114,7 +114,7 @@ class Member:
     def follow(self, watch: RankWatch) -> None:
         """Leave the generation when this watch has found that another rank failed."""
         self._watch, watch.leave_generation = watch, self._leave
-        watch.heartbeat.hang_seconds = self._known("resilience.inprocess_soft_timeout") or 0.0
+        watch.heartbeat.hang_seconds = self._request.known("resilience.inprocess_soft_timeout") or 0.0
         if self._generation > 1 and watch.environment.rank == 0:
             watch.heartbeat.on_trained = self._record_restart
 
@@ -122,7 +122,7 @@ class Member:
         """Print the time from the failure to the end of the next iteration; record it in --save."""
         seconds = round(time.time() - self._failed_at, 1)
         print(f"> generation {self._generation} trains {seconds} s after the failure", flush=True)
-        path = Path(self._known("checkpoint.save") or "") / RECORD_NAME
+        path = Path(self._request.known("checkpoint.save") or "") / RECORD_NAME
         with (
             contextlib.suppress(OSError),
             path.open("a", encoding="utf-8") as file,
@@ -185,7 +185,7 @@ class Member:
         with self._leaving:
             if self._has_left.is_set():
                 return
-            seconds = self._known("resilience.inprocess_hard_timeout") or 0.0
+            seconds = self._request.known("resilience.inprocess_hard_timeout") or 0.0
             self._timer = threading.Timer(seconds, self._end_hanging)
             self._timer.daemon = True
             self._timer.start()
