@@ -148,7 +148,7 @@ def happen(rank: int, place: str) -> None:
 
 
 def end_host() -> None:
-    """Kill all processes in this network namespace; last the supervisor, with which this process ends."""
+    """Kill all processes in this network namespace; last the supervisor, whose end ends this one."""
     own, others = Path("/proc/self/ns/net").readlink(), list[int]()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
