@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _get_default_store,
+    _set_pg_timeout,
+    _world,
+)
 
 from megatrain.parallel.grid import RankGrid, RankGroup
 
@@ -55,6 +61,28 @@ def destroy_groups() -> None:
     """
     for group in groups_to_destroy():
         dist.destroy_process_group(group)
+
+
+def abort_groups() -> None:
+    """Let all waits for collectives of NCCL fail, in every thread; `forget_groups` follows.
+
+    Gloo's waits end with its connections. Its `abort` ends the threads that run collectives, so that a later one would wait forever.
+    """
+    groups = [group for group in groups_to_destroy() if dist.get_backend(group) == "nccl"]
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]  # noqa: SLF001
+    # As torch aborts all groups: communicators that abort one by one may wait for each other.
+    for world in backends[-1:]:
+        world._group_start()  # noqa: SLF001
+    for group in groups:
+        group.abort()
+    for world in backends[-1:]:
+        world._group_end()  # noqa: SLF001
+
+
+def forget_groups() -> None:
+    """Remove all groups, whose collectives failed, from torch.distributed: `init_process_group` may follow."""
+    if dist.is_initialized():
+        _abort_process_group()
 
 
 def _separate_store(timeout: timedelta | None) -> Any:

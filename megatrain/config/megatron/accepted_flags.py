@@ -252,6 +252,16 @@ ACCEPTED_FLAGS: Final = (
         "--log-straggler reports slow ranks during the whole run, and no port is opened to switch it",
         "--disable-straggler-on-startup --straggler-ctrlr-port=*",
     ),
+    accepted(
+        "--inprocess-restart needs no other intervals: the end of a connection reports the end of a process",
+        "--inprocess-granularity= --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout="
+        " --inprocess-last-call-wait= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
+        " --inprocess-progress-watchdog-interval= --inprocess-completion-timeout= --inprocess-termination-grace-time=",
+    ),
+    accepted(
+        "--inprocess-restart always frees cached GPU memory before it continues",
+        "--inprocess-empty-cuda-cache",
+    ),
     accepted("no barrier is used for timing", "--no-barrier-with-level-1-timing"),
     accepted("nothing is sent to NVIDIA one-logger", "--no-one-logger"),
     accepted(

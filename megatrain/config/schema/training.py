@@ -286,6 +286,7 @@ def non_persistent_folder(
 
 _NCCL = one_of("parallel.distributed_backend", "nccl")
 _RECORDER = on("resilience.flight_recorder_dump_path")
+_RESTART = on("resilience.inprocess_restart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,5 +323,17 @@ class ResilienceConfig(Section, on_resume=SAFE):
         "transient_error", needs=on("resilience.error_injection_rate")
     )
     """Behaviour of the steps that --error-injection-rate rejects: transient_error (right when computed again), persistent_error (right on other devices), correct_result (the same everywhere)."""
+    inprocess_restart: bool = False
+    """Keep healthy processes after a failure: they form new process groups with the processes that replace the lost ones, and continue from the last checkpoint. A supervisor starts each process."""
+    inprocess_active_world_size: int | None = setting(None, at_least=1, needs=_RESTART)
+    """Ranks that train; the other processes of the job are spares. none: all processes train."""
+    inprocess_max_iterations: int | None = setting(None, at_least=0, needs=_RESTART)
+    """Restarts within the job; none: any number, but not three in a row before an iteration."""
+    inprocess_soft_timeout: float = setting(120.0, above=0, needs=_RESTART)
+    """Seconds without progress of a training step or an evaluation after which a rank counts as hanging."""
+    inprocess_hard_timeout: float = setting(90.0, above=0, needs=_RESTART)
+    """Seconds in which a process must leave its groups after a failure; otherwise it is replaced."""
+    inprocess_barrier_timeout: float = setting(120.0, above=0, needs=_RESTART)
+    """Seconds from a failure in which all ranks must be there again; otherwise the job ends. After half of them a spare replaces a lost process whose host is alive."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

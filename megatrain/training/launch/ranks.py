@@ -143,6 +143,7 @@ def joined_ranks(
     *,
     signals: Signals | None = None,
     check_memory: PlannedBytes | None = None,
+    follow: Callable[[RankWatch], None] = lambda _: None,
 ) -> Iterator[Ranks]:
     """Resolve the plan and create the process groups; `report_errors` destroys them.
 
@@ -150,6 +151,7 @@ def joined_ranks(
         phases: continues an earlier timer.
         signals: stop signals of this process, which this rank reports to the others until it trains.
         check_memory: compares the plan with the memory of this rank's device and host.
+        follow: called with the watch over the other ranks.
 
     Raises:
         MegatrainError: on every rank, before the first collective, if one rank finds a problem.
@@ -162,6 +164,7 @@ def joined_ranks(
         watch = RankWatch(environment, store, lambda: phases.current) if store is not None else None
     locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
+        follow(watch)
         watch.before_exit = locks.release
     if signals is not None:
         signals.before_exit = functools.partial(_stop_by_signal, locks, watch)
@@ -312,6 +315,10 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
 
 def join_store(environment: LaunchEnvironment) -> dist.Store:
     rank, world_size = environment.rank, environment.world_size
+    if environment.store_port is not None:
+        return dist.TCPStore(
+            environment.host, environment.store_port, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
+        )
     try:
         store, _, _ = next(
             iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_RENDEZVOUS_TIMEOUT))
@@ -348,6 +355,9 @@ def _init_process_group(
         # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
         set_unless_given("NCCL_GRAPH_REGISTER", "0")
     configure_flight_recorder(plan.config)
+    if environment.store_port is not None:
+        # NCCL's watchdog would end the process for the failure of another rank.
+        set_unless_given("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,

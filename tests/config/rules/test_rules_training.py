@@ -71,6 +71,12 @@ CASES = {
          ("--no-check-for-nan-in-loss-and-grad",), ("one of them",)),
         ("--error-injection-rate 10", "", None, ("--error-injection-rate 10",), ("--rerun-mode validate_results",)),
     ],
+    "restarts_continue_from_saves": [
+        ("--inprocess-restart", "", None, ("--inprocess-restart", "--save None"), ("--save FOLDER --load FOLDER",)),
+        ("--inprocess-restart --save x", "", None, ("--save x", "--load is None"), ("--save x --load x",)),
+        ("--inprocess-restart --save x --load x --finetune", "", None, ("--finetune",), ("remove --finetune",)),
+        ("--inprocess-restart --save x --load x --ckpt-step 2", "", None, ("--ckpt-step",), ("remove --ckpt-step",)),
+    ],
     "bad_step_policies_are_valid": [
         ("--on-nan warn", "", None, ("--on-nan warn", "rewind N"), ("--on-nan rewind 100",)),
         ("--on-nan rewind", "", None, ("--on-nan rewind",), ("--on-nan rewind 100",)),

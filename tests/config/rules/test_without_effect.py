@@ -34,6 +34,8 @@ CASES = [
       " --use-tiling"), "--mock-data", ("--use-tiling", "with --images-per-sample 1")),
     ("--flight-recorder-dump-path dumps --distributed-backend gloo", "",
      ("--flight-recorder-dump-path dumps", "--distributed-backend is nccl")),
+    (("--inprocess-active-world-size 1 --inprocess-max-iterations 3 --inprocess-soft-timeout 5 --inprocess-hard-timeout 5"
+      " --inprocess-barrier-timeout 5"), "", ("--inprocess-active-world-size 1", "without --inprocess-restart")),
     ("--flight-recorder-trace-buffer-size 10", "",
      ("--flight-recorder-trace-buffer-size 10", "without --flight-recorder-dump-path")),
     ("--validation-set-names a b", "", ("--validation-set-names a b", "without --multiple-validation-sets")),
