@@ -1,8 +1,9 @@
-"""Asynchronous copies of a few numbers between device and host."""
+"""Asynchronous copies between device and host: of a few numbers, and the host memory of larger ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,3 +38,61 @@ def copy_to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.dev
     """Return (nested) numbers as a tensor on the device; the host does not wait for the device's current work."""
     found = torch.tensor(numbers, dtype=dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
+def zeros_on_host(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False) -> Tensor:
+    """Return zeros in host memory for a rank that computes on `device`; a meta tensor for the meta device.
+
+    Args:
+        is_pinned: pin the memory, if `device` is a GPU, for copies that are concurrent with computation.
+    """
+    return torch.zeros(
+        numel,
+        dtype=dtype,
+        device="meta" if device.type == "meta" else "cpu",
+        pin_memory=is_pinned and device.type == "cuda",
+    )
+
+
+class HostBuffers:
+    """Buffers in host memory, pinned if the device is a GPU, that are used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[HostBuffer] = []
+        self.num_bytes = 0
+        """Bytes of all buffers."""
+
+    def take(self, num_bytes: int, stream: torch.cuda.Stream | None) -> HostBuffer:
+        """Return a buffer of at least this size, which work of the stream may overwrite."""
+        fitting = [one for one in self._free if num_bytes <= one.memory.numel() <= 2 * num_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda one: one.memory.numel())
+            self._free.remove(buffer)
+            if buffer.last_read is not None and stream is not None:
+                stream.wait_event(buffer.last_read)
+            return buffer
+        # torch pins memory in powers of two
+        size = 1 << (num_bytes - 1).bit_length() if self._device.type != "cpu" else num_bytes
+        self.num_bytes += size
+        return HostBuffer(zeros_on_host(size, torch.uint8, self._device, is_pinned=True), self._free)
+
+
+@dataclass(eq=False)
+class HostBuffer:
+    """One of `HostBuffers`."""
+
+    memory: Tensor
+    """uint8 [n]."""
+    free: list[HostBuffer]
+    """The buffers that are not in use."""
+    last_read: torch.cuda.Event | None = None
+    """Recorded after the last copy from it."""
+
+    def part(self, num_bytes: int) -> Tensor:
+        """Return the first bytes."""
+        return self.memory[:num_bytes]
+
+    def give_back(self) -> None:
+        """Let the buffer be used again, once `last_read` is complete."""
+        self.free.append(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from megatrain.kernels.side_stream import SideStream
 from megatrain.model.families.vision import message_rows
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
+from megatrain.model.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -48,7 +49,7 @@ from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGr
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
-from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.pipeline.segments import Segment, SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
@@ -199,8 +200,11 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
+    segments: Sequence[Segment] = model.segments
+    if config.training.offloads_activations:
+        hooks, segments = offload_activations(model.segments, _offload_choice(plan), hooks, device)
     return kind(
-        model.segments,
+        segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
         dtype=model.hidden_dtype,
@@ -214,6 +218,12 @@ def build_executor(
         late_gradients=late if has_late_gradients else "none",
         turns=model.communication.turns,
     )
+
+
+def _offload_choice(plan: Plan) -> OffloadChoice:
+    training = plan.config.training
+    modules = training.offload_modules if training.fine_grained_activation_offloading else ()
+    return OffloadChoice(training.cpu_offloading_num_layers, modules, training.min_offloaded_tensor_size)
 
 
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:

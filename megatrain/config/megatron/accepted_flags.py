@@ -134,6 +134,10 @@ ACCEPTED_FLAGS: Final = (
         "--no-pin-cpu-grads --no-pin-cpu-params",
     ),
     accepted(
+        "offloaded activations always keep their pinned buffers, and one copy to the host is in flight when the next begins",
+        "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-offloading-max-inflight-offloads=*",
+    ),
+    accepted(
         "--optimizer-cpu-offload always uses PyTorch operations", "--use-torch-optimizer-for-cpu-offload"
     ),
     accepted(

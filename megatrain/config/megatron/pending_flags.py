@@ -35,13 +35,10 @@ PENDING_FLAGS: Final = (
         " --moe-pad-experts-for-cuda-graph-inference",
     ),
     pending(
-        "activations in host memory",
-        "activations stay on the GPU; --recompute-granularity and --optimizer-cpu-offload save memory too",
-        "--cpu-offloading-num-layers=* --cpu-offloading-retain-pinned-cpu-buffers"
-        " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads=*"
-        " --activation-offload-fraction=* --offload-modules=+* --delay-offload-until-cuda-graph"
-        " --delta-offload-bytes-across-pp-ranks=* --min-offloaded-tensor-size=*",
-        saves_memory=True,
+        "a choice of how much is offloaded, and when",
+        "all that --offload-modules names is copied at once",
+        "--activation-offload-fraction=* --delay-offload-until-cuda-graph"
+        " --delta-offload-bytes-across-pp-ranks=*",
     ),
     pending(
         "expert activations outside the PyTorch allocator",

@@ -28,7 +28,7 @@ class HostUse:
     reason: str
     """Source of `ranks_per_host`."""
     per_host: int
-    """Sum over its ranks: on CPUs all that a step needs; offloaded state; copies of --async-save."""
+    """Sum over its ranks: on CPUs all that a step needs; offloaded state and activations; copies of --async-save."""
     available: int
     """Bytes that this host can still allocate."""
 

@@ -26,8 +26,8 @@ from megatrain.config.derive.vision import sample_length
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
+from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.model.gpt import Model
-from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch
@@ -36,6 +36,7 @@ from megatrain.parallel.documents import Documents
 from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
+from megatrain.parallel.pipeline.activation_offload import ActivationOffload
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
@@ -97,6 +98,8 @@ class StageMemory:
     """Buffers of collectives, weights and gradients that are unsharded for a while, and received or pending messages between stages."""
     other: int
     """RoPE tables, the step's batches, the workspace of cuBLAS, and the allocator's rounding of `held`."""
+    activations_on_host: int
+    """Host memory of offloaded activations. Not in `total`."""
     peak_at: str
     """The pass that runs at the peak, and the function that allocates."""
 
@@ -213,7 +216,8 @@ def record_step(
         before = ledger.num_bytes
         batches = [_batch(plan, device) for _ in range(num_microbatches)]
         batch_bytes = (ledger.num_bytes - before) // num_microbatches
-        hooks = _ActivityHooks(engine.executor.hooks)
+        offload = engine.executor.hooks
+        hooks = _ActivityHooks(offload)
         engine.executor.hooks, ledger.current_activity = hooks, lambda: hooks.activity
         ledger.peak = Peak()  # ignore the peak while the engine is built
         last_event = ledger.num_events
@@ -230,6 +234,9 @@ def record_step(
     by_class["temporaries"] += ledger.peak.workspace
     if plan.derived.cuda_graphs:  # which keep the memory of their passes
         by_class["temporaries"] += _peak_after(passes_end, ledger.storages)
+    by_class["activations_on_host"] = (
+        offload.buffers.num_bytes if isinstance(offload, ActivationOffload) else 0
+    )
     return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak)
 
 
