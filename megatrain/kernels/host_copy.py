@@ -58,7 +58,7 @@ class HostBuffers:
     """Buffers in host memory, pinned if the device is a GPU, that are used again."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_pinned = device, torch.empty(0, device=device).is_cuda
         self._free: list[HostBuffer] = []
         self.num_bytes = 0
         """Bytes of all buffers."""
@@ -72,8 +72,7 @@ class HostBuffers:
             if buffer.last_read is not None and stream is not None:
                 stream.wait_event(buffer.last_read)
             return buffer
-        # torch pins memory in powers of two
-        size = 1 << (num_bytes - 1).bit_length() if self._device.type != "cpu" else num_bytes
+        size = 1 << (num_bytes - 1).bit_length() if self._is_pinned else num_bytes  # as torch pins memory
         self.num_bytes += size
         return HostBuffer(zeros_on_host(size, torch.uint8, self._device, is_pinned=True), self._free)
 

@@ -40,12 +40,14 @@ from megatrain.parallel.pipeline.activation_offload import ActivationOffload
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.parallel.tensor_overlap.peer_memory import Slots
 from megatrain.training.build import (
     build_buffers,
     build_data_parallel,
     build_model_from_plan,
     build_optimizer,
+    build_pipeline,
     build_schedules,
 )
 from megatrain.training.distillation.teacher import RunTeacher
@@ -193,6 +195,21 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
                 step = RecordedStep(engine=engines[stage], by_class=by_class, peak=ends[0].peak)
                 found.append(step.memory())
     return found
+
+
+def planned_rank_memory(plan: Plan, grid: RankGrid) -> StageMemory:
+    """Return the memory of one rank, without those of the other pipeline stages."""
+    as_cuda, device, pipeline = (
+        plan.config.training.device == "cuda",
+        torch.device("meta"),
+        build_pipeline(plan),
+    )
+    actions = [pipeline.training(rank, plan.derived.num_microbatches) for rank in range(grid.pp.size)]
+    in_flight = simulate(actions, placement=pipeline.placement).peak_activations[grid.pp.rank]
+    count = _num_microbatches(plan, Engine(plan, grid, device), in_flight)
+    with meta_device_as(as_cuda=as_cuda) as operations:
+        ledger = device_ledger(as_cuda=as_cuda, run=operations.run)
+        return record_step(plan, grid, device, num_microbatches=count, ledger=ledger).memory()
 
 
 def device_ledger(*, as_cuda: bool, run: Run = run_with_torch) -> StorageLedger:
