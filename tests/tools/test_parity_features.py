@@ -103,7 +103,7 @@ BASES = (
         "pp4",
         "pp4 mtp2",
     ),
-    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
+    *("uniform", "muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
 )
 """Layouts that have what a word needs."""
 
