@@ -90,7 +90,7 @@ def test_offloaded_activations_need_host_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(memory_check, "available_bytes", lambda: on_host)
     check_memory(plan, LaunchEnvironment(), None)
     monkeypatch.setattr(memory_check, "available_bytes", lambda: on_host - 1)
-    with pytest.raises(ConfigError, match="GB of host memory for .* offloaded activations"):
+    with pytest.raises(ConfigError, match=r"GB of host memory for .* offloaded activations"):
         check_memory(plan, LaunchEnvironment(), None)
 
 
