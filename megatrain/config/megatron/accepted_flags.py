@@ -98,8 +98,7 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "NCCL is configured by its own environment variables (NCCL_ALGO, NCCL_NVLS_ENABLE, NCCL_COLLNET_ENABLE)",
-        "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
-        " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
+        "--use-sharp --sharp-enabled-group=* --disable-symmetric-registration --create-all-gather-group"
         " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
         " --use-ring-exchange-p2p",
         grade="cost",

@@ -24,8 +24,13 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "a high priority of expert communication, and an earlier release of attention's memory",
-        "--overlap-moe-expert-parallel-comm runs without them",
+        "registration of gradients and weights with NCCL",
+        "its kernels copy them; TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 lets PyTorch register its whole memory",
+        "--use-nccl-ub",
+    ),
+    pending(
+        "a high priority of expert communication alone, and an earlier release of attention's memory",
+        "--overlap-moe-expert-parallel-comm runs without them; --high-priority-stream-groups ep has the priority",
         "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(

@@ -13,6 +13,12 @@ _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
 _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 _PACKS = on("data.pack_documents")
+_NCCL = one_of("parallel.distributed_backend", "nccl")
+NcclGroup = Literal[
+    "tp", "cp", "hcp", "tp_cp", "dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "pp", "embd", "pos_embd",
+    "ep", "ep_tp", "ep_dp", "intra_ep_dp", "inter_ep_dp", "mp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+]  # fmt: skip
+"""Groups of Megatron-LM, the last five of which have no communicator here."""
 DYNAMIC: Final = "default_dynamic_cp"
 """The scheduler whose groups differ from pack to pack."""
 
@@ -127,6 +133,10 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
     overlap_param_gather: bool = True
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
+    nccl_communicator_config_path: str | None = setting(None, needs=_NCCL)
+    """YAML file with options of NCCL communicators by group of Megatron-LM: `ep: {min_ctas: 1, max_ctas: 16, cga_cluster_size: 2, net_name: IB, is_high_priority_stream: true}`."""
+    high_priority_stream_groups: tuple[NcclGroup, ...] = setting((), needs=_NCCL)
+    """Groups whose NCCL kernels run on streams of high priority, so that other kernels delay them less."""
     distributed_backend: Literal["nccl", "gloo"] = setting(
         AUTO,
         conflicts=conflict(

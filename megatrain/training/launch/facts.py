@@ -11,9 +11,10 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
+import yaml
 
 from megatrain.config import Facts, Plan, Request, StoredRun, resolve
 from megatrain.config.environment import LaunchEnvironment
@@ -22,7 +23,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
-from megatrain.config.schema.tree import Origin
+from megatrain.config.schema.tree import Origin, flag_of
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
 from megatrain.data.files import log_to_stderr
@@ -31,6 +32,7 @@ from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
+from megatrain.parallel.nccl_options import read_group_options
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
@@ -149,26 +151,44 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
                     f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
                 )
             )
-    found["module_precision"], of_modules = _module_precision(request)
-    problems += of_modules
+    for name, file in _FILES.items():
+        found[name], of_file = _contents(request, *file)
+        problems += of_file
     of_teacher, teacher_problems = teacher_facts(request)
     problems += teacher_problems
     datasets, data_problems = _data_facts(request, found)
     return found | of_teacher | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 
 
-def _module_precision(request: Request) -> tuple[str | None, list[Problem]]:
-    """Return the contents of the file of --te-precision-config-file, None without one, and its problems."""
-    path = request.known("precision.te_precision_config_file")
-    if path is None:
+def _contents(
+    request: Request, path: str, read: Callable[[str], Any], example: str
+) -> tuple[str | None, list[Problem]]:
+    """Return the contents of the file of a setting, None without one, and its problems."""
+    file = request.known(path)
+    if file is None:
         return None, []
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        matchers_of(text)
-    except (OSError, UnicodeDecodeError, PrecisionFileError) as error:
-        problem = f"--te-precision-config-file {path}: {error}"
-        return None, [Problem(problem, "correct the file; docs/training.md has an example")]
+        text = Path(file).read_text(encoding="utf-8")
+        read(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, PrecisionFileError) as error:
+        problem = f"{flag_of(path)} {file}: {error}"
+        return None, [Problem(problem, f"correct the file; {example}")]
     return text, []
+
+
+_FILES: Final[Mapping[str, tuple[str, Callable[[str], Any], str]]] = {
+    "module_precision": (
+        "precision.te_precision_config_file",
+        matchers_of,
+        "docs/training.md has an example",
+    ),
+    "nccl_options": (
+        "parallel.nccl_communicator_config_path",
+        read_group_options,
+        "such as `ep: {max_ctas: 16}`",
+    ),
+}
+"""Settings whose files have facts of their own: what reads them, and an example of their contents."""
 
 
 def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:

@@ -33,6 +33,7 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.nccl_options import group_options
 from megatrain.parallel.process_groups import collective_calls, destroy_groups, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.process.exit_deadline import exit_deadline
@@ -171,7 +172,7 @@ def joined_ranks(
     try:
         with allocation_errors(plan, lambda: phases.current, planned_bytes=planned):
             with phases.phase("joining process groups"):
-                device, grid = _join_groups(plan, environment, store, phases.console)
+                device, grid = _join_groups(plan, facts, environment, store, phases.console)
             if watch is not None:
                 watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
                 watch.heartbeat.collective_calls = lambda: collective_calls(grid)
@@ -241,7 +242,7 @@ def _checked(
 
 
 def _join_groups(
-    plan: Plan, environment: LaunchEnvironment, store: dist.Store | None, console: Console
+    plan: Plan, facts: Facts, environment: LaunchEnvironment, store: dist.Store | None, console: Console
 ) -> tuple[torch.device, RankGrid]:
     """Select the device of this rank, and create and connect its process groups."""
     device = _select_device(plan, environment)
@@ -252,7 +253,8 @@ def _join_groups(
     if store is not None:
         _init_process_group(plan, environment, store, device)
     timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
-    make = functools.partial(make_group, timeout=timeout) if store is not None else None
+    options = group_options(facts.nccl_options, plan.config.parallel.high_priority_stream_groups)
+    make = functools.partial(make_group, timeout=timeout, options=options) if store is not None else None
     grid = build_grid(grid_shape(plan), environment.rank, make)
     _connect_groups(grid, device)
     return device, grid

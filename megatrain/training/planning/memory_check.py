@@ -78,7 +78,9 @@ def _problems(
 ) -> Iterator[str]:
     """Yield what this rank lacks. `on_host`: its bytes of host memory; `of_host`: bytes of all ranks of this host."""
     parts = "weights, gradients and optimizer state"
-    whole = "and offloaded activations" if plan.config.training.offloads_activations else "without activations"
+    whole = (
+        "and offloaded activations" if plan.config.training.offloads_activations else "without activations"
+    )
     if plan.config.training.device == "cuda":
         free, total = torch.cuda.mem_get_info(local_gpu(environment))
         if held.total > free:

@@ -1,0 +1,52 @@
+"""Options of NCCL communicators: of a file, by the names of Megatron-LM's groups, for the communicators here."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.nccl_options import group_options, options_of, read_group_options, set_options
+from megatrain.parallel.rank_lists import GridShape
+
+FILE = "ep: {max_ctas: 16, net_name: IB}\ndp_cp:\n  min_ctas: 2\ntp:\n"
+
+
+def test_options_of_a_file_and_high_priority() -> None:
+    options = group_options(FILE, ("ep", "pp"))
+    assert options_of("ep", options) == {"max_ctas": 16, "net_name": "IB", "is_high_priority_stream": True}
+    assert options_of("pp_forward_0", options) == options_of("pp", options) == {"is_high_priority_stream": True}
+    assert options_of("dp", options) == options_of("dp_shard", options) == {"min_ctas": 2}
+    assert options_of("tp", options) == options_of("world", options) == options_of("expert_shard", options) == {}
+    assert group_options(None, ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- ep", "expected groups"),
+        ("xy: {max_ctas: 1}", "group xy is none of tp, cp"),
+        ("ep: {max_cta: 1}", "ep: option max_cta is none of min_ctas"),
+        ("ep: {max_ctas: many}", "ep: max_ctas is many, and int is expected"),
+        ("ep: {max_ctas: true}", "ep: max_ctas is True"),
+        ("ep: {net_name: ethernet}", "ib or socket is expected"),
+    ],
+)
+def test_wrong_files(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_group_options(text)
+
+
+def test_options_are_set_where_nccl_reads_them() -> None:
+    target = SimpleNamespace(is_high_priority_stream=False, config=SimpleNamespace(max_ctas=0))
+    set_options(target, {"is_high_priority_stream": True, "max_ctas": 16})
+    assert target.is_high_priority_stream
+    assert target.config.max_ctas == 16
+
+
+def test_every_communicator_can_have_options() -> None:
+    """All that a grid makes, but the world's and the store, has a name of Megatron-LM."""
+    shape, made = GridShape(tp=2, cp=2, dp=2, pp=2, ep=2, etp=1, cp_heads=1), set[str]()
+    build_grid(shape, 0, lambda name, _: made.add(name))
+    every = {name: {"max_ctas": 1} for name in ("tp", "cp", "tp_cp", "dp", "pp", "embd", "ep", "ep_dp")}
+    others = {name for name in made if not options_of(name, every)}  # type: ignore[arg-type]
+    assert others == {"world", "messages"}
