@@ -62,7 +62,9 @@ def read_group_options(text: str) -> GroupOptions:
         for name, value in (options or {}).items():
             if name not in _OPTIONS:
                 raise ValueError(f"{group}: option {name} is none of {', '.join(_OPTIONS)}")
-            if type(value) is not _OPTIONS[name] or (name == "net_name" and str(value).lower() not in _NETWORKS):
+            if type(value) is not _OPTIONS[name] or (
+                name == "net_name" and str(value).lower() not in _NETWORKS
+            ):
                 expected = " or ".join(_NETWORKS) if name == "net_name" else _OPTIONS[name].__name__
                 raise ValueError(f"{group}: {name} is {value}, and {expected} is expected")
     return {group: options or {} for group, options in found.items()}

@@ -1,12 +1,16 @@
 """Options of NCCL communicators: of a file, by the names of Megatron-LM's groups, for the communicators here."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatrain.config import ConfigError, parse, resolve
+from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.nccl_options import group_options, options_of, read_group_options, set_options
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.training.launch.facts import gather_facts
 
 FILE = "ep: {max_ctas: 16, net_name: IB}\ndp_cp:\n  min_ctas: 2\ntp:\n"
 
@@ -14,9 +18,13 @@ FILE = "ep: {max_ctas: 16, net_name: IB}\ndp_cp:\n  min_ctas: 2\ntp:\n"
 def test_options_of_a_file_and_high_priority() -> None:
     options = group_options(FILE, ("ep", "pp"))
     assert options_of("ep", options) == {"max_ctas": 16, "net_name": "IB", "is_high_priority_stream": True}
-    assert options_of("pp_forward_0", options) == options_of("pp", options) == {"is_high_priority_stream": True}
+    assert (
+        options_of("pp_forward_0", options) == options_of("pp", options) == {"is_high_priority_stream": True}
+    )
     assert options_of("dp", options) == options_of("dp_shard", options) == {"min_ctas": 2}
-    assert options_of("tp", options) == options_of("world", options) == options_of("expert_shard", options) == {}
+    assert (
+        options_of("tp", options) == options_of("world", options) == options_of("expert_shard", options) == {}
+    )
     assert group_options(None, ()) == {}
 
 
@@ -34,6 +42,21 @@ def test_options_of_a_file_and_high_priority() -> None:
 def test_wrong_files(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_group_options(text)
+
+
+def test_a_wrong_file_is_a_problem_of_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.yaml"
+    request = parse(
+        f"--micro-batch-size 1 --tokenizer-type NullTokenizer --nccl-communicator-config-path {file}".split()
+    )
+    for text in (None, "ep: {max_cta: 1}"):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(
+            ConfigError,
+            match=rf"--nccl-communicator-config-path {file}: [\s\S]*fix: correct the file; such as",
+        ):
+            resolve(request, gather_facts(request, LaunchEnvironment()))
 
 
 def test_options_are_set_where_nccl_reads_them() -> None:

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
-from megatrain.config.schema.tree import Origin, flag_of
+from megatrain.config.schema.tree import Origin
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
 from megatrain.data.files import log_to_stderr
@@ -151,9 +151,14 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
                     f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
                 )
             )
-    for name, file in _FILES.items():
-        found[name], of_file = _contents(request, *file)
-        problems += of_file
+    file, example = request.known("precision.te_precision_config_file"), "docs/training.md has an example"
+    found["module_precision"], of_file = _contents("--te-precision-config-file", file, matchers_of, example)
+    problems += of_file
+    file, example = request.known("parallel.nccl_communicator_config_path"), "such as `ep: {max_ctas: 16}`"
+    found["nccl_options"], of_file = _contents(
+        "--nccl-communicator-config-path", file, read_group_options, example
+    )
+    problems += of_file
     of_teacher, teacher_problems = teacher_facts(request)
     problems += teacher_problems
     datasets, data_problems = _data_facts(request, found)
@@ -161,34 +166,17 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _contents(
-    request: Request, path: str, read: Callable[[str], Any], example: str
+    flag: str, file: str | None, read: Callable[[str], Any], example: str
 ) -> tuple[str | None, list[Problem]]:
-    """Return the contents of the file of a setting, None without one, and its problems."""
-    file = request.known(path)
+    """Return the contents of the file of a flag, None without one, and its problems."""
     if file is None:
         return None, []
     try:
         text = Path(file).read_text(encoding="utf-8")
         read(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError, PrecisionFileError) as error:
-        problem = f"{flag_of(path)} {file}: {error}"
-        return None, [Problem(problem, f"correct the file; {example}")]
+        return None, [Problem(f"{flag} {file}: {error}", f"correct the file; {example}")]
     return text, []
-
-
-_FILES: Final[Mapping[str, tuple[str, Callable[[str], Any], str]]] = {
-    "module_precision": (
-        "precision.te_precision_config_file",
-        matchers_of,
-        "docs/training.md has an example",
-    ),
-    "nccl_options": (
-        "parallel.nccl_communicator_config_path",
-        read_group_options,
-        "such as `ep: {max_ctas: 16}`",
-    ),
-}
-"""Settings whose files have facts of their own: what reads them, and an example of their contents."""
 
 
 def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:

@@ -127,6 +127,8 @@ CASES = [
     ("--decoupled-min-lr 0.1", "", ("--decoupled-min-lr 0.1", "--decoupled-lr")),
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
+    ("--high-priority-stream-groups ep --nccl-communicator-config-path f --distributed-backend gloo", "",
+     ("--nccl-communicator-config-path f, --high-priority-stream-groups ep have", "--distributed-backend is nccl")),
     ("--offload-modules core_attn", "", ("--offload-modules core_attn", "--fine-grained-activation-offloading")),
     ("--min-offloaded-tensor-size 5", "",
      ("--min-offloaded-tensor-size 5", "--cpu-offloading-num-layers or --fine-grained-activation-offloading")),
