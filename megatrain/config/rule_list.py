@@ -57,14 +57,8 @@ _SUBJECTS: Final = (
 """In the order in which problems and notes are printed."""
 
 
-_SAVE_MEMORY: Final = (
-    "training.recompute_method",
-    "training.recompute_num_layers",
-    "training.recompute_modules",
-    "training.offload_modules",
-    "optimizer.optimizer_offload_fraction",
-)
-"""Settings that save memory, together with the one that they need."""
+_SAVING_MEMORY: Final = ("recompute_method", "recompute_num_layers", "recompute_modules", "offload_modules")
+"""Settings that save memory, with the one that they need."""
 
 
 @note("nothing")
@@ -77,7 +71,7 @@ def settings_without_effect(draft: Draft) -> Notes:
             continue
         for need in setting.needs:
             if not need.holds(draft.get):
-                key = (reason_of(need), need.is_costly, setting.path in _SAVE_MEMORY)
+                key = (reason_of(need), need.is_costly, setting.name in _SAVING_MEMORY)
                 idle.setdefault(key, []).append(f"{setting.flag}{_value(value)}")
     for (reason, is_costly, saves_memory), flags in idle.items():
         text = f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,43 +54,27 @@ def zeros_on_host(numel: int, dtype: torch.dtype, device: torch.device, *, is_pi
 
 
 class HostBuffers:
-    """Buffers in host memory, pinned if the device is a GPU, that are used again."""
+    """Buffers of bytes in host memory, pinned if the device is a GPU, that are used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_pinned = device, torch.empty(0, device=device).is_cuda
-        self._free: list[HostBuffer] = []
+        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self.num_bytes = 0
         """Bytes of all buffers."""
 
-    def take(self, num_bytes: int, stream: torch.cuda.Stream | None) -> HostBuffer:
-        """Return a buffer of at least this size, which work of the stream may overwrite."""
-        fitting = [one for one in self._free if num_bytes <= one.memory.numel() <= 2 * num_bytes]
-        if fitting:
-            buffer = min(fitting, key=lambda one: one.memory.numel())
-            self._free.remove(buffer)
-            if buffer.last_read is not None and stream is not None:
-                stream.wait_event(buffer.last_read)
-            return buffer
-        size = 1 << (num_bytes - 1).bit_length() if self._is_pinned else num_bytes  # as torch pins memory
-        self.num_bytes += size
-        return HostBuffer(zeros_on_host(size, torch.uint8, self._device, is_pinned=True), self._free)
+    def take(self, num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:
+        """Return a buffer of at least this size, uint8 [n], which work of the stream may overwrite."""
+        fitting = [one for one in self._free if num_bytes <= one[0].numel() <= 2 * num_bytes]
+        if not fitting:
+            size = 1 << (num_bytes - 1).bit_length() if self._is_pinned else num_bytes  # as torch pins memory
+            self.num_bytes += size
+            return zeros_on_host(size, torch.uint8, self._device, is_pinned=True)
+        memory, last_read = chosen = min(fitting, key=lambda one: one[0].numel())
+        self._free = [one for one in self._free if one is not chosen]
+        if last_read is not None and stream is not None:
+            stream.wait_event(last_read)
+        return memory
 
-
-@dataclass(eq=False)
-class HostBuffer:
-    """One of `HostBuffers`."""
-
-    memory: Tensor
-    """uint8 [n]."""
-    free: list[HostBuffer]
-    """The buffers that are not in use."""
-    last_read: torch.cuda.Event | None = None
-    """Recorded after the last copy from it."""
-
-    def part(self, num_bytes: int) -> Tensor:
-        """Return the first bytes."""
-        return self.memory[:num_bytes]
-
-    def give_back(self) -> None:
-        """Let the buffer be used again, once `last_read` is complete."""
-        self.free.append(self)
+    def give_back(self, memory: Tensor, last_read: torch.cuda.Event | None) -> None:
+        """Let a buffer be used again, once this event is complete."""
+        self._free.append((memory, last_read))

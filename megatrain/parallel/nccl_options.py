@@ -1,50 +1,21 @@
-"""Options of NCCL communicators by group: --nccl-communicator-config-path and --high-priority-stream-groups.
+"""Options of NCCL communicators: --nccl-communicator-config-path and --high-priority-stream-groups, by Megatron-LM's names of groups.
 
-    ep: {max_ctas: 16, is_high_priority_stream: true}        names of Megatron-LM's groups ─> options of ours
-
-Groups of the same ranks that are used in turn share a communicator here, which has the options of the first name that is given.
+Groups of the same ranks that are used in turn share a communicator, which has the options of each of its names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from megatrain.config.plain_yaml import load_yaml
-from megatrain.config.schema.parallel import NcclGroup
+from megatrain.config.schema.parallel import NCCL_GROUPS
 
-_OPTIONS: Final[Mapping[str, type]] = {
-    "min_ctas": int,
-    "max_ctas": int,
-    "cga_cluster_size": int,
-    "net_name": str,
-    "is_high_priority_stream": bool,
-}
-"""Options of a group, and their types."""
-_NETWORKS: Final = ("ib", "socket")
-_NAMES: Final[Mapping[str, tuple[NcclGroup, ...]]] = {
-    "tp": ("tp",),
-    "kv": ("tp",),
-    "cp": ("cp",),
-    "cp_heads": ("hcp", "cp"),
-    "cp_ring": ("hcp", "cp"),
-    "tp_cp": ("tp_cp",),
-    "etp": ("ep_tp",),
-    "ep": ("ep",),
-    "pp": ("pp",),
-    "embedding": ("embd", "pos_embd"),
-    "dp": ("dp", "dp_cp", "intra_dp_cp"),
-    "replicas": ("dp_cp", "dp", "intra_dp_cp"),
-    "dp_shard": ("intra_dp_cp", "dp_cp", "dp"),
-    "dp_copies": ("inter_dp_cp",),
-    "expert_replicas": ("ep_dp", "intra_ep_dp"),
-    "expert_shard": ("intra_ep_dp", "ep_dp"),
-    "expert_copies": ("inter_ep_dp",),
-}
-"""Names of Megatron-LM's groups by the names of ours."""
-
-GroupOptions = Mapping[NcclGroup, Mapping[str, Any]]
-"""Options by the names of Megatron-LM's groups."""
+_TYPES: Final = {
+    "min_ctas": int, "max_ctas": int, "cga_cluster_size": int, "net_name": str, "is_high_priority_stream": bool,
+}  # fmt: skip
+GroupOptions = Mapping[str, Mapping[str, Any]]
+"""Options by Megatron-LM's names of groups."""
 
 
 def read_group_options(text: str) -> GroupOptions:
@@ -53,35 +24,31 @@ def read_group_options(text: str) -> GroupOptions:
     Raises:
         ValueError, yaml.YAMLError, RecursionError: it has no such options.
     """
-    found = load_yaml(text) or {}
-    if not isinstance(found, dict):
-        raise ValueError("expected groups and their options")  # noqa: TRY004 (a value of the user)
+    found = load_yaml(text)
+    if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
+        raise ValueError("expected groups and their options")
     for group, options in found.items():
-        if group not in get_args(NcclGroup):
-            raise ValueError(f"group {group} is none of {', '.join(get_args(NcclGroup))}")
-        for name, value in (options or {}).items():
-            if name not in _OPTIONS:
-                raise ValueError(f"{group}: option {name} is none of {', '.join(_OPTIONS)}")
-            if type(value) is not _OPTIONS[name] or (
-                name == "net_name" and str(value).lower() not in _NETWORKS
-            ):
-                expected = " or ".join(_NETWORKS) if name == "net_name" else _OPTIONS[name].__name__
-                raise ValueError(f"{group}: {name} is {value}, and {expected} is expected")
-    return {group: options or {} for group, options in found.items()}
+        wrong = [f"{name}: {value}" for name, value in options.items() if type(value) is not _TYPES.get(name)]
+        if group not in NCCL_GROUPS or wrong:
+            raise ValueError(
+                f"{' '.join((group, *wrong))} is none of {', '.join((wrong and _TYPES) or NCCL_GROUPS)}"
+            )
+    return found
 
 
-def group_options(text: str | None, high_priority: Collection[NcclGroup]) -> GroupOptions:
+def group_options(text: str | None, high_priority: Collection[str]) -> GroupOptions:
     """Return the options of the file with this text, and of the groups whose communication has a stream of high priority."""
-    found = dict(read_group_options(text)) if text is not None else {}
+    found = {} if text is None else dict(read_group_options(text))
     for name in high_priority:
         found[name] = {**found.get(name, {}), "is_high_priority_stream": True}
     return found
 
 
-def options_of(name: str, options: GroupOptions) -> Mapping[str, Any]:
+def options_of(name: str, options: GroupOptions) -> dict[str, Any]:
     """Return the options of one of our groups; channels between stages are named `pp_...`."""
-    names: tuple[NcclGroup, ...] = ("pp",) if name.startswith("pp_") else _NAMES.get(name, ())
-    return next((options[one] for one in names if one in options), {})
+    name = "pp" if name.startswith("pp_") else name
+    chosen = [values for theirs, values in options.items() if name in NCCL_GROUPS[theirs].split()]
+    return {key: value for values in chosen for key, value in values.items()}
 
 
 def set_options(target: Any, options: Mapping[str, Any]) -> Any:

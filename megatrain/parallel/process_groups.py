@@ -40,10 +40,10 @@ def make_group(
     if name == "messages":
         return _separate_store(timeout)
     if world.bound_device_id is not None:
-        lists, chosen = [list(ranks) for ranks in rank_lists], options_of(name, options or {})
         parent: Any = world._get_backend(world.bound_device_id)  # noqa: SLF001 (as split_group does)
-        own_options = set_options(copy.deepcopy(parent.options), chosen) if chosen else None
-        return dist.split_group(world, lists, timeout=timeout, pg_options=own_options, group_desc=name)
+        chosen = set_options(copy.deepcopy(parent.options), options_of(name, options or {}))
+        lists = [list(ranks) for ranks in rank_lists]
+        return dist.split_group(world, lists, timeout=timeout, pg_options=chosen, group_desc=name)
     rank = dist.get_rank()
     # torch names a group by its ranks and the number of groups that this rank has: a rank in no list makes one of its own.
     own = next((list(ranks) for ranks in rank_lists if rank in ranks), [rank])

@@ -14,11 +14,17 @@ _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 _PACKS = on("data.pack_documents")
 _NCCL = one_of("parallel.distributed_backend", "nccl")
+NCCL_GROUPS: Final = {
+    "tp": "tp kv", "cp": "cp cp_heads cp_ring", "hcp": "cp_heads cp_ring", "tp_cp": "tp_cp", "pp": "pp", "embd": "embedding",
+    "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep",
+    "ep_tp": "etp", "ep_dp": "expert_replicas expert_shard", "intra_ep_dp": "expert_shard", "inter_ep_dp": "expert_copies",
+    "pos_embd": "", "mp": "", "tp_dp": "", "tp_dp_cp": "", "tp_ep_mp": "", "tp_ep_pp": "",
+}  # fmt: skip
 NcclGroup = Literal[
-    "tp", "cp", "hcp", "tp_cp", "dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "pp", "embd", "pos_embd",
-    "ep", "ep_tp", "ep_dp", "intra_ep_dp", "inter_ep_dp", "mp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+    "tp", "cp", "hcp", "tp_cp", "pp", "embd", "dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "ep", "ep_tp", "ep_dp", "intra_ep_dp",
+    "inter_ep_dp", "pos_embd", "mp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
 ]  # fmt: skip
-"""Groups of Megatron-LM, the last five of which have no communicator here."""
+"""Groups of Megatron-LM, and ours that correspond to them."""
 DYNAMIC: Final = "default_dynamic_cp"
 """The scheduler whose groups differ from pack to pack."""
 

@@ -8,22 +8,15 @@ _OF_EXPERTS = ("expert_fc1", "moe_act")
 
 
 @rule
-def offloaded_layers_exist(draft: Draft) -> Problems:
-    number, layers = draft.config.training.cpu_offloading_num_layers, draft.config.model.num_layers
-    if number > layers:
+def offloading_is_possible(draft: Draft) -> Problems:
+    training, layers = draft.config.training, draft.config.model.num_layers
+    if training.cpu_offloading_num_layers > layers:
         yield Problem(
-            f"--cpu-offloading-num-layers {number} exceeds --num-layers {layers}",
+            f"--cpu-offloading-num-layers {training.cpu_offloading_num_layers} exceeds --num-layers {layers}",
             f"use --cpu-offloading-num-layers {layers} or less",
         )
-
-
-@rule
-def offloaded_modules_fit(draft: Draft) -> Problems:
-    training = draft.config.training
-    if not training.fine_grained_activation_offloading:
-        return
     modules = training.offload_modules
-    if not modules:
+    if training.fine_grained_activation_offloading and not modules:
         yield Problem(
             "--fine-grained-activation-offloading requires --offload-modules",
             "add --offload-modules core_attn, or other modules",
@@ -42,14 +35,7 @@ def offloaded_modules_fit(draft: Draft) -> Problems:
 
 
 @note("nothing")
-def offloaded_modules_without_effect(draft: Draft) -> Notes:
-    """Name the modules that save nothing to offload."""
-    training = draft.config.training
-    if not training.fine_grained_activation_offloading:
-        return
-    names = [name for name in training.offload_modules if name in _OF_EXPERTS]
+def offloaded_modules_of_experts(draft: Draft) -> Notes:
+    names = [name for name in draft.config.training.offload_modules if name in _OF_EXPERTS]
     if names and draft.config.experts.num_experts is None:
         yield f"--offload-modules {' '.join(names)} has no effect without --num-experts"
-    others = [name for name in training.offload_modules if name != "layer_input" and name not in names]
-    if others and training.recompute_granularity == "full" and training.recompute_method == "uniform":
-        yield f"--offload-modules {' '.join(others)} has no effect with --recompute-method uniform: recomputed layers keep only their inputs"

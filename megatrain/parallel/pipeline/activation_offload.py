@@ -13,15 +13,16 @@ memory does not depend on how far the host is ahead. On a CPU the same steps run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.kernels.host_copy import HostBuffer, HostBuffers
+from megatrain.kernels.host_copy import HostBuffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.segments import Segment, SegmentHooks, SegmentPass
@@ -72,20 +73,20 @@ class ActivationOffload:
 
         return run
 
-    @contextmanager
-    def saving(self, select: Callable[[Tensor], bool] = lambda _: True) -> Iterator[None]:
-        """Offload the tensors that autograd saves inside, in a forward pass of training, if `select` returns true for them."""
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors that autograd saves in a forward pass of training are offloaded."""
         group = self._open
         if group is None:
-            yield
-            return
+            return nullcontext()
 
         def pack(x: Tensor) -> Tensor | _View:
-            is_kept = type(x) is not Tensor or isinstance(x, nn.Parameter) or x.numel() < self._min_numel
-            return x if is_kept or not select(x) else group.view(x)
+            if type(x) is not Tensor or x.numel() < self._min_numel:  # weights are no plain tensors
+                return x
+            key = x.untyped_storage().data_ptr()
+            storage = group.storages[key] = group.storages.get(key) or _Storage(x, self.buffers)
+            return _View(storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
-        with saved_tensors_hooks(pack, self._unpack):
-            yield
+        return saved_tensors_hooks(pack, self._unpack)
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         self.hooks.on_schedule(passes)
@@ -126,8 +127,8 @@ class ActivationOffload:
         with torch.cuda.stream(self._to_host):
             for storage in alone:
                 assert storage.on_device is not None
-                storage.on_host = buffer = self.buffers.take(storage.num_bytes, self._to_host)
-                buffer.part(storage.num_bytes).copy_(storage.on_device, non_blocking=True)
+                storage.on_host = self.buffers.take(storage.num_bytes, self._to_host)
+                storage.on_host[: storage.num_bytes].copy_(storage.on_device, non_blocking=True)
         if self._to_host is not None:
             group.copied = self._to_host.record_event()
         previous, self._newest = self._newest, group
@@ -135,7 +136,8 @@ class ActivationOffload:
             if previous.copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(previous.copied)
             for storage in previous.storages.values():
-                storage.free()
+                if storage.on_host is not None and not storage.is_read:
+                    storage.on_device = None
 
     def _load(self, group: _Group) -> None:
         """Begin to copy back what a group has in host memory alone."""
@@ -148,17 +150,15 @@ class ActivationOffload:
             assert storage.on_host is not None
             storage.on_device = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._device)
             with torch.cuda.stream(self._to_device):
-                part = storage.on_host.part(storage.num_bytes)
-                storage.on_device.copy_(part, non_blocking=True)
+                storage.on_device.copy_(storage.on_host[: storage.num_bytes], non_blocking=True)
             if self._to_device is not None:
-                storage.on_host.last_read = storage.loaded = self._to_device.record_event()
+                storage.loaded = self._to_device.record_event()
 
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         storage = saved.storage
-        if storage.on_device is None:  # its pass is not the one that was expected
-            self._load(_Group({0: storage}))
+        self._load(_Group({0: storage}))  # if its pass is not the one that was expected
         storage.is_read = True
         assert storage.on_device is not None
         if storage.loaded is not None:
@@ -168,48 +168,38 @@ class ActivationOffload:
         return storage.on_device.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
+@dataclass(eq=False)
 class _Group:
-    """What one forward pass of a segment saves: its storages, by their addresses."""
+    """What one forward pass of a segment saves."""
 
-    def __init__(self, storages: Mapping[int, _Storage] | None = None) -> None:
-        self.storages = dict(storages or {})
-        self.copied: torch.cuda.Event | None = None
-        """Recorded after the copy to the host."""
-
-    def view(self, x: Tensor) -> _View:
-        """Return the place of a tensor in its storage, which is recorded."""
-        key = x.untyped_storage().data_ptr()
-        if key not in self.storages:
-            self.storages[key] = _Storage(x)
-        return _View(self.storages[key], x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+    storages: dict[int, _Storage] = field(default_factory=dict)
+    """By address."""
+    copied: torch.cuda.Event | None = None
+    """Recorded after the copy to the host."""
 
 
 class _Storage:
     """Memory of saved tensors: on the device, in host memory, or both."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, buffers: HostBuffers) -> None:
         numel = x.untyped_storage().nbytes() // x.element_size()
         self.on_device: Tensor | None = x.detach().as_strided((numel,), (1,), 0).view(torch.uint8)
-        self.on_host: HostBuffer | None = None
+        self.num_bytes = self.on_device.numel()
+        self.buffers = buffers
+        self.on_host: Tensor | None = None
         self.loaded: torch.cuda.Event | None = None
         """Recorded after the copy back to the device."""
         self.is_read = False
         """A backward pass reads, and may overwrite, the memory on the device."""
-        self.num_bytes = self.on_device.numel()
 
     def is_alone(self) -> bool:
         """Return whether nothing else holds the memory on the device."""
         assert self.on_device is not None
         return torch._C._storage_Use_Count(self.on_device.untyped_storage()._cdata) == _ALONE  # noqa: SLF001 (no public access)
 
-    def free(self) -> None:
-        """Free the memory on the device, if it has been copied and no backward pass reads it."""
-        if self.on_host is not None and not self.is_read:
-            self.on_device = None
-
     def __del__(self) -> None:
         if self.on_host is not None:
-            self.on_host.give_back()
+            self.buffers.give_back(self.on_host, self.loaded)
 
 
 class _View(NamedTuple):

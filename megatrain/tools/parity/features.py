@@ -233,20 +233,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Feature("keepactivations"),
         Feature("offloadlayers", f"--cpu-offloading-num-layers 3 {_ANY_SIZE}"),
         Feature(
-            "offloadmodules",
-            {
-                "offloadmodules": f"{_MODULES} attn_norm qkv_linear core_attn attn_proj mlp_norm {_ANY_SIZE}",
-                "offloadqkv": f"{_MODULES} qkv_linear {_ANY_SIZE}",
-            },
+            "offloadmodules", f"{_MODULES} attn_norm core_attn attn_proj mlp_norm expert_fc1 {_ANY_SIZE}"
         ),
-        Feature(
-            "offloadexperts",
-            {
-                "offloadexperts": f"{_MODULES} expert_fc1 moe_act {_ANY_SIZE}",
-                "offloadrows": f"{_MODULES} expert_fc1 {_ANY_SIZE}",
-            },
-            needs=("experts",),
-        ),
+        Feature("offloadqkv", f"{_MODULES} qkv_linear {_ANY_SIZE}"),
         Feature("offloadinputs", f"{_MODULES} layer_input {_ANY_SIZE}", needs=("uniform", "block")),
     ),
     _option(

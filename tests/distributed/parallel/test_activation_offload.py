@@ -19,7 +19,7 @@ LAYOUTS = [
     "tp2 sp tpoverlap offloadmodules recomputenorms",
     "tp2 sp cp2 heads offloadlayers mtp2",
     "cp2 documents offloadmodules",
-    "dp2 zero1 overlap deepseek ep2 alltoall offloadexperts",
+    "dp2 zero1 overlap deepseek ep2 alltoall offloadmodules",
     "dp2 zero2 overlap mixtral ep2 moeoverlap offloadlayers",
     "dp2 pp2 dualpipev zero1 overlap mixtral ep2 alltoall batch16 moeoverlap offloadlayers",
     "pp2 interleaved uniform batch16 offloadinputs",

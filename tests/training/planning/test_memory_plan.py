@@ -77,7 +77,7 @@ MADE = [
     "offloadmodules recomputenorms",
     "mixtral offloadlayers",
     "uniform offloadinputs",
-    "deepseek mla offloadexperts",
+    "deepseek mla offloadmodules",
 ]
 
 
