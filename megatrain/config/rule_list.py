@@ -38,7 +38,6 @@ from megatrain.config.subjects import (
     layers,
     model,
     model_spec,
-    offloading,
     packs,
     pipeline,
     ranks,
@@ -51,7 +50,7 @@ from megatrain.config.subjects.families import text, vision
 from megatrain.config.subjects.post_training import distillation, quantization
 
 _SUBJECTS: Final = (
-    device, attention, model, offloading, data, model_spec, layers, pipeline, ranks, packs, context_parallel, fp8,
+    device, attention, model, data, model_spec, layers, pipeline, ranks, packs, context_parallel, fp8,
     transformer_engine, attention_kernel, experts, text, vision, distillation, quantization, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""

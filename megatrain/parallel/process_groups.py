@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
 
+from megatrain.config.nccl_options import GroupOptions, options_of, set_options
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.nccl_options import GroupOptions, options_of, set_options
 
 
 def make_group(

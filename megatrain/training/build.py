@@ -23,7 +23,6 @@ from megatrain.kernels.side_stream import SideStream
 from megatrain.model.families.vision import message_rows
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.layer_context import ExpertCommunication
-from megatrain.model.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -54,6 +53,7 @@ from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.parts.fp8_recipes import fp8_recipes
+from megatrain.training.parts.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.training.parts.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)

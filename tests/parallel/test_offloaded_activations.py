@@ -29,7 +29,7 @@ class NoHooks:
 
 
 class Square(nn.Module):
-    """x^2 + w x, of which autograd saves x and w."""
+    """x^2 + w x. Autograd saves x and w."""
 
     def __init__(self) -> None:
         super().__init__()

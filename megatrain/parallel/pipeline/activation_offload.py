@@ -170,7 +170,7 @@ class ActivationOffload:
 
 @dataclass(eq=False)
 class _Group:
-    """What one forward pass of a segment saves."""
+    """Storages that one forward pass of a segment saves."""
 
     storages: dict[int, _Storage] = field(default_factory=dict)
     """By address."""

@@ -21,6 +21,7 @@ from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
+from megatrain.config.nccl_options import read_group_options
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
@@ -32,7 +33,6 @@ from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
-from megatrain.parallel.nccl_options import read_group_options
 from megatrain.training.launch.hf_folder import described_settings
 from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run

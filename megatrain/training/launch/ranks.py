@@ -29,11 +29,11 @@ from megatrain.config.environment import (
     set_unless_given,
 )
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.nccl_options import group_options
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.nccl_options import group_options
 from megatrain.parallel.process_groups import collective_calls, destroy_groups, groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.process.exit_deadline import exit_deadline

@@ -7,9 +7,9 @@ import pytest
 
 from megatrain.config import ConfigError, parse, resolve
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.nccl_options import group_options, options_of, read_group_options, set_options
 from megatrain.config.schema.parallel import NCCL_GROUPS
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.nccl_options import group_options, options_of, read_group_options, set_options
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.launch.facts import gather_facts
 
