@@ -1,9 +1,9 @@
 """Time steps with activations in host memory, and compare their peak memory with the plan's, on one GPU.
 
-    python scripts/compare_offloading.py                        8 layers of case A1
-    python scripts/compare_offloading.py --tiny                 on a CPU, a tiny model
-    python scripts/compare_offloading.py --rows none layers4    some rows
-    python scripts/compare_offloading.py -- --num-layers 16     flags of pretrain.py
+    python scripts/offloading/activations.py                        8 layers of case A1
+    python scripts/offloading/activations.py --tiny                 on a CPU, a tiny model
+    python scripts/offloading/activations.py --rows none layers4    some rows
+    python scripts/offloading/activations.py -- --num-layers 16     flags of pretrain.py
 
 Each row is an engine of its own, and trains the same micro-batches. `slower` compares its median step with that of the last row without
 offloading and with the same recomputation; `loss` is the largest difference from the losses of that row.
@@ -28,7 +28,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks, joined_ranks, report_errors
 from megatrain.training.planning.memory_plan import StageMemory, planned_rank_memory
 
-CASE = Path(__file__).parents[1] / "configs" / "benchmarks" / "a1.yaml"
+CASE = Path(__file__).parents[2] / "configs" / "benchmarks" / "a1.yaml"
 COMMON = "--num-layers 8 --cuda-graph-impl none --num-workers 0"
 TINY = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --vocab-size 301 --device cpu --seq-length 128"
 _MODULES = "--fine-grained-activation-offloading --offload-modules"
