@@ -130,3 +130,16 @@ def test_a_step_has_the_same_bits_and_less_memory(words: str) -> None:
         torch.equal(torch.as_tensor(a.values), torch.as_tensor(b.values))
         for a, b in zip(*weights, strict=True)
     )
+
+
+@pytest.mark.parametrize("words", ["recomputenorms", "norecompute"])
+def test_inputs_of_norms_are_offloaded(words: str) -> None:
+    """A norm's input is saved twice where the linear layer recomputes the norm."""
+    flags = "--fine-grained-activation-offloading --offload-modules attn_norm mlp_norm --min-offloaded-tensor-size 0"
+    layout = Layout.of(words)
+    engine = engine_of(tiny_plan(layout, 1, *flags.split()), 0)
+    engine.step(list(local_batches(0, layout, 0)), build_schedules(engine.plan).at(0))
+    hooks, config = engine.executor.hooks, engine.plan.config
+    assert isinstance(hooks, ActivationOffload)
+    norm = 8 * config.data.seq_length * config.training.micro_batch_size * config.model.hidden_size
+    assert hooks.buffers.num_bytes >= 4 * 2 * norm

@@ -83,10 +83,14 @@ def _offload_modules(module: nn.Module, names: Collection[str], offload: Activat
 
 
 def _replace_method(owner: Any, place: str, offload: ActivationOffload) -> None:
-    """Let the method that computes a module enter `saving`; that of a norm inside Transformer Engine's linear layer is the layer's."""
+    """Let the method that computes a module enter `saving`.
+
+    It is the linear layer's for a norm that it recomputes from its input, and saves too, and inside Transformer Engine's.
+    """
     for part in place.split("."):
-        child, is_norm = getattr(owner, part, None), part == "norm"
-        owner = owner if is_norm and not hasattr(child, "add_and_norm") else child
+        child = getattr(owner, part, None)
+        is_inside = not hasattr(child, "add_and_norm") or getattr(owner, "recompute_norm", False)
+        owner = owner if part == "norm" and is_inside else child
     method = "add_and_norm" if hasattr(owner, "add_and_norm") else "forward"
     original: Callable[..., Any] = getattr(owner, method)
 
