@@ -49,10 +49,3 @@ def options_of(name: str, options: GroupOptions) -> dict[str, Any]:
     name = "pp" if name.startswith("pp_") else name
     chosen = [values for theirs, values in options.items() if name in NCCL_GROUPS[theirs].split()]
     return {key: value for values in chosen for key, value in values.items()}
-
-
-def set_options(target: Any, options: Mapping[str, Any]) -> Any:
-    """Set options of a `ProcessGroupNCCL.Options`, and return it."""
-    for name, value in options.items():
-        setattr(target if name == "is_high_priority_stream" else target.config, name, value)
-    return target

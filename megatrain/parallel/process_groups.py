@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
 
-from megatrain.config.nccl_options import GroupOptions, options_of, set_options
+from megatrain.config.nccl_options import GroupOptions, options_of
 from megatrain.parallel.grid import RankGrid, RankGroup
 
 
@@ -41,7 +41,9 @@ def make_group(
         return _separate_store(timeout)
     if world.bound_device_id is not None:
         parent: Any = world._get_backend(world.bound_device_id)  # noqa: SLF001 (as split_group does)
-        chosen = set_options(copy.deepcopy(parent.options), options_of(name, options or {}))
+        chosen = copy.deepcopy(parent.options)
+        for option, value in options_of(name, options or {}).items():
+            setattr(chosen if option == "is_high_priority_stream" else chosen.config, option, value)
         lists = [list(ranks) for ranks in rank_lists]
         return dist.split_group(world, lists, timeout=timeout, pg_options=chosen, group_desc=name)
     rank = dist.get_rank()

@@ -7,8 +7,9 @@ import pytest
 
 from megatrain.config import ConfigError, parse, resolve
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.config.nccl_options import group_options, options_of, read_group_options, set_options
+from megatrain.config.nccl_options import group_options, options_of, read_group_options
 from megatrain.config.schema.parallel import NCCL_GROUPS
+from megatrain.parallel import process_groups
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.launch.facts import gather_facts
@@ -60,11 +61,15 @@ def test_a_wrong_file_is_a_problem_of_the_flag(tmp_path: Path) -> None:
             resolve(request, gather_facts(request, LaunchEnvironment()))
 
 
-def test_options_are_set_where_nccl_reads_them() -> None:
-    target = SimpleNamespace(is_high_priority_stream=False, config=SimpleNamespace(max_ctas=0))
-    set_options(target, {"is_high_priority_stream": True, "max_ctas": 16})
-    assert target.is_high_priority_stream
-    assert target.config.max_ctas == 16
+def test_options_are_set_where_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SimpleNamespace(is_high_priority_stream=False, config=SimpleNamespace(max_ctas=0))
+    world = SimpleNamespace(bound_device_id=0, _get_backend=lambda _: SimpleNamespace(options=given))
+    monkeypatch.setattr(process_groups.dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(process_groups.dist, "split_group", lambda *_, pg_options, **__: pg_options)
+    options = process_groups.make_group("ep", [[0, 1]], options=group_options("ep: {max_ctas: 16}", ["ep"]))
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 16)
+    assert (given.is_high_priority_stream, given.config.max_ctas) == (False, 0)
+    assert process_groups.make_group("tp", [[0, 1]]) == given
 
 
 def test_every_communicator_can_have_options() -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatrain.config import ConfigError, Plan
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.messages import Messages
 from megatrain.process.available_memory import available_bytes, process_bytes
 from megatrain.training.launch.agreement import print_error
@@ -41,21 +40,21 @@ def check_memory(plan: Plan, environment: LaunchEnvironment, store: dist.Store |
         ConfigError: on all ranks; the memory of a GPU, of a process or of a host does not suffice.
     """
     held = planned_resident_memory(plan, build_grid(grid_shape(plan), environment.rank))
-    step = _step(plan, build_grid(grid_shape(plan), environment.rank))
+    training = plan.config.training
+    needs_step = training.offloads_activations or (
+        training.device == "cuda" and ignored_flag(plan) is not None
+    )
+    step = planned_rank_memory(plan, build_grid(grid_shape(plan), environment.rank)) if needs_step else None
     on_host = held.on_host + (held.total if plan.config.training.device == "cpu" else 0)
     on_host += step.activations_on_host if step is not None else 0
     messages, host = Messages(environment.rank, 1, None), socket.gethostname()
     if store is not None:
         messages = Messages(environment.rank, environment.world_size, dist.PrefixStore("memory", store))
     num_bytes, num_ranks = messages.gather_and_broadcast([host, on_host], _of_hosts)[host]
-    problems = [
-        (text, memory_fix(plan, of_state=True))
-        for text in _problems(plan, environment, held, on_host, num_bytes, num_ranks)
-    ]
-    if step is not None:
-        problems += [(text, memory_fix(plan)) for text in _problems_of_step(plan, environment, step)]
-    found = messages.gather(next(iter(problems), None))
-    problem, fix = next(filter(None, found), (None, ""))
+    found = messages.gather(
+        next(_problems(plan, environment, held, step, on_host, num_bytes, num_ranks), None)
+    )
+    problem, fix = next(filter(None, found), None), memory_fix(plan, of_state=step is None)
     if problem is not None and store is not None:
         print_error(
             ConfigError(problem, fix=fix)
@@ -72,20 +71,26 @@ def _problems(
     plan: Plan,
     environment: LaunchEnvironment,
     held: ResidentMemory,
+    step: StageMemory | None,
     on_host: int,
     of_host: int,
     num_ranks: int,
 ) -> Iterator[str]:
     """Yield what this rank lacks. `on_host`: its bytes of host memory; `of_host`: bytes of all ranks of this host."""
     parts = "weights, gradients and optimizer state"
-    whole = (
-        "and offloaded activations" if plan.config.training.offloads_activations else "without activations"
-    )
+    is_offloaded = step is not None and step.activations_on_host > 0
+    whole = "and offloaded activations" if is_offloaded else "without activations"
     if plan.config.training.device == "cuda":
         free, total = torch.cuda.mem_get_info(local_gpu(environment))
         if held.total > free:
             yield (
                 f"rank {environment.rank} needs {gigabytes(held.total)} GB for {parts}, without activations, and"
+                f" {gigabytes(free)} of the {gigabytes(total)} GB of its GPU are free"
+            )
+        ignored = ignored_flag(plan)
+        if step is not None and ignored is not None and step.total > free:
+            yield (
+                f"{ignored}; rank {environment.rank} needs {gigabytes(step.total)} GB at the peak of a step, and"
                 f" {gigabytes(free)} of the {gigabytes(total)} GB of its GPU are free"
             )
     limit = process_bytes()
@@ -101,26 +106,6 @@ def _problems(
             f"{ranks} {gigabytes(of_host)} GB of host memory for {parts}, {whole}, and"
             f" {gigabytes(available)} GB are available"
         )
-
-
-def _step(plan: Plan, grid: RankGrid) -> StageMemory | None:
-    """Return the memory of this rank's steps; None: nothing depends on it."""
-    is_ignored = plan.config.training.device == "cuda" and ignored_flag(plan) is not None
-    return (
-        planned_rank_memory(plan, grid) if is_ignored or plan.config.training.offloads_activations else None
-    )
-
-
-def _problems_of_step(plan: Plan, environment: LaunchEnvironment, step: StageMemory) -> Iterator[str]:
-    """Yield a flag without effect, if this rank's GPU would suffice with it only."""
-    ignored = ignored_flag(plan)
-    if plan.config.training.device == "cuda" and ignored is not None:
-        free, total = torch.cuda.mem_get_info(local_gpu(environment))
-        if step.total > free:
-            yield (
-                f"{ignored}; rank {environment.rank} needs {gigabytes(step.total)} GB at the peak of a step, and"
-                f" {gigabytes(free)} of the {gigabytes(total)} GB of its GPU are free"
-            )
 
 
 def _of_hosts(of_ranks: list[tuple[str, int]]) -> dict[str, tuple[int, int]]:

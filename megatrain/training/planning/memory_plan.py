@@ -199,11 +199,8 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
 
 def planned_rank_memory(plan: Plan, grid: RankGrid) -> StageMemory:
     """Return the memory of one rank, without those of the other pipeline stages."""
-    as_cuda, device, pipeline = (
-        plan.config.training.device == "cuda",
-        torch.device("meta"),
-        build_pipeline(plan),
-    )
+    as_cuda, device = plan.config.training.device == "cuda", torch.device("meta")
+    pipeline = build_pipeline(plan)
     actions = [pipeline.training(rank, plan.derived.num_microbatches) for rank in range(grid.pp.size)]
     in_flight = simulate(actions, placement=pipeline.placement).peak_activations[grid.pp.rank]
     count = _num_microbatches(plan, Engine(plan, grid, device), in_flight)
