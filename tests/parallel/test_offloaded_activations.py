@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from everyday import only
+from everyday import nightly, only
 from torch import Tensor, nn
 
 from megatrain.kernels.host_copy import HostBuffers
@@ -114,7 +114,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("words", only(KINDS[:2], KINDS))
+@pytest.mark.parametrize("words", only(KINDS[:1], KINDS))
 def test_a_step_has_the_same_bits_and_less_memory(words: str) -> None:
     layout, weights = Layout.of(words), []
     for one in (layout, layout.but("keepactivations")):
@@ -132,7 +132,7 @@ def test_a_step_has_the_same_bits_and_less_memory(words: str) -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["recomputenorms", "norecompute"])
+@pytest.mark.parametrize("words", ["recomputenorms", nightly("norecompute")])
 def test_inputs_of_norms_are_offloaded(words: str) -> None:
     """A norm's input is saved twice where the linear layer recomputes the norm."""
     flags = "--fine-grained-activation-offloading --offload-modules attn_norm mlp_norm --min-offloaded-tensor-size 0"

@@ -139,7 +139,7 @@ class TrainingConfig(Section, on_resume=SAFE):
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
     cpu_offloading_num_layers: int = setting(0, at_least=0)
-    """Layers of each pipeline rank, spread evenly over it, whose activations are copied to pinned host memory and back before their backward pass, concurrently with computation (docs/training.md)."""
+    """Layers of each pipeline rank (more than it has: all), spread evenly over it, whose activations are copied to pinned host memory and back before their backward pass, concurrently with computation (docs/training.md)."""
     fine_grained_activation_offloading: bool = setting(
         False, conflicts=conflict("training.cpu_offloading_num_layers", why=", which offloads whole layers")
     )

@@ -260,15 +260,12 @@ def modules_without_effect(draft: Draft) -> Notes:
 
 
 @rule
-def offloading_is_possible(draft: Draft) -> Problems:
-    training, layers = draft.config.training, draft.config.model.num_layers
-    if training.cpu_offloading_num_layers > layers:
-        yield Problem(
-            f"--cpu-offloading-num-layers {training.cpu_offloading_num_layers} exceeds --num-layers {layers}",
-            f"use --cpu-offloading-num-layers {layers} or less",
-        )
+def offloaded_modules_fit(draft: Draft) -> Problems:
+    training = draft.config.training
+    if not training.fine_grained_activation_offloading:
+        return
     modules = training.offload_modules
-    if training.fine_grained_activation_offloading and not modules:
+    if not modules:
         yield Problem(
             "--fine-grained-activation-offloading requires --offload-modules",
             "add --offload-modules core_attn, or other modules",

@@ -12,9 +12,7 @@ CASES = {
         ("--optimizer muon --optimizer-cpu-offload", "", None,
          ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
     ],
-    "offloading_is_possible": [
-        ("--cpu-offloading-num-layers 99", "", None,
-         ("--cpu-offloading-num-layers 99", "--num-layers"), ("--cpu-offloading-num-layers ",)),
+    "offloaded_modules_fit": [
         ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),
         ("--fine-grained-activation-offloading --offload-modules attn_proj", "", None,
          ("--offload-modules attn_proj", "core_attn"), ("--offload-modules core_attn attn_proj",)),

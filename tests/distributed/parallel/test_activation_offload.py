@@ -11,6 +11,7 @@ from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
 LAYOUTS = [
+    "pp2 zbv offloadmodules recomputenorms",
     "pp2 zbv dp2 zero3 overlap batch16 offloadmodules recomputenorms",
     "pp2 1f1b dp2 zero2 batch16 offloadlayers",
     "pp2 interleaved batch16 offloadlayers",
