@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,11 +51,12 @@ from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGr
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
-from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.pipeline.segments import Segment, SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.parts.fp8_recipes import fp8_recipes
+from megatrain.training.parts.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.training.parts.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -202,11 +203,14 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
+    segments: Sequence[Segment] = model.segments
+    if config.training.offloads_activations:
+        hooks, segments = offload_activations(model.segments, _offload_choice(plan), hooks, device)
     build: Callable[..., Any] = kind
     if isinstance(model.cp, PackContext):
         build = functools.partial(PackExecutor, cp=model.cp, tp=model.tp)
     executor: AnyExecutor = build(
-        model.segments,
+        segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
         dtype=model.hidden_dtype,
@@ -221,6 +225,12 @@ def build_executor(
         turns=model.communication.turns,
     )
     return executor
+
+
+def _offload_choice(plan: Plan) -> OffloadChoice:
+    training = plan.config.training
+    modules = training.offload_modules if training.fine_grained_activation_offloading else ()
+    return OffloadChoice(training.cpu_offloading_num_layers, modules, training.min_offloaded_tensor_size)
 
 
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:

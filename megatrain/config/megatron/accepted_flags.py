@@ -98,8 +98,7 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "NCCL is configured by its own environment variables (NCCL_ALGO, NCCL_NVLS_ENABLE, NCCL_COLLNET_ENABLE)",
-        "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
-        " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
+        "--use-sharp --sharp-enabled-group=* --disable-symmetric-registration --create-all-gather-group"
         " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
         " --use-ring-exchange-p2p",
         grade="cost",
@@ -132,6 +131,10 @@ ACCEPTED_FLAGS: Final = (
     accepted(
         "--optimizer-cpu-offload pins memory for two buckets in flight, never for all",
         "--no-pin-cpu-grads --no-pin-cpu-params",
+    ),
+    accepted(
+        "offloaded activations always keep their pinned buffers, and one copy to the host is in flight when the next begins",
+        "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-offloading-max-inflight-offloads=*",
     ),
     accepted(
         "--optimizer-cpu-offload always uses PyTorch operations", "--use-torch-optimizer-for-cpu-offload"

@@ -24,7 +24,7 @@ REFUSED_FLAGS: Final = (
     ),
     # Different by design
     refused(
-        "a checkpoint of Megatron-LM is written by another command",
+        "--load reads checkpoints of Megatron-LM as they are, and another command writes them",
         "--ckpt-convert-format= --ckpt-convert-save= --ckpt-convert-update-legacy-dist-opt-format",
         instead="use `megatrain convert megatrain-to-megatron`, which writes the format torch_dist",
     ),

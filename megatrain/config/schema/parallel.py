@@ -13,6 +13,18 @@ _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
 _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 _PACKS = on("data.pack_documents")
+_NCCL = one_of("parallel.distributed_backend", "nccl")
+NCCL_GROUPS: Final = {
+    "tp": "tp kv", "cp": "cp cp_heads cp_ring", "hcp": "cp_heads cp_ring", "tp_cp": "tp_cp", "pp": "pp", "embd": "embedding",
+    "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep",
+    "ep_tp": "etp", "ep_dp": "expert_replicas expert_shard", "intra_ep_dp": "expert_shard", "inter_ep_dp": "expert_copies",
+    "pos_embd": "", "mp": "", "tp_dp": "", "tp_dp_cp": "", "tp_ep_mp": "", "tp_ep_pp": "",
+}  # fmt: skip
+NcclGroup = Literal[
+    "tp", "cp", "hcp", "tp_cp", "pp", "embd", "dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "ep", "ep_tp", "ep_dp", "intra_ep_dp",
+    "inter_ep_dp", "pos_embd", "mp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+]  # fmt: skip
+"""Groups of Megatron-LM, and ours that correspond to them."""
 DYNAMIC: Final = "default_dynamic_cp"
 """The scheduler whose groups differ from pack to pack."""
 
@@ -120,6 +132,10 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
     overlap_param_gather: bool = True
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
+    nccl_communicator_config_path: str | None = setting(None, needs=_NCCL)
+    """YAML file with options of NCCL communicators by group of Megatron-LM: `ep: {min_ctas: 1, max_ctas: 16, cga_cluster_size: 2, net_name: IB, is_high_priority_stream: true}`."""
+    high_priority_stream_groups: tuple[NcclGroup, ...] = setting((), needs=_NCCL)
+    """Groups whose NCCL kernels run on streams of high priority, so that other kernels delay them less."""
     distributed_backend: Literal["nccl", "gloo"] = setting(
         AUTO,
         conflicts=conflict(

@@ -10,6 +10,10 @@ from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _SELECTIVE = conflict("training.recompute_granularity", "full", why=", since it is selective")
+_OFFLOADS = on("training.cpu_offloading_num_layers", "training.fine_grained_activation_offloading")
+OffloadedModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "layer_input"
+]
 _EVALUATED_AS_TRAINED = (
     conflict("data.dataloader_type", "cyclic", why=", whose order depends on the micro-batch size"),
     conflict("data.pack_documents", why=", whose micro-batches are packs"),
@@ -147,6 +151,18 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
+    cpu_offloading_num_layers: int = setting(0, at_least=0)
+    """Layers of each pipeline rank (more than it has: all), spread evenly over it, whose activations are copied to pinned host memory and back before their backward pass, concurrently with computation (docs/training.md)."""
+    fine_grained_activation_offloading: bool = setting(
+        False, conflicts=conflict("training.cpu_offloading_num_layers", why=", which offloads whole layers")
+    )
+    """Copy what --offload-modules names to pinned host memory, in every layer, and back before its backward pass."""
+    offload_modules: tuple[OffloadedModule, ...] = setting(
+        (), needs=on("training.fine_grained_activation_offloading")
+    )
+    """Modules whose inputs are offloaded: attn_norm, qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; expert_fc1 and moe_act in layers with experts; layer_input with --recompute-granularity full."""
+    min_offloaded_tensor_size: int = setting(1 << 20, at_least=0, unit="elements", needs=_OFFLOADS)
+    """Smallest tensor that is offloaded."""
     device: Literal["cpu", "cuda"] = AUTO
     """Device. auto: cuda if there is a GPU, else cpu."""
     dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
@@ -156,6 +172,11 @@ class TrainingConfig(Section, on_resume=SAFE):
         None, on_resume=SILENT, needs=on("training.dry_run")
     )
     """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Activations are copied to host memory."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 
     @property
     def only_evaluates(self) -> bool:

@@ -223,6 +223,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the host keeps or reads the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
+    if config.training.offloads_activations:
+        yield "activations are offloaded to host memory"
     yield from _obstacles_of_ranks(draft)
     if config.experts.num_experts is not None:
         yield from _obstacles_of_experts(draft)

@@ -29,6 +29,7 @@ from megatrain.config.environment import (
     set_unless_given,
 )
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.nccl_options import group_options
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
@@ -174,7 +175,7 @@ def joined_ranks(
     try:
         with allocation_errors(plan, lambda: phases.current, planned_bytes=planned):
             with phases.phase("joining process groups"):
-                device, grid = _join_groups(plan, environment, store, phases.console)
+                device, grid = _join_groups(plan, facts, environment, store, phases.console)
             if watch is not None:
                 watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
                 watch.heartbeat.collective_calls = lambda: collective_calls(grid)
@@ -244,7 +245,7 @@ def _checked(
 
 
 def _join_groups(
-    plan: Plan, environment: LaunchEnvironment, store: dist.Store | None, console: Console
+    plan: Plan, facts: Facts, environment: LaunchEnvironment, store: dist.Store | None, console: Console
 ) -> tuple[torch.device, RankGrid]:
     """Select the device of this rank, and create and connect its process groups."""
     device = _select_device(plan, environment)
@@ -255,7 +256,8 @@ def _join_groups(
     if store is not None:
         _init_process_group(plan, environment, store, device)
     timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
-    make = functools.partial(make_group, timeout=timeout) if store is not None else None
+    options = group_options(facts.nccl_options, plan.config.parallel.high_priority_stream_groups)
+    make = functools.partial(make_group, timeout=timeout, options=options) if store is not None else None
     grid = build_grid(grid_shape(plan), environment.rank, make)
     _connect_groups(grid, device)
     return device, grid

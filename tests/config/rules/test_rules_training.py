@@ -7,8 +7,17 @@ from megatrain.config import Facts
 CASES = {
     "conflicting_settings": [
         ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("remove --", ", or --")),
+        ("--cpu-offloading-num-layers 1 --fine-grained-activation-offloading --offload-modules core_attn", "", None,
+         ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers 1"), ("remove --", ", or --")),
         ("--optimizer muon --optimizer-cpu-offload", "", None,
          ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+    ],
+    "offloaded_modules_fit": [
+        ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),
+        ("--fine-grained-activation-offloading --offload-modules attn_proj", "", None,
+         ("--offload-modules attn_proj", "core_attn"), ("--offload-modules core_attn attn_proj",)),
+        ("--fine-grained-activation-offloading --offload-modules layer_input", "", None,
+         ("layer_input", "--recompute-granularity full"), ("--recompute-method uniform", "remove layer_input")),
     ],
     "evaluation_has_a_checkpoint": [
         ("--eval-only", "", None, ("--eval-only",), ("--load FOLDER",)),
