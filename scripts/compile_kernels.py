@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.kernels.fused import launching
+from megatrain.kernels import fused
 from megatrain.training.planning.dry_run import examine
 from megatrain.training.planning.meta_step import patched
 
@@ -76,7 +78,9 @@ def compiling_launches(capability: int) -> Iterator[list[Compiled]]:
     """Inside the context launches compile their kernel and do not run it; yield the list to which they add it."""
     found: dict[int, Compiled] = {}
     results: list[Compiled] = []
-    before = driver._active
+    before = driver._active  # noqa: SLF001
+    names = [module.name for module in pkgutil.walk_packages(fused.__path__, f"{fused.__name__}.")]
+    modules = [module for module in map(importlib.import_module, names) if hasattr(module, "is_fake")]
 
     def compile_launch(
         kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any
@@ -95,10 +99,11 @@ def compiling_launches(capability: int) -> Iterator[list[Compiled]]:
     run = JITFunction.run
     try:
         driver.set_active(CompileOnly(capability))
-        with patched((JITFunction, "run", compile_launch), (launching, "is_fake", lambda _: False)):
+        has_memory = [(module, "is_fake", lambda _: False) for module in modules]
+        with patched((JITFunction, "run", compile_launch), *has_memory):
             yield results
     finally:
-        driver._active = before
+        driver._active = before  # noqa: SLF001
 
 
 def _resources(compiled: Any) -> tuple[int, int]:
