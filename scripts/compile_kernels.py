@@ -113,8 +113,8 @@ def _resources(compiled: Any) -> tuple[int, int]:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return int(registers), int(stack)
+    (numbers,) = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    return int(numbers[0]), int(numbers[1])
 
 
 def compile_run(words: list[str], capability: int) -> list[Compiled]:
