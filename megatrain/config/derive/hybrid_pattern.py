@@ -1,11 +1,11 @@
-"""Layer patterns of hybrid models (`--hybrid-layer-pattern`): one letter per layer, and each layer has one part.
+"""Layer patterns of hybrid models (`--hybrid-layer-pattern`): one letter per layer, and each layer but `P` has one part.
 
     M*M-|M*M-/*E/*E
     ────┬──── ──┬──
         │       └ the layers of a prediction head, once per depth of multi-token prediction
         └ the layers of the decoder; | ends a virtual stage of the pipeline
 
-Source: Megatron-LM, core/models/hybrid/hybrid_layer_allocation.py.
+Source: Megatron-LM, core/models/hybrid/hybrid_layer_allocation.py, which lacks `P`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LETTERS: Final[Mapping[str, str]] = MappingProxyType(
         "+": "multi-latent attention",
         "-": "MLP",
         "E": "experts",
+        "P": "Mamba-2 and attention side by side",
     }
 )
 """The part of a layer by its letter."""

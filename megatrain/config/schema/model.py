@@ -66,6 +66,8 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Mamba-2: groups of heads that share the projections into and out of the state, B and C."""
     mamba_state_dim: int = setting(128, at_least=1, needs=_HYBRID)
     """Mamba-2: state channels per channel of a head."""
+    mamba_rmsnorm: bool = setting(True, needs=_HYBRID)
+    """Mamba-2: RMSNorm of each group of channels after the gate."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
     decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_TWO_DEPTHS)
