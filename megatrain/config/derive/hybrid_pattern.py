@@ -27,10 +27,11 @@ LETTERS: Final[Mapping[str, str]] = MappingProxyType(
         "+": "multi-latent attention",
         "-": "MLP",
         "E": "experts",
-        "P": "Mamba-2 and attention side by side",
     }
 )
 """The part of a layer by its letter."""
+SIDE_BY_SIDE: Final = "P"
+"""A layer with Mamba-2 and attention, which both read its norm (Falcon-H1)."""
 STAGE, HEAD = "|", "/"
 _ATTENTIONS: Final = ("D", "+")
 """Letters that exclude `*`, as in Megatron-LM."""
@@ -131,6 +132,7 @@ def _spread(letters: list[str], letter: str, run: float) -> None:
 
 
 def _check_letters(text: str, letters: str) -> None:
-    unknown = sorted(set(letters) - set(LETTERS))
+    known = (*LETTERS, SIDE_BY_SIDE)
+    unknown = sorted(set(letters) - set(known))
     if unknown:
-        raise PatternError(f"'{text}' has {unknown[0]!r}, which is none of {' '.join(LETTERS)}")
+        raise PatternError(f"'{text}' has {unknown[0]!r}, which is none of {' '.join(known)}")

@@ -19,7 +19,7 @@ from megatrain.config.derive.families import (
     num_token_types,
     stacks_of,
 )
-from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
+from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE, HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
     PatternError,
@@ -171,7 +171,7 @@ def _layers_of_letters(
         "+": lambda: (attention(),),
         "-": lambda: (_mlp(model, model.ffn_hidden_size),),
         "E": lambda: (_experts(model, experts),),
-        "P": lambda: (mamba_of(model), attention()),
+        SIDE_BY_SIDE: lambda: (mamba_of(model), attention()),
     }
     if set(letters) - set(parts) or ("E" in letters and experts.num_experts is None):
         raise UnresolvedError  # `patterns_have_their_parts` reports it
@@ -180,8 +180,8 @@ def _layers_of_letters(
         LayerSpec(
             parts=built[letter],
             norm_position=model.norm_position,
-            is_parallel=letter == "P",
-            has_one_norm=letter == "P",
+            is_parallel=letter == SIDE_BY_SIDE,
+            has_one_norm=letter == SIDE_BY_SIDE,
         )
         for letter in letters
     )

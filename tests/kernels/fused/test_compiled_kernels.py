@@ -82,11 +82,11 @@ def other_launches() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compile_kernels", ROOT / "scripts/compile_kernels.py")
+    spec = importlib.util.spec_from_file_location("compile_script", ROOT / "scripts/kernels/compile.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "compile_kernels", module)
+    monkeypatch.setitem(sys.modules, "compile_script", module)
     spec.loader.exec_module(module)
     return module
 

@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from megatrain.config.derive.hybrid_pattern import LETTERS, HybridPattern, parse_hybrid_pattern
+from megatrain.config.derive.hybrid_pattern import LETTERS, SIDE_BY_SIDE, HybridPattern, parse_hybrid_pattern
 from megatrain.config.derive.patterns import PatternError
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
@@ -80,7 +80,7 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
         )
         return
     yield from _letters_without_their_part(draft, pattern, text)
-    if pattern.counts["M"] or pattern.counts["P"]:
+    if pattern.counts["M"] or SIDE_BY_SIDE in text:
         yield from _groups_of_mamba(draft)
     yield from _settings_besides_the_pattern(draft, pattern)
 
@@ -101,11 +101,11 @@ def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str)
             "--hybrid-layer-pattern has attention (*) with --multi-latent-attention",
             "use multi-latent attention (+), or remove --multi-latent-attention",
         )
-    if has["P"] and (model.multi_latent_attention or model.norm_position != "pre"):
+    if SIDE_BY_SIDE in text and (model.multi_latent_attention or model.norm_position != "pre"):
         flag = "--multi-latent-attention" if model.multi_latent_attention else "--norm-position"
         yield Problem(
             f"--hybrid-layer-pattern has Mamba-2 and attention side by side (P) with {flag}",
-            f"use --hybrid-layer-pattern {text.replace('P', 'M+' if model.multi_latent_attention else 'M*')}, or remove {flag}",
+            f"use --hybrid-layer-pattern {text.replace(SIDE_BY_SIDE, 'M+' if model.multi_latent_attention else 'M*')}, or remove {flag}",
         )
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compile the Triton kernels that runs launch for a GPU that this host lacks; print their registers, spills and shared memory.
 
-    python3 scripts/compile_kernels.py configs/benchmarks/b8.yaml
-    python3 scripts/compile_kernels.py configs/benchmarks/b1.yaml configs/benchmarks/b3.yaml -- --fp8-format hybrid
+    python3 scripts/kernels/compile.py configs/benchmarks/b8.yaml
+    python3 scripts/kernels/compile.py configs/benchmarks/b1.yaml configs/benchmarks/b3.yaml -- --fp8-format hybrid
 
 A run's dry run passes through its step on the meta device: every launch compiles the kernel with the types, constants and options
 of the run. It needs Triton (`pip install triton`, which needs no GPU); Triton caches what it compiles (TRITON_CACHE_DIR).
@@ -48,7 +48,7 @@ class Compiled:
     constants: str
     registers: int
     spilled_bytes: int
-    """Of each thread."""
+    """Local memory of a thread."""
     shared_bytes: int
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Compiled:
 
 
 class CompileOnly:
-    """What Triton asks of a driver, for a GPU that is not there."""
+    """Stand-in for Triton's driver, for a GPU that is not there."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
