@@ -26,8 +26,8 @@ from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.stored_values import stored_section
-from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE
+from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.interop.megatron.arguments import arguments_of
