@@ -58,7 +58,6 @@ ALWAYS = (
     "Qwen3-Next",
     "Nemotron 3",
     "Bamba",
-    "Falcon-H1",
     "GPT-2",
     "Pythia",
     "Gemma 3",
