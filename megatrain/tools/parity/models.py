@@ -130,6 +130,8 @@ WITHOUT_TEACHERS = tuple(OF_FAMILIES)
 """Models that distillation does not train."""
 WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
 """Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
+OF_FOUR_LAYERS = ("deepseek", "latentexperts")
+"""Experts in a list of four layers, which a model with another number of layers in one of its stacks (T5) cannot have."""
 FROZEN = ("llava", "projector")
 """Models with frozen parts: neither Muon nor states in host memory."""
 IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}

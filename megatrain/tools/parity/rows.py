@@ -31,6 +31,7 @@ from megatrain.tools.parity.models import (
     FROZEN,
     MODELS,
     OF_FAMILIES,
+    OF_FOUR_LAYERS,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
@@ -356,6 +357,12 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
+@_rule_of("tensor parallelism", "model")
+def _ranks_fit_the_decoder(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether the tensor ranks divide the 16 tokens of a decoder whose encoder has another length."""
+    return not (known["tensor parallelism"] == "tp3" and OF_FAMILIES.get(known["model"] or "") == "t5")
+
+
 @_rule_of(*_OF_MTP)
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
@@ -381,6 +388,8 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     if known["experts"] in (None, "dense") and not has_experts:
         return True
     if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
+        return False
+    if known["experts"] in OF_FOUR_LAYERS and OF_FAMILIES.get(known["model"] or "") == "t5":
         return False
     if known["experts"] == "deepseek" and known["balancing"] in ("sinkhorn", "quantiles"):
         return False
@@ -496,4 +505,12 @@ def _number(word: str) -> int:
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
 
 
-_RULES: Final = (_sizes_fit, _stages_fit, _model_fits, _mtp_fits, _context_fits, _experts_fit)
+_RULES: Final = (
+    _sizes_fit,
+    _stages_fit,
+    _model_fits,
+    _ranks_fit_the_decoder,
+    _mtp_fits,
+    _context_fits,
+    _experts_fit,
+)
