@@ -6,6 +6,9 @@ from typing import Final
 from megatrain.config.derive.hybrid_pattern import LETTERS, SIDE_BY_SIDE, HybridPattern, parse_hybrid_pattern
 from megatrain.config.derive.patterns import PatternError
 from megatrain.config.errors import Problem
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
+from megatrain.config.model_spec.mamba import MambaSpec
+from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.data import MASKED_FAMILIES
@@ -275,3 +278,26 @@ def word_pieces_are_of_other_families(draft: Draft) -> Notes:
             f"--tokenizer-type {kind} splits text as BERT and T5 do, and this run trains a GPT: --model-family bert or t5, and"
             " pretrain_bert.py and pretrain_t5.py in scripts/megatron, train the other families"
         )
+
+
+@note("cost")
+def scans_without_kernels(draft: Draft) -> Notes:
+    """Yield a note for scans that torch operators compute on GPUs."""
+    if draft.config.training.device != "cuda":
+        return
+    parts = {part for layer in draft.derived.model_spec.all_layers for part in layer.parts}
+    deltas = [part for part in parts if isinstance(part, LinearAttentionSpec)]
+    if any(part.has_channel_gates for part in deltas):
+        yield "--experimental-attention-variant gdn2 has no kernels: torch operators take hundreds of times as long as the kernels of gated_delta_net"
+    states = [
+        ("--mamba-head-dim * --mamba-state-dim", part.head_dim * part.state_dim)
+        for part in parts
+        if isinstance(part, MambaSpec)
+    ]
+    states += [
+        ("--linear-key-head-dim * --linear-value-head-dim", part.key_head_dim * part.value_head_dim)
+        for part in deltas
+    ]
+    for flags, size in states:
+        if size > MAX_SCAN_STATE:
+            yield f"{flags} is {size}: above {MAX_SCAN_STATE} scans have no kernels, and torch operators take many times as long"
