@@ -285,19 +285,19 @@ def scans_without_kernels(draft: Draft) -> Notes:
     """Yield a note for scans that torch operators compute on GPUs."""
     if draft.config.training.device != "cuda":
         return
-    parts = {part for layer in draft.derived.model_spec.all_layers for part in layer.parts}
+    parts = [part for layer in draft.derived.model_spec.all_layers for part in layer.parts]
     deltas = [part for part in parts if isinstance(part, LinearAttentionSpec)]
     if any(part.has_channel_gates for part in deltas):
         yield "--experimental-attention-variant gdn2 has no kernels: torch operators take hundreds of times as long as the kernels of gated_delta_net"
-    states = [
+    states = {
         ("--mamba-head-dim * --mamba-state-dim", part.head_dim * part.state_dim)
         for part in parts
         if isinstance(part, MambaSpec)
-    ]
-    states += [
+    }
+    states |= {
         ("--linear-key-head-dim * --linear-value-head-dim", part.key_head_dim * part.value_head_dim)
         for part in deltas
-    ]
-    for flags, size in states:
+    }
+    for flags, size in sorted(states):
         if size > MAX_SCAN_STATE:
             yield f"{flags} is {size}: above {MAX_SCAN_STATE} scans have no kernels, and torch operators take many times as long"
