@@ -26,7 +26,7 @@ MODELS = {
     ),
     "gpt-oss": (
         f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
-        "--softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
+        "--qk-l2-norm --softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
         "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 --no-yarn-correction-range-round-to-int"
     ),
     "nemotron": (

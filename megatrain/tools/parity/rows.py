@@ -357,10 +357,11 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
-@_rule_of("tensor parallelism", "model")
-def _ranks_fit_the_decoder(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the tensor ranks divide the 16 tokens of a decoder whose encoder has another length."""
-    return not (known["tensor parallelism"] == "tp3" and OF_FAMILIES.get(known["model"] or "") == "t5")
+@_rule_of("tensor parallelism", "experts", "model")
+def _decoder_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether the words fit a decoder of 16 tokens behind an encoder of two layers, if the model has one."""
+    is_allowed = known["tensor parallelism"] != "tp3" and known["experts"] not in OF_FOUR_LAYERS
+    return is_allowed or OF_FAMILIES.get(known["model"] or "") != "t5"
 
 
 @_rule_of(*_OF_MTP)
@@ -388,8 +389,6 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     if known["experts"] in (None, "dense") and not has_experts:
         return True
     if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
-        return False
-    if known["experts"] in OF_FOUR_LAYERS and OF_FAMILIES.get(known["model"] or "") == "t5":
         return False
     if known["experts"] == "deepseek" and known["balancing"] in ("sinkhorn", "quantiles"):
         return False
@@ -509,7 +508,7 @@ _RULES: Final = (
     _sizes_fit,
     _stages_fit,
     _model_fits,
-    _ranks_fit_the_decoder,
+    _decoder_fits,
     _mtp_fits,
     _context_fits,
     _experts_fit,
