@@ -78,7 +78,7 @@ MODELS = {
     "falcon-h1": (
         f"--model-family hybrid --hybrid-layer-pattern P-P- --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} {_ROPE} "
         f"{_NO_DROPOUT} --init-method-std 0.1 --mamba-num-heads 24 --mamba-head-dim 2 --mamba-num-groups 24 --mamba-state-dim 3 "
-        "--no-mamba-rmsnorm"
+        "--mamba-without-rmsnorm"
     ),
     "neox": (
         f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "

@@ -138,7 +138,7 @@ def test_a_model_that_megatron_cannot_compute_is_refused(
         "use_parallel_residual": True,
         "softmax_scale": 0.3,
         "norm_position": "both",
-        "mamba_rmsnorm": False,
+        "mamba_without_rmsnorm": True,
     }
     for name, value in values.items():
         config = {**manifest.config, "model": {**manifest.config["model"], name: value}}

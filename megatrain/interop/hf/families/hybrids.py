@@ -235,7 +235,7 @@ class _FalconWidths:
             reason = f"mamba_n_heads {heads} have mamba_d_ssm {total}"
             raise source.refusal("mamba_d_head", given, reason)
         sizes = {"model.mamba_num_heads": heads, "model.mamba_head_dim": total // heads}
-        return {**sizes, "model.mamba_rmsnorm": has_norm}
+        return {**sizes, "model.mamba_without_rmsnorm": not has_norm}
 
     def write(self, config: Config) -> dict[str, Any]:
         spec = mamba_of(config.model)
