@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
+from megatrain.config.schema.needs import conflict, contains, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -192,6 +192,7 @@ _NOT_COPIED: Final = (
     conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
+    conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),
     *(
         conflict(f"model.{name}", when=none_of(f"model.{name}", getattr(ModelConfig, name)), why=_NOT_HELD)
         for name in NOT_IN_MEGATRON
