@@ -255,7 +255,6 @@ class _StageBuilder:
         freeze(segments, self.spec)
         if self.spec.lora is not None:
             freeze_base(segments)
-        self.contexts.follow(segments)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
@@ -474,7 +473,7 @@ def _layer(context: LayerContext) -> TransformerLayer:
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:
-        return ParallelLayer(branches)
+        return ParallelLayer(branches, context.layer_norm() if layer.has_one_norm else None)
     if context.tp.peers is not None:
         _halve_gradients(branches)
         if context.tp.size == 2:
