@@ -7,6 +7,8 @@ adapters that the checkpoint lacks  <─ initial values
 rows of new tokens                  <─ initial values, in rows that were padding
 layers of multi-token prediction    ─> left out, if the model has fewer
 all else                            <─ the same tensor
+
+`merged` does the reverse for adapters (--lora-rank): it reads W + alpha / rank * B A, box by box.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from megatrain.checkpoint.manifest import OF_TRAINING, StoredTensor
-from megatrain.checkpoint.reader import CheckpointSource
+from megatrain.checkpoint.manifest import OF_TRAINING, Manifest, StoredTensor
+from megatrain.checkpoint.reader import CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
-from megatrain.config.model_spec.lora import is_adapter
+from megatrain.config.model_spec.lora import adapter_names, is_adapter
 from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
+from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import BoxRange, ParamLayout, Piece
+from megatrain.parallel.layout import Box, BoxRange, ParamLayout, Piece
 
 _MTP = "mtp."
 
@@ -101,3 +105,51 @@ class AdaptedSource:
             InitialWeights(self.adaptation.seed).fill(out, layout, box)
         else:
             out.zero_()
+
+
+def merged(reader: TensorReader) -> TensorReader:
+    """Return a reader of weights into which the adapters of a checkpoint are merged; one without adapters is returned itself."""
+    return MergedAdapters(reader) if any(map(is_adapter, reader.manifest.tensors)) else reader
+
+
+class MergedAdapters(TensorReader):
+    """The merged weights of a checkpoint with adapters; there is no optimizer state."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader, self.path = reader, reader.path
+        stored = reader.manifest
+        adapters = stored.config["adapters"]
+        self._rank: int = adapters["lora_rank"]
+        self._scale: float = adapters["lora_alpha"] / self._rank
+        self._manifest = replace(
+            stored,
+            optimizer_step_count=0,
+            state={**stored.state, "has_optimizer": False},
+            config={**stored.config, "adapters": {**adapters, "lora_rank": None}},
+            tensors={
+                name: StoredTensor(tensor.shape, {WEIGHT: tensor.kinds[WEIGHT]})
+                for name, tensor in stored.tensors.items()
+                if not is_adapter(name)
+            },
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """See `TensorReader`."""
+        return self._manifest
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """See `TensorReader`; the product is computed in fp64."""
+        self._reader.read_box(out, kind=kind, name=name, shape=shape, box=box)
+        name_a, name_b = adapter_names(name)
+        if name_a not in self._reader.manifest.tensors:
+            return
+        whole, (rows, columns) = (0, self._rank), box
+        a = self._part(name_a, (self._rank, shape[1]), (whole, columns))
+        b = self._part(name_b, (shape[0], self._rank), (rows, whole))
+        out.copy_(out.double() + self._scale * (b @ a))
+
+    def _part(self, name: str, shape: tuple[int, int], box: Box) -> Tensor:
+        values = torch.empty([stop - start for start, stop in box], dtype=torch.float64)
+        self._reader.read_box(values, kind=WEIGHT, name=name, shape=shape, box=box)
+        return values

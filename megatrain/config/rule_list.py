@@ -47,11 +47,11 @@ from megatrain.config.subjects import (
     transformer_engine,
 )
 from megatrain.config.subjects.families import text, vision
-from megatrain.config.subjects.post_training import distillation, quantization
+from megatrain.config.subjects.post_training import distillation, lora, quantization
 
 _SUBJECTS: Final = (
     device, attention, model, data, model_spec, layers, pipeline, ranks, packs, context_parallel, fp8,
-    transformer_engine, attention_kernel, experts, text, vision, distillation, quantization, batches, data_plans, schedule, run, checkpoint, resume,
+    transformer_engine, attention_kernel, experts, text, vision, distillation, lora, quantization, batches, data_plans, schedule, run, checkpoint, resume,
 )  # fmt: skip
 """In the order in which problems and notes are printed."""
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from megatrain.checkpoint.adaptation import merged
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.load import check_names, restore_expert_biases
 from megatrain.checkpoint.manifest import Manifest
-from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.stored_tokenizer import stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section

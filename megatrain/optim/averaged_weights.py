@@ -14,21 +14,21 @@ from megatrain.optim.update_rules import EMA
 
 @contextmanager
 def averaged_weights(optimizer: ShardedOptimizer) -> Iterator[None]:
-    """Exchange weights and average for the duration of the context; both are then as before, to the bit. All ranks enter it.
+    """Swap weights and average for the duration of the context; both are then as before, to the bit. All ranks enter it.
 
     It needs the memory of one more shard. Before the first step there is no average: the weights stay.
     """
     if optimizer.step_count == 0:
         yield
         return
-    _exchange(optimizer)
+    _swap(optimizer)
     try:
         yield
     finally:
-        _exchange(optimizer)
+        _swap(optimizer)
 
 
-def _exchange(optimizer: ShardedOptimizer) -> None:
+def _swap(optimizer: ShardedOptimizer) -> None:
     optimizer.wait_for_readers()
     for master, average in zip(optimizer.state(WEIGHT), optimizer.state(EMA), strict=True):
         if average.numel():  # frozen weights have no average

@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.adaptation import merged
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
-from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section

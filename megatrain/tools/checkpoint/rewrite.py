@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.adaptation import merged
 from megatrain.checkpoint.chunks import CHUNK_BYTES, chunk_key, split_box
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.merged_adapters import merged
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
 from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file

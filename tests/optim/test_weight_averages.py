@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from canonical_weights import hash_tensors
-from run_helpers import command_line
 
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.parallel.layout import whole_box
 from megatrain.tools.main import main
 
-AVERAGED = {"--ema-decay": "0.5", "--eval-with-ema": "", "--eval-iters": "1", "--num-layers": "1"}
-KEPT = {"--train-iters": "3", "--save-interval": "1", "--lr": "1e-2"}
+RUN = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --swiglu --position-embedding-type rope --hidden-dropout 0 --seq-length 16"
+    " --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 1 --device cpu --lr 1e-2"
+    " --train-iters 3 --save-interval 1"
+).split()
+AVERAGED = [*RUN, *"--ema-decay 0.5 --eval-with-ema --eval-iters 1".split()]
 WEIGHT = "decoder.layers.0.mlp.up.weight"
 
 
@@ -35,7 +38,7 @@ def losses(folder: Path, split: str = "test") -> list[float]:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an average and checkpoints of iterations 1 to 3."""
     folder = tmp_path_factory.mktemp("averaged")
-    assert pretrain.main(command_line({**AVERAGED, **KEPT, "--save": str(folder)})) == 0
+    assert pretrain.main([*AVERAGED, "--save", str(folder)]) == 0
     return folder
 
 
@@ -43,8 +46,8 @@ def test_an_average_is_resumed_to_the_bit(run_folder: Path, tmp_path: Path) -> N
     weights = [values(run_folder / f"iter_000000{step}", "weight") for step in (1, 2, 3)]
     expected = weights[0].lerp(weights[1], 0.5).lerp(weights[2], 0.5)
     torch.testing.assert_close(values(run_folder / "iter_0000003", "ema"), expected, rtol=1e-6, atol=1e-8)
-    changed = {**AVERAGED, **KEPT, "--load": str(run_folder / "iter_0000001"), "--save": str(tmp_path)}
-    assert pretrain.main(command_line(changed)) == 0
+    words = ["--load", str(run_folder / "iter_0000001"), "--save", str(tmp_path)]
+    assert pretrain.main([*AVERAGED, *words]) == 0
     assert hash_tensors(tmp_path / "iter_0000003") == hash_tensors(run_folder / "iter_0000003")
     assert losses(tmp_path) == losses(run_folder)
 
@@ -71,7 +74,10 @@ def test_checkpoints_are_averaged(
         found = tmp_path / target / "iter_0000003"
         assert torch.equal(values(found, "weight"), expected.float().double())
     other = tmp_path / "other"
-    assert pretrain.main(command_line({"--num-layers": "2", "--train-iters": "1", "--save": str(other)})) == 0
+    assert (
+        pretrain.main([*RUN, *"--num-layers 2 --train-iters 1 --eval-iters 0 --save".split(), str(other)])
+        == 0
+    )
     capsys.readouterr()
     for words, problem in {
         (str(run_folder), str(other)): "differ in the tensor decoder.layers.1",
