@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +71,9 @@ class LoraColumnLinear(LocalColumnLinear):
         recompute_norm: bool,
     ) -> None:
         super().__init__(norm, linear, tp, dtype, recompute_norm=recompute_norm)
-        self.adapters = nn.ModuleList()
         self.scale, self.tps = lora.scale, (alone(tp), tp)
-        self.ranges: list[slice] = []
-        """Outputs of each adapter."""
+        self.parts: list[tuple[Adapter, slice]] = []
+        """Each adapter with its outputs."""
         for piece in linear.weight.pieces:
             if not lora.adapts(piece.name):
                 continue
@@ -84,15 +83,15 @@ class LoraColumnLinear(LocalColumnLinear):
             b = ParamLayout(
                 shape=(stop - first, lora.rank), pieces=(_piece_of_b(piece, lora.rank),), init=Init()
             )
-            self.adapters.append(Adapter(a, b, dtype))
-            self.ranges.append(slice(piece.row, piece.row + stop - first))
+            self.parts.append((Adapter(a, b, dtype), slice(piece.row, piece.row + stop - first)))
+        self.adapters = nn.ModuleList(adapter for adapter, _ in self.parts)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, x = self.norm.add_and_norm(hidden, delta)
         again = functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         y = column_linear(x, self.weight, None, self.tp, info, bias_of(self), recompute_fn=again)
-        terms = [adapter.columns(x, self.tps, info, again) for adapter in self.adapters]
-        return hidden, _sum(y, terms, self.ranges, self.scale)
+        terms = [(adapter.columns(x, self.tps, info, again), part) for adapter, part in self.parts]
+        return hidden, _sum(y, terms, self.scale)
 
 
 class LoraRowLinear(LocalRowLinear):
@@ -132,7 +131,7 @@ class Adapter(ShardedModule):
         x: Tensor,
         tps: tuple[TensorParallel, TensorParallel],
         info: PassInfo,
-        recompute_fn: Callable[[], Tensor] | None,
+        recompute_fn: functools.partial[Tensor] | None,
     ) -> Tensor:
         """Map [s/tp, b, h] -> [s, b, o/tp]; `tps`: this rank alone, and all tensor ranks."""
         grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
@@ -148,8 +147,8 @@ class Adapter(ShardedModule):
 def freeze_base(segments: Sequence[nn.Module]) -> None:
     """Mark all parameters but those of adapters as not trained; a stage's first output requires gradients all the same."""
     for segment in segments:
-        for module in segment.modules():
-            for attribute, layout in module.layouts.items() if isinstance(module, ShardedModule) else ():
+        for module in [one for one in segment.modules() if isinstance(one, ShardedModule)]:
+            for attribute, layout in module.layouts.items():
                 if not is_adapter(layout.pieces[0].name):
                     module.layouts[attribute] = dataclasses.replace(layout, is_trained=False)
         segment.register_forward_hook(_require_gradient)
@@ -173,13 +172,13 @@ def _piece_of_b(piece: Piece, rank: int) -> Piece:
     return dataclasses.replace(piece, name=name, shape=shape, box=box, row=0)
 
 
-def _sum(y: Tensor, terms: Sequence[Tensor], ranges: Sequence[slice], scale: float) -> Tensor:
+def _sum(y: Tensor, terms: Sequence[tuple[Tensor, slice]], scale: float) -> Tensor:
     """Add the terms to their outputs."""
     if not terms:
         return y
     parts: list[Tensor] = []
     done = 0
-    for term, part in zip(terms, ranges, strict=True):
+    for term, part in terms:
         parts += [y[..., done : part.start], y[..., part] + term * scale]
         done = part.stop
     return torch.cat([*parts, y[..., done:]], -1)
