@@ -1,16 +1,17 @@
 """The kernels of `fused/attention.py`.
 
-Programs of `forward` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys` (tile of keys,
-group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
+Programs of `forward`, `numbers_of_rows` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys`
+(tile of keys, group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
 those without a mask, with different biases or with one (`_parts`). Pointers and strides belong to [s, b, n, d]; the last stride is 1.
 
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN, TOKENS        of each key of each sample, False for padding, and `tokens_of_samples`, if HAS_PADDING
-    BIAS, bias_at           to base 2, of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    BIAS, bias_at           of `bias_of_distances`, if HAS_BIAS: elements of a head and before distance 0; reach
     LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
-    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of scores lack that factor
+    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of inputs lack that factor
+    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_SCORES; else they are computed again
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -273,109 +274,187 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 
 @jit
-def _near(NEAR, near_at, sample, tile, head, end, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Return pointers of a tile's gradients of scores near the diagonal, to which its first key is added; set tiles without any to 0."""
-    first = tile * QUERIES + near_at[1]
-    own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-    row, key = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
-    near = NEAR + own * QUERIES * near_at[0] - first + (row * near_at[0] + key)
-    for start_key in tl.range(first, first + near_at[0], KEYS):
-        if (start_key < 0) | (start_key >= end):
-            tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
-    return near
+def bias_of_distances(WIDE, TABLE, BUCKETS, first, distances, heads, width, BLOCK: tl.constexpr):
+    """Write the bias of a head and distance to base 2, from TABLE [buckets, heads]; columns outside have the nearest distance."""
+    column, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(column - first, 0), distances - 1))
+    bias = tl.load(TABLE + bucket * heads + head).to(tl.float32) * 1.4426950408889634
+    tl.store(WIDE + head * width + column, bias, mask=column < width)
 
 
 @jit
-def _of_bias(
-    dscores, near, start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_NEAR: tl.constexpr
+def numbers_of_rows(
+    DOUT, OUT, dout_at, out_at, LSE, LSE_2, DOUT_DOT_OUT, sq, keep_factor,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a tile near the diagonal; return the sums of those of a tile with one bias, before and after the queries."""
-    is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
-    if HAS_NEAR:
-        tl.store(near + start_key, dscores.to(near.dtype.element_ty), mask=is_far == 0)
-    far = tl.where(is_far, tl.sum(dscores, 1), 0)
-    return tl.where(start_key < start_row, far, 0), tl.where(start_key < start_row, 0, far)
-
-
-@_kernel
-def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
-    scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
-    HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
-):  # fmt: skip
-    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
-    OUT, DQ = _at(OUT, out_at, sample, head), _at(DQ, dq_at, sample, head)
-    K, V = _at(K, k_at, sample, head // heads_per_group), _at(V, v_at, sample, head // heads_per_group)
+    tile, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * QUERIES + tl.arange(0, QUERIES)
-    first = 0
-    if HAS_FIRST:
-        FIRST += sample.to(tl.int64) * sq
-        first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
+    DOUT, OUT = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
     dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
     dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
-    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
     tl.store(DOUT_DOT_OUT + of_head + row, dout_dot_out, mask=row < sq)
     lse = tl.load(LSE + of_head + row, mask=row < sq, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(LSE_2 + of_head + row, lse, mask=row < sq)
+
+
+@jit
+def _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return the pointers to a tile of gradients of scores, [keys, queries]."""
+    row, key = tl.arange(0, QUERIES)[None, :], tl.arange(0, KEYS)[:, None]
+    start = (of_head * scores_at[0] + start_key) * scores_at[1] + start_row
+    return DSCORES + start + (key * scores_at[1] + row)
+
+
+@_kernel
+def dq_of_queries(
+    Q, K, V, DOUT, DQ, q_at, k_at, v_at, dout_at, dq_at, DSCORES, scores_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, SUMS, FIRST, IS_TOKEN, TOKENS,
+    bias_at, scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
+    HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_SCORES: tl.constexpr,
+):  # fmt: skip
+    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Q, DOUT, DQ = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head), _at(DQ, dq_at, sample, head)
+    K, V = _at(K, k_at, sample, head // heads_per_group), _at(V, v_at, sample, head // heads_per_group)
+    start_row = tile * QUERIES
+    row = start_row + tl.arange(0, QUERIES)
+    first = 0
+    if HAS_FIRST:
+        FIRST += sample.to(tl.int64) * sq
+        first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
+    of_head = sample.to(tl.int64) * tl.num_programs(1) + head
+    if not HAS_SCORES:
+        q = _load(Q, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+        dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+        dout_dot_out = tl.load(DOUT_DOT_OUT + of_head * sq + row, mask=row < sq, other=0)[:, None]
+        lse = tl.load(LSE_2 + of_head * sq + row, mask=row < sq, other=float("inf"))[:, None]
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
-    before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
+    before, after = 0.0, 0.0
     bounds = _key_bounds(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
-    starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
-    if HAS_BIAS:
-        near = _near(NEAR, near_at, sample, tile, head, bounds[3], QUERIES, KEYS)
+    starts, ends = _parts(bounds, start_row, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
     for part in tl.static_range(
         0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
         3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
     ):
+        if HAS_BIAS and part > 2:
+            far = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
-            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
-            scores = tl.dot(q, k, input_precision="ieee")
-            if HAS_SOFTCAP:
-                scores = _tanh(scores, into_tanh)
-            scores, factor, term = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
-            )
-            probs = tl.exp2(scores * factor - (lse - term)[:, None])
-            probs = _masked(
-                probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
+            if HAS_SCORES:
+                scores = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+                dscores = tl.trans(
+                    tl.load(scores) if IS_EVEN else tl.load(scores, mask=row[None, :] < sq, other=0)
+                )
+            else:
+                v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if HAS_SOFTCAP:
+                    scores = _tanh(scores, into_tanh)
+                probs = tl.exp2(scores * to_base_2 - lse)
+                dprobs = tl.dot(dout, v, input_precision="ieee")
+                dropped = probs
+                if HAS_DROPOUT:
+                    kept = load_kept(KEPT + of_head * sq * kept_width, row, sq, start_key, kept_width, KEYS)
+                    dropped = tl.where(kept, probs, 0)
+                dscores = dropped * dprobs - probs * dout_dot_out
+                if HAS_SOFTCAP:
+                    dscores *= 1 - scores * scores
+            dscores = _masked(
+                dscores, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
-            dprobs = tl.dot(dout, v, input_precision="ieee")
-            dropped = probs
-            if HAS_DROPOUT:
-                kept = load_kept(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
-                dropped = tl.where(kept, probs, 0)
-            dscores = dropped * dprobs - probs * dout_dot_out[:, None]
-            if HAS_SOFTCAP:
-                dscores *= 1 - scores * scores
-            if HAS_BIAS:
-                sums = _of_bias(dscores, near, tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS, part < 3)
-                before, after = before + sums[0], after + sums[1]
-            dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
+            if HAS_BIAS and part > 2:  # tiles near the diagonal are left to `gradients_near`
+                far += dscores.to(tl.float32)
+            elif HAS_BIAS and part < 2:
+                is_far = _is_far(start_row, start_key, bias_at[2], QUERIES, KEYS)
+                sums = tl.where(is_far, tl.sum(tl.sum(dscores.to(tl.float32), 1), 0), 0)
+                before += tl.where(start_key < start_row, sums, 0)
+                after += tl.where(start_key < start_row, 0, sums)
+            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+        if HAS_BIAS and part == 3:
+            before += tl.sum(tl.sum(far, 1), 0)
+        elif HAS_BIAS and part == 4:
+            after += tl.sum(tl.sum(far, 1), 0)
     place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
+    _store(DQ, dq * (scale * keep_factor), start_row, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
     if HAS_BIAS:
-        FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
-        tl.store(FAR, before, mask=row < sq)
-        tl.store(FAR + sq, after, mask=row < sq)
+        tl.store(FAR + 2 * place, before)
+        tl.store(FAR + 2 * place + 1, after)
+
+
+@jit
+def gradients_near(
+    DSCORES, scores_at, NEAR, first, samples, sq, sk, IS_TOKEN,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of scores of tiles with equal distances: -> NEAR, fp32 [parts, n, places, queries, keys].
+
+    The first distance of a tile, of its first key and query, is `first` + KEYS * place.
+    """
+    place, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(sq, QUERIES)
+    total = tl.zeros([KEYS, QUERIES], dtype=tl.float32)
+    for number in tl.range(part, samples * tiles, tl.num_programs(2)):
+        sample, start_row = number // tiles, number % tiles * QUERIES
+        start_key = start_row + first + place * KEYS
+        row, key = start_row + tl.arange(0, QUERIES), start_key + tl.arange(0, KEYS)
+        allowed = ((key >= 0) & (key < sk))[:, None] & (row < sq)[None, :]
+        if IS_CAUSAL:
+            allowed = allowed & (key[:, None] <= row[None, :])
+        if HAS_PADDING:
+            is_token = tl.load(
+                IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=(key >= 0) & (key < sk), other=0
+            )
+            allowed = allowed & (is_token != 0)[:, None]
+        of_head = tl.cast(sample, tl.int64) * tl.num_programs(1) + head
+        pointer = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+        total += tl.load(pointer, mask=allowed, other=0).to(tl.float32)
+    NEAR += ((part * tl.num_programs(1) + head) * tl.num_programs(0) + place) * QUERIES * KEYS
+    tl.store(NEAR + tl.arange(0, QUERIES)[None, :] * KEYS + tl.arange(0, KEYS)[:, None], total)
+
+
+@jit
+def gradients_of_buckets(
+    NEAR, FAR, BUCKETS, DTABLE, num_buckets, parts, places, first, far_tiles, sq, sk, keep_factor,
+    NUM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of a head by bucket: -> DTABLE, fp32 [buckets, n]."""
+    head, heads, distances = tl.program_id(0), tl.num_programs(0), sq + sk - 1
+    bucket = tl.arange(0, NUM)
+    total = tl.zeros([NUM], dtype=tl.float32)
+    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, COLUMNS)
+    key = column[None, :] + row - (QUERIES - 1)  # with the distance `column` - QUERIES + 1 to the row
+    for place in tl.range(0, places):
+        sums = tl.zeros([COLUMNS], dtype=tl.float32)
+        for part in tl.range(0, parts):
+            tile = NEAR + ((part * heads + head) * places + place) * QUERIES * KEYS + row * KEYS + key
+            sums += tl.sum(tl.load(tile, mask=(key >= 0) & (key < KEYS), other=0), 0)
+        index = first + place * KEYS - (QUERIES - 1) + column + (sq - 1)
+        of_sums = tl.load(BUCKETS + index, mask=(index >= 0) & (index < distances), other=-1)
+        total += tl.sum(tl.where(of_sums[None, :] == bucket[:, None], sums[None, :], 0), 1)
+    before, after = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+    for start in tl.range(0, far_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        far = FAR + (tile * heads + head) * 2
+        before += tl.load(far, mask=tile < far_tiles, other=0)
+        after += tl.load(far + 1, mask=tile < far_tiles, other=0)
+    total += tl.where(bucket == tl.load(BUCKETS), tl.sum(before, 0), 0)
+    total += tl.where(bucket == tl.load(BUCKETS + distances - 1), tl.sum(after, 0), 0)
+    tl.store(DTABLE + bucket * heads + head, total * keep_factor, mask=bucket < num_buckets)
 
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, DSCORES, scores_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_SCORES: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
     K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
@@ -396,7 +475,8 @@ def dkdv_of_keys(
     starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
-        of_head = (sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
+        number = sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head
+        of_head = number * sq
         for part in tl.static_range(
             0 if HAS_END or not IS_EVEN else 1 if IS_CAUSAL else 2,
             3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
@@ -429,7 +509,12 @@ def dkdv_of_keys(
                 dscores = dropped * dprobs - probs * dout_dot_out[None, :]
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
-                dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
+                dscores = dscores.to(q.dtype)
+                if HAS_SCORES:
+                    tl.store(
+                        _scores_at(DSCORES, scores_at, number, start_row, start_key, QUERIES, KEYS), dscores
+                    )
+                dk = tl.dot(dscores, tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)

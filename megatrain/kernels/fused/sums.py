@@ -16,16 +16,18 @@ _BLOCK = 2048
 
 
 def column_sums(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return x.sum(0) in fp32, or add it to `total`: sums of a few hundred groups of rows, and their sum."""
+    """Return x.sum(0) in fp32, or add it to `total`: sums of at most a few hundred groups of rows, and their sum."""
     x = x.contiguous()
     rows, columns = x.shape
     strips = cdiv(columns, _COLUMNS)
-    groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
-    sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+    groups = min(cdiv(rows, 4 * _ROWS), cdiv(PROGRAMS, strips))
     out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
-    launch(_sum, (strips, 1), sums, out, groups, columns, 1, ADDS=total is not None, **tile)
+    if groups > 1:
+        sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+        launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
+        x, rows = sums, groups
+    launch(_sum, (strips, 1), x, out, rows, columns, 1, ADDS=total is not None, **tile)
     return out
 
 
