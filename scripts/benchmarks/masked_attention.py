@@ -126,7 +126,7 @@ def passes(case: Case, name: str, tile: Tile | None) -> tuple[Callable[..., Any]
     rule = Dropout(p=0.1, key=1234567890123456789, num_heads=case.heads, queries=rows, keys=keys)
     spec = MaskSpec(is_causal=case.is_causal, is_token=None if case.is_causal else is_token, dropout=rule)
     bias = DistanceBias(table, buckets(case), REACH) if case.has_bias else None
-    tiles = attention.tiles_of(q, bias, has_scores=True)
+    tiles = attention.tiles_of(q, bias)
     options: dict[str, Any] = {"scale": 1.0, "softcap": None, "bias": bias}
     options["tiles"] = tiles if tile is None else tiles._replace(**{name: tile})
     options["kept"], options["masks"] = (

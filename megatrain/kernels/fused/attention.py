@@ -1,12 +1,13 @@
 """Attention of a block of queries to a block of keys, with dropout, softcaps and a bias of distances, without scores in memory.
 
     forward         a tile of queries, all their keys                            -> out, lse, and which probabilities dropout keeps
-    dkdv_of_keys    a tile of keys, all their queries in all heads of the group  -> dk, dv, and the gradients of scores
-    dq_of_queries   a tile of queries, all their keys                            -> dq, from the gradients of scores
+    dq_of_queries   a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
+    dkdv_of_keys    a tile of keys, all their queries in all heads of the group  -> dk, dv
 
-Each result is written by one program: there are no atomic sums, and results are deterministic. Gradients of scores that would
-fill too much memory are computed a second time for dq. The gradient of a bias is summed over tiles near the diagonal, where each
-distance has its own bias, by two kernels, and over the others for dq. Scores are fp32, the softmax has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
+Each result is written by one program: there are no atomic sums, and results are deterministic. With a bias dkdv_of_keys runs first
+and stores the gradients of scores, of which dq is a product, and which two more kernels sum by bucket of the bias: computed
+from scores a second time, with their bias, dq takes longer. Scores are fp32, the softmax has base 2. Causal masks, windows and
+documents are one range of keys per query, and one range of queries per key.
 
 Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for the dropout mask.
 """
@@ -88,24 +89,27 @@ class Prepared(NamedTuple):
     bounds: Tensor
     """Of the tokens of each sample, see `kernels.tokens_of_samples`."""
     bias: Tensor
-    """To base 2, fp32 [n, distances], with distances that only rows outside have, so that tiles load it without a mask."""
+    """In the dtype of the table, [n, distances], with distances that only rows outside have, so that tiles load it without a mask."""
+    bias_2: Tensor
+    """The same to base 2, in fp32."""
 
 
 def prepared(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> Prepared:
     """Compute what both passes read."""
-    tokens = bounds = wide = q
+    tokens = bounds = wide = wide_2 = q
     if mask.is_token is not None:
         tokens, (b, sk) = mask.is_token.contiguous().view(torch.uint8), mask.is_token.shape
         bounds = torch.empty(b, 2, dtype=torch.int32, device=q.device)
         launch(kernels.tokens_of_samples, (b,), bounds, tokens, sk, BLOCK=1024)
     if bias is not None:
         table, n, (width, zero) = bias.table.contiguous(), q.shape[2], _distances(q, k)
-        wide = torch.empty(n, width, dtype=torch.float32, device=q.device)
+        wide = torch.empty(n, width, dtype=table.dtype, device=q.device)
+        wide_2 = torch.empty_like(wide, dtype=torch.float32)
         first = zero + 1 - q.shape[0]
         launch(
-            kernels.bias_of_distances, (cdiv(width, 1024), n), wide, table, bias.buckets, first, len(bias.buckets), n, width, BLOCK=1024
+            kernels.bias_of_distances, (cdiv(width, 1024), n), wide, wide_2, table, bias.buckets, first, len(bias.buckets), n, width, BLOCK=1024
         )  # fmt: skip
-    return Prepared(tokens, bounds, wide)
+    return Prepared(tokens, bounds, wide, wide_2)
 
 
 def _distances(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -163,66 +167,68 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Implement `AttentionKernel.backward`; arguments as in `forward`. `has_sums`: sum the gradients too."""
     (sq, b, n, d), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
-    padded_keys, padded_queries = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (k, q))
-    score_bytes = b * n * padded_keys * padded_queries * q.element_size()
-    has_scores = bias is not None or score_bytes <= _MAX_BYTES
-    num_bytes = score_bytes if has_scores else 0
+    shape = (0, 0) if bias is None else tuple(cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (k, q))
+    num_bytes = b * n * shape[0] * shape[1] * q.element_size()
     if rule is not None and kept is None:
         num_bytes += b * n * sq * _mask_width(k)
     if g > 1 and num_bytes > _MAX_BYTES:
-        num_groups = max(g * _MAX_BYTES // num_bytes, 1)
+        size = max(g * _MAX_BYTES // num_bytes, 1)
         return _backward_by_groups(
-            num_groups, dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, kept=kept, has_sums=has_sums, tiles=tiles
+            size, dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, kept=kept, has_sums=has_sums, tiles=tiles
         )  # fmt: skip
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
-    _, of_queries, of_keys = tiles or tiles_of(q, bias, has_scores=has_scores)
+    _, of_queries, of_keys = tiles or tiles_of(q, bias)
     dq, dk, dv = _new_gradients(q, k)
     tiles_q, tiles_k = cdiv(sq, of_queries.queries), cdiv(sk, of_keys.keys)
-    sums = lse, lse
+    lse = lse.permute(1, 2, 0).contiguous()
+    of_rows = torch.empty_like(lse), torch.empty_like(lse), *_mask_of(q, k, rule, kept)
+    sums, far, scores = (lse, lse), lse, q
     if has_sums:
         sums = lse.new_empty(b * tiles_q, n * d), lse.new_empty(b * tiles_k, 2 * g * d)
-    far = lse if bias is None else lse.new_empty(b, tiles_q, n, 2)
-    masks = masks or prepared(q, k, mask, bias)
-    numbers = scale, *_numbers(q, k, mask, scale, softcap)
-    of_rows = _of_rows(dout, q, k, out, lse, mask, kept, keep_factor=numbers[-1])
-    scores = q.new_empty(b * n, padded_keys, padded_queries) if has_scores else q
-    dscores = scores, tuple(scores.shape[1:])
-    first, (*padding, wide, bias_at) = _first_keys(q, k, mask), _masks(q, k, mask, bias, masks)
+    if bias is not None:
+        far, scores = lse.new_empty(b, tiles_q, n, 2), q.new_empty(b * n, *shape)
+    first, masks = _first_keys(q, k, mask), masks or prepared(q, k, mask, bias)
     end = None if first is None else _query_ends(first, sk)
+    *padding, _, bias_at = _masks(q, k, mask, bias, masks)
+    numbers = scale, *_numbers(q, k, mask, scale, softcap)
+
+    def compute_dq() -> None:
+        launch(
+            kernels.dq_of_queries, (tiles_q, n, b),
+            *_with_strides(q, k, v, dout, out, dq), scores, shape, lse, *of_rows, far, sums[0], lse if first is None else first,
+            *padding, bias_at, *numbers,
+            HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_queries),
+        )  # fmt: skip
+
+    if bias is None:
+        compute_dq()
+    else:
+        launch(
+            kernels.numbers_of_rows, (cdiv(sq, _ROWS), n, b), *_with_strides(dout, out), lse, *of_rows[:2], sq, numbers[-1],
+            CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=_ROWS,
+        )  # fmt: skip
     launch(
         kernels.dkdv_of_keys, (tiles_k, g, b),
-        *_with_strides(q, k, v, dout, dk, dv), *dscores, *of_rows, sums[1], lse if end is None else end, *padding, wide, bias_at, *numbers,
-        HAS_END=end is not None, HAS_SUMS=has_sums, HAS_SCORES=has_scores, **_constants(q, k, mask, softcap, bias, of_keys),
-    )  # fmt: skip
-    launch(
-        kernels.dq_of_queries, (tiles_q, n, b),
-        *_with_strides(q, k, v, dout, dq), *dscores, *of_rows, far, sums[0], lse if first is None else first, *padding, bias_at, *numbers,
-        HAS_FIRST=first is not None, HAS_SUMS=has_sums, HAS_SCORES=has_scores, **_constants(q, k, mask, softcap, bias, of_queries),
+        *_with_strides(q, k, v, dout, dk, dv), scores, shape, *of_rows, sums[1], lse if end is None else end, *padding, masks.bias, bias_at, *numbers,
+        HAS_END=end is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_keys),
     )  # fmt: skip
     dtable = None
     if bias is not None:
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
+        compute_dq()
         dtable = _bias_gradient(scores, far, q, k, mask, bias, masks, of_queries)
     return Gradients(dq, dk, dv, dtable, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
 
 
-def _of_rows(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, kept: Tensor | None, *, keep_factor: float
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return log-sum-exps to base 2, dout . out, the dropout mask and its width."""
-    (sq, b, n, d), rule, width = q.shape, mask.dropout, _mask_width(k)
-    lse = lse.permute(1, 2, 0).contiguous()
-    lse_2, dout_dot_out = torch.empty_like(lse), torch.empty_like(lse)
-    launch(
-        kernels.numbers_of_rows, (cdiv(sq, _ROWS), n, b), *_with_strides(dout, out), lse, lse_2, dout_dot_out, sq, keep_factor,
-        CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=_ROWS,
-    )  # fmt: skip
+def _mask_of(q: Tensor, k: Tensor, rule: Dropout | None, kept: Tensor | None) -> tuple[Tensor, int]:
+    """Return the mask of dropout, computed unless the forward pass stored it, and its width."""
+    (sq, b, n, _), width = q.shape, _mask_width(k)
     if rule is None:
-        kept = lse
-    elif kept is None:
+        return q, width
+    if kept is None:
         kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
-    return lse_2, dout_dot_out, kept, width
+    return kept, width
 
 
 def _bias_gradient(
@@ -238,24 +244,21 @@ def _bias_gradient(
     (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
     assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
     assert sq == sk or not mask.is_causal, "as many queries as keys"
-    tiles, reach, shape = cdiv(sq, queries), bias.reach, {"QUERIES": queries, "KEYS": keys}
-    first = -min((reach + keys - 2) // keys * keys, (tiles - 1) * queries)
-    last = min((reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
+    tiles, num = cdiv(sq, queries), power_of_two(len(bias.table))
+    first = -min((bias.reach + keys - 2) // keys * keys, (tiles - 1) * queries)
+    last = min((bias.reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
     last = min(last, queries - keys) if mask.is_causal else last
     places = (last - first) // keys + 1
     parts = min(cdiv(PROGRAMS, places * n), b * tiles)
-    near = far.new_empty(parts, n, places, queries, keys)
+    sums, dtable = far.new_empty(parts, places, n, num), far.new_empty(bias.table.shape)
     launch(
-        kernels.gradients_near, (places, n, parts), scores, tuple(scores.shape[1:]), near, first, b, sq, sk, masks.tokens,
-        IS_CAUSAL=mask.is_causal, HAS_PADDING=mask.is_token is not None, **shape,
+        kernels.gradients_near, (places, n, parts), scores, tuple(scores.shape[1:]), sums, bias.buckets, first, b, sq, sk, masks.tokens,
+        QUERIES=queries, KEYS=keys, NUM=num, IS_CAUSAL=mask.is_causal, HAS_PADDING=mask.is_token is not None,
     )  # fmt: skip
-    dtable, keep_factor = (
-        far.new_empty(bias.table.shape),
-        1.0 if mask.dropout is None else mask.dropout.factor,
-    )
+    keep_factor = 1.0 if mask.dropout is None else mask.dropout.factor
     launch(
-        kernels.gradients_of_buckets, (n,), near, far, bias.buckets, dtable, len(dtable), parts, places, first, b * tiles, sq, sk, keep_factor,
-        NUM=power_of_two(len(dtable)), COLUMNS=power_of_two(queries + keys), BLOCK=256, num_warps=8, **shape,
+        kernels.gradients_of_buckets, (n,), sums, far, bias.buckets, dtable, len(dtable), parts * places, b * tiles, sq + sk - 1, keep_factor,
+        NUM=num, BLOCK=64,
     )  # fmt: skip
     return dtable
 
@@ -299,13 +302,13 @@ def _backward_by_groups(
     return Gradients(dq, dk, dv, torch.cat(of_bias, dim=1) if of_bias else None, sums)
 
 
-def tiles_of(q: Tensor, bias: DistanceBias | None = None, *, has_scores: bool = False) -> Tiles:
+def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
     """Return the tiles for the width of the heads."""
     width = max(power_of_two(q.shape[-1]), min(TILES))
     tiles = TILES[width]
-    if bias is not None and width == min(TILES):
-        tiles = tiles._replace(forward=_BIASED)
-    return tiles._replace(dq=_OF_SCORES) if has_scores else tiles
+    if bias is None:
+        return tiles
+    return Tiles(_BIASED if width == min(TILES) else tiles.forward, _OF_SCORES, tiles.dkdv)
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:
@@ -322,9 +325,10 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
 def _masks(
     q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None, masks: Prepared | None
 ) -> tuple[Any, ...]:
-    """Return the mask of padding with its bounds, the bias, and the distances of a head, the place of distance 0 in it, and the reach."""
+    """Return the mask of padding with its bounds, the bias to base 2, the distances of a head, the place of distance 0 in it, and the reach."""
     at = (0, 0, 0) if bias is None else (*_distances(q, k), bias.reach)
-    return *(masks or prepared(q, k, mask, bias)), at
+    tokens, bounds, _, bias_2 = masks or prepared(q, k, mask, bias)
+    return tokens, bounds, bias_2, at
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:

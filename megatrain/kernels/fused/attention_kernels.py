@@ -11,7 +11,7 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     BIAS, bias_at           of `bias_of_distances`, if HAS_BIAS: elements of a head and before distance 0; reach
     LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
     DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of inputs lack that factor
-    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_SCORES; else they are computed again
+    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_BIAS; else they are computed again
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -88,18 +88,22 @@ def _is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constex
 
 @jit
 def _biased(
-    scores, BIAS, bias_at, head, start_row, start_key, to_base_2,
-    HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False,
+    scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False
 ):  # fmt: skip
-    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile."""
+    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile.
+
+    BIAS is to base 2, or `by key` in the dtype of the inputs: 16 bits are loaded into registers, 32 through shared memory, which
+    takes longer, but 16 bits by query would give the mask of dropout another layout.
+    """
     if not HAS_BIAS:
         return scores, to_base_2, 0.0
+    log2_e: tl.constexpr = 1.4426950408889634 if IS_BY_KEY else 1.0
     BIAS += head * bias_at[0] + bias_at[1] + start_key - start_row
     if IS_FAR:
-        return scores, to_base_2, tl.load(BIAS)
+        return scores, to_base_2, tl.load(BIAS).to(tl.float32) * log2_e
     first, second = tl.arange(0, scores.shape[0])[:, None], tl.arange(0, scores.shape[1])[None, :]
     bias = tl.load(BIAS - second + first) if IS_BY_KEY else tl.load(BIAS - first + second)
-    return scores * to_base_2 + bias, 1.0, 0.0
+    return scores * (to_base_2 / log2_e) + bias.to(tl.float32), log2_e, 0.0
 
 
 @jit
@@ -243,14 +247,9 @@ def forward(
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                if (
-                    STORES_MASK
-                ):  # from the signs of probabilities; else the compiler computes a second mask to store
-                    probs = tl.where(kept, probs, -1)
-                    store_kept(KEPT, probs, row, sq, start_key, kept_width, KEYS)
-                    probs = tl.maximum(probs, 0)
-                else:  # a product, as the compiler selects after the cast to 16 bits, which takes more instructions
-                    probs *= tl.where(kept, 1.0, 0.0)
+                if STORES_MASK:
+                    store_kept(KEPT, kept + probs * 0, row, sq, start_key, kept_width, KEYS)
+                probs *= kept
             v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
@@ -274,12 +273,24 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 
 @jit
-def bias_of_distances(WIDE, TABLE, BUCKETS, first, distances, heads, width, BLOCK: tl.constexpr):
-    """Write the bias of a head and distance to base 2, from TABLE [buckets, heads]; columns outside have the nearest distance."""
+def bias_of_distances(WIDE, WIDE_2, TABLE, BUCKETS, first, distances, heads, width, BLOCK: tl.constexpr):
+    """Write the bias of a head and distance from TABLE [buckets, heads], and to base 2; columns outside have the nearest distance."""
     column, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(column - first, 0), distances - 1))
-    bias = tl.load(TABLE + bucket * heads + head).to(tl.float32) * 1.4426950408889634
+    bias = tl.load(TABLE + bucket * heads + head)
     tl.store(WIDE + head * width + column, bias, mask=column < width)
+    tl.store(WIDE_2 + head * width + column, bias.to(tl.float32) * 1.4426950408889634, mask=column < width)
+
+
+@jit
+def _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, row, sq, keep_factor):
+    """Store and return dout . out and the log-sum-exps to base 2 of a tile of queries of a head."""
+    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
+    tl.store(DOUT_DOT_OUT + row, dout_dot_out, mask=row < sq)
+    lse = tl.load(LSE + row, mask=row < sq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(LSE_2 + row, lse, mask=row < sq)
+    return dout_dot_out, lse
 
 
 @jit
@@ -287,17 +298,14 @@ def numbers_of_rows(
     DOUT, OUT, dout_at, out_at, LSE, LSE_2, DOUT_DOT_OUT, sq, keep_factor,
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    tile, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tile * QUERIES + tl.arange(0, QUERIES)
-    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
-    DOUT, OUT = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
-    dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
-    out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
-    tl.store(DOUT_DOT_OUT + of_head + row, dout_dot_out, mask=row < sq)
-    lse = tl.load(LSE + of_head + row, mask=row < sq, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(LSE_2 + of_head + row, lse, mask=row < sq)
+    start_row, head, sample = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    rows = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
+    dout = _load(
+        _at(DOUT, dout_at, sample, head), start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False
+    )
+    out = _load(_at(OUT, out_at, sample, head), start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+    row = start_row + tl.arange(0, QUERIES)
+    _numbers_of_rows(dout, out, LSE + rows, LSE_2 + rows, DOUT_DOT_OUT + rows, row, sq, keep_factor)
 
 
 @jit
@@ -310,11 +318,11 @@ def _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES: tl.co
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, DQ, q_at, k_at, v_at, dout_at, dq_at, DSCORES, scores_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, SUMS, FIRST, IS_TOKEN, TOKENS,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, DSCORES, scores_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, SUMS, FIRST, IS_TOKEN, TOKENS,
     bias_at, scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_SCORES: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Q, DOUT, DQ = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head), _at(DQ, dq_at, sample, head)
@@ -326,11 +334,16 @@ def dq_of_queries(
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     of_head = sample.to(tl.int64) * tl.num_programs(1) + head
-    if not HAS_SCORES:
+    if not HAS_BIAS:
         q = _load(Q, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
         dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
-        dout_dot_out = tl.load(DOUT_DOT_OUT + of_head * sq + row, mask=row < sq, other=0)[:, None]
-        lse = tl.load(LSE_2 + of_head * sq + row, mask=row < sq, other=float("inf"))[:, None]
+        out = _load(
+            _at(OUT, out_at, sample, head), start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False
+        )
+        rows = of_head * sq
+        dout_dot_out, lse = _numbers_of_rows(
+            dout, out, LSE + rows, LSE_2 + rows, DOUT_DOT_OUT + rows, row, sq, keep_factor
+        )
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = 0.0, 0.0
     bounds = _key_bounds(
@@ -346,7 +359,7 @@ def dq_of_queries(
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
             k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
-            if HAS_SCORES:
+            if HAS_BIAS:
                 scores = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
                 dscores = tl.trans(
                     tl.load(scores) if IS_EVEN else tl.load(scores, mask=row[None, :] < sq, other=0)
@@ -356,13 +369,13 @@ def dq_of_queries(
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
-                probs = tl.exp2(scores * to_base_2 - lse)
+                probs = tl.exp2(scores * to_base_2 - lse[:, None])
                 dprobs = tl.dot(dout, v, input_precision="ieee")
-                dropped = probs
                 if HAS_DROPOUT:
-                    kept = load_kept(KEPT + of_head * sq * kept_width, row, sq, start_key, kept_width, KEYS)
-                    dropped = tl.where(kept, probs, 0)
-                dscores = dropped * dprobs - probs * dout_dot_out
+                    dprobs *= load_kept(
+                        KEPT + of_head * sq * kept_width, row, sq, start_key, kept_width, KEYS, IS_EVEN
+                    )
+                dscores = probs * (dprobs - dout_dot_out[:, None])
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
             dscores = _masked(
@@ -389,60 +402,60 @@ def dq_of_queries(
 
 @jit
 def gradients_near(
-    DSCORES, scores_at, NEAR, first, samples, sq, sk, IS_TOKEN,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
+    DSCORES, scores_at, SUMS, BUCKETS, first, samples, sq, sk, IS_TOKEN,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, NUM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of scores of tiles with equal distances: -> NEAR, fp32 [parts, n, places, queries, keys].
+    """Sum the gradients of scores of tiles with equal distances by bucket: -> SUMS, fp32 [parts, places, n, NUM].
 
-    The first distance of a tile, of its first key and query, is `first` + KEYS * place.
+    The first key of a tile is its first query + `first` + KEYS * place.
     """
     place, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles = tl.cdiv(sq, QUERIES)
+    tiles, start = tl.cdiv(sq, QUERIES), first + place * KEYS
     total = tl.zeros([KEYS, QUERIES], dtype=tl.float32)
     for number in tl.range(part, samples * tiles, tl.num_programs(2)):
         sample, start_row = number // tiles, number % tiles * QUERIES
-        start_key = start_row + first + place * KEYS
-        row, key = start_row + tl.arange(0, QUERIES), start_key + tl.arange(0, KEYS)
-        allowed = ((key >= 0) & (key < sk))[:, None] & (row < sq)[None, :]
+        row, key = start_row + tl.arange(0, QUERIES), start_row + start + tl.arange(0, KEYS)
+        is_key = (key >= 0) & (key < sk)
+        if HAS_PADDING:
+            is_key = is_key & (
+                tl.load(IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=is_key, other=0) != 0
+            )
+        allowed = is_key[:, None] & (row < sq)[None, :]
         if IS_CAUSAL:
             allowed = allowed & (key[:, None] <= row[None, :])
-        if HAS_PADDING:
-            is_token = tl.load(
-                IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=(key >= 0) & (key < sk), other=0
-            )
-            allowed = allowed & (is_token != 0)[:, None]
         of_head = tl.cast(sample, tl.int64) * tl.num_programs(1) + head
-        pointer = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+        pointer = _scores_at(DSCORES, scores_at, of_head, start_row, start_row + start, QUERIES, KEYS)
         total += tl.load(pointer, mask=allowed, other=0).to(tl.float32)
-    NEAR += ((part * tl.num_programs(1) + head) * tl.num_programs(0) + place) * QUERIES * KEYS
-    tl.store(NEAR + tl.arange(0, QUERIES)[None, :] * KEYS + tl.arange(0, KEYS)[:, None], total)
+    distance = start + tl.arange(0, KEYS)[:, None] - tl.arange(0, QUERIES)[None, :]
+    is_distance = (distance > -sq) & (distance < sk)
+    buckets = tl.load(BUCKETS + distance + sq - 1, mask=is_distance, other=-1)
+    sums = tl.zeros([NUM], dtype=tl.float32)
+    for bucket in tl.range(0, tl.max(tl.max(buckets, 1), 0) + 1):
+        of_bucket = tl.sum(tl.sum(tl.where(buckets == bucket, total, 0), 1), 0)
+        sums = tl.where(tl.arange(0, NUM) == bucket, of_bucket, sums)
+    SUMS += ((part * tl.num_programs(0) + place) * tl.num_programs(1) + head) * NUM
+    tl.store(SUMS + tl.arange(0, NUM), sums)
 
 
 @jit
 def gradients_of_buckets(
-    NEAR, FAR, BUCKETS, DTABLE, num_buckets, parts, places, first, far_tiles, sq, sk, keep_factor,
-    NUM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    SUMS, FAR, BUCKETS, DTABLE, num_buckets, num_sums, far_tiles, distances, keep_factor, NUM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum the gradients of a head by bucket: -> DTABLE, fp32 [buckets, n]."""
-    head, heads, distances = tl.program_id(0), tl.num_programs(0), sq + sk - 1
-    bucket = tl.arange(0, NUM)
-    total = tl.zeros([NUM], dtype=tl.float32)
-    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, COLUMNS)
-    key = column[None, :] + row - (QUERIES - 1)  # with the distance `column` - QUERIES + 1 to the row
-    for place in tl.range(0, places):
-        sums = tl.zeros([COLUMNS], dtype=tl.float32)
-        for part in tl.range(0, parts):
-            tile = NEAR + ((part * heads + head) * places + place) * QUERIES * KEYS + row * KEYS + key
-            sums += tl.sum(tl.load(tile, mask=(key >= 0) & (key < KEYS), other=0), 0)
-        index = first + place * KEYS - (QUERIES - 1) + column + (sq - 1)
-        of_sums = tl.load(BUCKETS + index, mask=(index >= 0) & (index < distances), other=-1)
-        total += tl.sum(tl.where(of_sums[None, :] == bucket[:, None], sums[None, :], 0), 1)
+    head, heads, bucket = tl.program_id(0), tl.num_programs(0), tl.arange(0, NUM)
+    sums = tl.zeros([BLOCK, NUM], dtype=tl.float32)
+    for start in tl.range(0, num_sums, BLOCK):
+        number = start + tl.arange(0, BLOCK)[:, None]
+        sums += tl.load(
+            SUMS + (number * heads + head) * NUM + bucket[None, :], mask=number < num_sums, other=0
+        )
     before, after = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
     for start in tl.range(0, far_tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         far = FAR + (tile * heads + head) * 2
         before += tl.load(far, mask=tile < far_tiles, other=0)
         after += tl.load(far + 1, mask=tile < far_tiles, other=0)
+    total = tl.sum(sums, 0)
     total += tl.where(bucket == tl.load(BUCKETS), tl.sum(before, 0), 0)
     total += tl.where(bucket == tl.load(BUCKETS + distances - 1), tl.sum(after, 0), 0)
     tl.store(DTABLE + bucket * heads + head, total * keep_factor, mask=bucket < num_buckets)
@@ -454,7 +467,7 @@ def dkdv_of_keys(
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_SCORES: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     start_key, group, sample = tl.program_id(0) * KEYS, tl.program_id(1), tl.program_id(2)
     K, V = _at(K, k_at, sample, group), _at(V, v_at, sample, group)
@@ -487,8 +500,11 @@ def dkdv_of_keys(
                     Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
                 dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
-                dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
+                if part > 1:
+                    lse, dout_dot_out = tl.load(LSE_2 + of_head + row), tl.load(DOUT_DOT_OUT + of_head + row)
+                else:
+                    lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
+                    dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
@@ -497,20 +513,19 @@ def dkdv_of_keys(
                 )  # fmt: skip
                 probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
-                dropped = probs
-                if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
-                    kept = load_kept_by_key(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
-                    probs = tl.where(kept, probs, -probs)
-                    dropped = tl.maximum(probs, 0)
+                kept = 1.0
+                if HAS_DROPOUT:
+                    kept = load_kept_by_key(
+                        KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS, part > 1
+                    )
+                dropped = probs * kept
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                 dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
-                if HAS_DROPOUT:
-                    dropped, probs = tl.maximum(probs, 0), tl.abs(probs)
-                dscores = dropped * dprobs - probs * dout_dot_out[None, :]
+                dscores = probs * (dprobs * kept - dout_dot_out[None, :])
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
                 dscores = dscores.to(q.dtype)
-                if HAS_SCORES:
+                if HAS_BIAS:
                     tl.store(
                         _scores_at(DSCORES, scores_at, number, start_row, start_key, QUERIES, KEYS), dscores
                     )
