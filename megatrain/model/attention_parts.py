@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels import output_gate
@@ -21,6 +22,7 @@ from megatrain.model.layouts import (
     heads_layout,
     unit_gain,
 )
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context.whole_keys import WholeKeys
 from megatrain.parallel.layout import Init
 
@@ -46,12 +48,25 @@ def qk_norm(spec: AttentionSpec, context: LayerContext, name: str, columns: Colu
         weight = heads_layout(f"{name}.weight", spec.head_dim, gain, tp, decays=decays)
         bias = heads_layout(f"{name}.bias", spec.head_dim, Init(), tp, decays=decays)
         return [builder.norm(LinearLayout(weight, bias if norm.kind == "LayerNorm" else None), norm)]
+    if spec.qk_norm == "l2":
+        return [_L2Norm(norm.epsilon)]
     if spec.qk_norm == "all_heads":
         channels = dataclasses.replace(columns, name=f"{name}.weight")
         return [
             builder.split_norm(LinearLayout(columns_bias_layout([channels], tp, gain, decays=decays)), norm)
         ]
     return []
+
+
+class _L2Norm(nn.Module):
+    """Divides each head by the root of its mean square, without a weight."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a leaf)
+        return functional.rms_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 def gate_output(x: Tensor, gate: Tensor, *, has_silu: bool = False, place: Place | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
+from megatrain.data.fill_in_middle import fill_in_middle
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
@@ -174,6 +175,9 @@ def _sample_options(plan: Plan, facts: Facts) -> SampleOptions:
         conversations=data.sft,
         packs_documents=data.pack_documents,
         mock_lengths=data.varlen_mock_dataset_config_json,
+        rewrite=fill_in_middle(data, plan.config.tokenizer, plan.config.training.seed)
+        if data.fim_data
+        else None,
     )
 
 
@@ -358,9 +362,10 @@ class _LoaderBuilder:
         self.plan = plan
         self.config = plan.config
         self.has_packs = self.config.data.pack_documents
-        dp = ranks.grid.dp
-        self.shard = DataShard(
-            micro_batch_size=self.config.training.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size
+        dp, training = ranks.grid.dp, plan.config.training
+        self.shard, self.evaluated = (
+            DataShard(micro_batch_size=size, dp_rank=dp.rank, dp_size=dp.size)
+            for size in (training.micro_batch_size, training.eval_micro_batch_size)
         )
 
     def build(self, splits: SplitDatasets | None, lengths: _Lengths) -> RunBatches:
@@ -371,8 +376,8 @@ class _LoaderBuilder:
         def evaluation(
             split: str, name: str | None, samples: SampleDataset | None, length: int, *, is_whole: bool
         ) -> EvaluationSet:
-            whole = FullSampler(self.shard, length)
-            sampler: Sampler = whole if is_whole else self._sampler(length)
+            whole = FullSampler(self.evaluated, length)
+            sampler: Sampler = whole if is_whole else self._sampler(self.evaluated, length)
             count = whole.num_microbatches if is_whole else per_evaluation
             batches = self._batches(samples, sampler, length)
             return EvaluationSet(split, name, batches, None if self.has_packs else sampler, count, is_whole)
@@ -387,14 +392,14 @@ class _LoaderBuilder:
             evaluations.append(evaluation("test", None, splits.test, lengths.test, is_whole=False))
         train = None
         if lengths.train is not None:
-            train = self._batches(splits.train, self._sampler(lengths.train), lengths.train)
+            train = self._batches(splits.train, self._sampler(self.shard, lengths.train), lengths.train)
         return RunBatches(train, tuple(evaluations))
 
-    def _sampler(self, length: int) -> Sampler:
+    def _sampler(self, shard: DataShard, length: int) -> Sampler:
         data = self.config.data
         if data.dataloader_type == "cyclic":
-            return CyclicSampler(self.shard, length, data_sharding=not data.no_data_sharding)
-        return SingleSampler(self.shard, length)
+            return CyclicSampler(shard, length, data_sharding=not data.no_data_sharding)
+        return SingleSampler(shard, length)
 
     def _batches(self, samples: SampleDataset | None, sampler: Sampler, length: int) -> Batches:
         if samples is None:

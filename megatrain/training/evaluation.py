@@ -45,7 +45,10 @@ def evaluate(
             zip(batches, num_samples or [None] * len(batches), strict=True)
         )
     ]
+    rows, trained, channels = engine.executor.hidden_shape
+    engine.executor.hidden_shape = rows, engine.plan.config.training.eval_micro_batch_size, channels
     engine.executor.run(engine.pipeline.evaluation(engine.grid.pp.rank, len(batches)), batches, infos)
+    engine.executor.hidden_shape = rows, trained, channels
     dividends, divisors = zip(*evaluation_sums(engine.model.spec.head).values(), strict=True)
     return engine.sum_over_ranks(infos, [*dividends, *divisors])
 
@@ -121,7 +124,7 @@ class Evaluation:
         """Return the values of `evaluation_sums` over the next samples of a set, or the reason to stop if there is one."""
         continues = evaluation_set.split == "valid" and not evaluation_set.is_whole
         consumed = self.progress.consumed_valid_samples if continues else 0
-        samples_per_pass = self.plan.config.training.micro_batch_size * self.ranks.grid.dp.size
+        samples_per_pass = self.plan.config.training.eval_micro_batch_size * self.ranks.grid.dp.size
         per_batch = self.plan.derived.num_eval_microbatches
         names = evaluation_sums(self.engine.model.spec.head)
         sums = torch.zeros(2 * len(names), dtype=torch.float64, device=self.ranks.device)

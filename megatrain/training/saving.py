@@ -30,6 +30,7 @@ from megatrain.storage.disk import Disk
 from megatrain.training.checkpoints import Progress, local_folder, saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.megatron_copies import MegatronCopies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,8 @@ class RunSaves:
         self._remover = ThreadPoolExecutor(1, "remove-checkpoints")
         self._removal: Future[list[str]] | None = None
         """Removal of older checkpoints: training does not wait for the deletion of a file of each rank."""
+        save = Path(plan.config.checkpoint.save or "")
+        self._copies = MegatronCopies(save) if plan.config.checkpoint.also_save else None
         self._intact = {progress.loaded.resolve()} if progress.loaded is not None else set[Path]()
         """Checkpoints that this run wrote or loaded."""
 
@@ -119,8 +122,11 @@ class RunSaves:
         try:
             with self._with_writer():
                 yield
+            self._copy(waits=self.progress.iteration >= self.plan.derived.train_iters)
         finally:
             self._end_removal()
+            if self._copies is not None:
+                self._copies.abandon()
 
     @contextlib.contextmanager
     def _with_writer(self) -> Iterator[None]:
@@ -256,6 +262,9 @@ class RunSaves:
             )
             self._intact.add(path.resolve())
             self._remove_older(save)
+            if self._copies is not None and save.is_committing and save.folder == self._copies.save:
+                self._copies.waiting = path
+                self._copy(waits=False)
             self.on_commit(times)
 
     def _remove_older(self, save: Save) -> None:
@@ -270,6 +279,13 @@ class RunSaves:
             self._removal = self._remover.submit(
                 remove_older, save.folder, save.iteration, rule, Disk(), intact=set(self._intact)
             )
+
+    def _copy(self, *, waits: bool) -> None:
+        """Begin the next copy for Megatron-LM, or wait for the last one, and print those that failed."""
+        if self._copies is not None:
+            with self._stalling("copying a checkpoint for Megatron-LM"):
+                for line in self._copies.advance(waits=waits):
+                    self.ranks.console.print(line)
 
     def _end_removal(self) -> None:
         """Wait for the removal of older checkpoints, if there is one, and print what it did."""

@@ -37,7 +37,9 @@ def test_a_truncated_profile_has_its_table(
 
     monkeypatch.setattr(Engine, "begin_step", failing)
     command = [*FLAGS.split(), str(tmp_path), *([] if fails else ["--exit-interval", "4"])]
+    command += ["--record-memory-history", "--memory-snapshot-path", str(tmp_path / "memory.pickle")]
     assert pretrain.main(command) == (1 if fails else 75)
+    assert (tmp_path / "memory.pickle").stat().st_size > 10_000
     printed = capsys.readouterr().out
     reason, last = ("OutOfMemoryError", 5) if fails else ("--exit-interval 4", 4)
     (line,) = [line for line in printed.splitlines() if "profiling" in line and reason in line]

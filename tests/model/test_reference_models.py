@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers_weights import (
     GEMMA2_NORMS,
     LATENTS,
+    LLAMA4_NORMS,
     OLMO2_NORMS,
     PRE_NORMS,
     QK_NORMS,
@@ -157,6 +158,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]]
          "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
         f"{LLAMA} {GQA} --kv-channels 16 --qk-layernorm --norm-epsilon 1e-6 --rotary-base 1000000",
         with_norms({**PRE_NORMS, **QK_NORMS}),
+    ),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        {**SHAPE, "intermediate_size_mlp": 80, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-3, "moe_layers": [],
+         "no_rope_layers": [1] * LAYERS, "attn_temperature_tuning": False, "use_qk_norm": True, "tie_word_embeddings": False,
+         "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        (f"{LLAMA} {GQA} {UNTIED} --kv-channels 16 --qk-l2-norm --norm-epsilon 1e-3 --rotary-base 500000"
+         " --rotary-interleaved"),
+        with_norms(LLAMA4_NORMS),
     ),
     "Gemma 2": (
         "Gemma2ForCausalLM",

@@ -47,6 +47,10 @@ _LLAMA = {
     "mlp.down": "mlp.down_proj",
 }
 PRE_NORMS = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
+LLAMA4_NORMS = {
+    **PRE_NORMS,
+    **{f"mlp.{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+}
 QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 OLMO2_NORMS = {
     "attention.post_norm": "post_attention_layernorm",

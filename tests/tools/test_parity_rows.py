@@ -55,10 +55,13 @@ def test_a_word_belongs_to_one_option():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-@pytest.mark.nightly
-def test_resolve_allows_each_row():
-    for layout in pairwise_rows():
-        assert layout.world_size <= MAX_RANKS, layout.name
+@pytest.mark.parametrize(
+    ("max_ranks", "most"),
+    [(1, 32), *(pytest.param(n, None, marks=pytest.mark.nightly) for n in (1, 2, 4, MAX_RANKS))],
+)
+def test_resolve_allows_each_row(max_ranks, most):
+    for layout in pairwise_rows(max_ranks, most):
+        assert layout.world_size <= max_ranks, layout.name
         assert plan_of(layout).derived.world_size == layout.world_size
 
 

@@ -114,6 +114,18 @@ def test_validation_sets_are_evaluated_in_full_and_separately(folder: Path) -> N
         assert line["loss"] == at_the_end[label]
 
 
+def test_the_micro_batch_of_an_evaluation_does_not_change_its_loss(folder: Path) -> None:
+    found = {}
+    for size in ("1", "4"):
+        flags = {"micro_batch_size": "2", "eval_micro_batch_size": size, "save": None, "load": None}
+        file = str(folder / f"{size}.jsonl")
+        assert pretrain.main(flags_of(folder, **flags, global_batch_size="4", metrics_file=file)) == 0
+        lines = map(json.loads, Path(file).read_text().splitlines())
+        found[size] = [line["loss"] for line in lines if "validation" in line or "test" in line]
+    assert found["1"] == pytest.approx(found["4"], rel=1e-5)
+    assert len(found["1"]) > 1
+
+
 def test_the_cyclic_order_resumes_at_epoch_boundaries(folder: Path) -> None:
     cyclic = {
         "dataloader_type": "cyclic",

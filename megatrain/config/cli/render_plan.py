@@ -45,6 +45,7 @@ _SHOWN_IN_FULL_ONLY: Final = frozenset(
     "model.heterogeneous_layers_config_encoded_json",
     "data.data_cache_path",
     "training.eval_global_batch_size",
+    "training.eval_micro_batch_size",
 }
 """Values that only --print-config full shows."""
 _HIDDEN_IF_EQUAL: Final = (

@@ -189,7 +189,7 @@ ACCEPTED_FLAGS: Final = (
     # Checkpoints
     accepted(
         "--load recognises checkpoints of Megatron-LM by their files; checkpoints are saved in megatrain's own format"
-        " (safetensors and a JSON manifest), which every layout can load",
+        " (safetensors and a JSON manifest), which every layout can load; --also-save torch_dist copies them for Megatron-LM",
         "--ckpt-format=torch_dist|torch|torch_dcp|fsdp_dtensor --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr"
         " --use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
         " --distrib-optim-fully-reshardable-mem-efficient --ckpt-fully-parallel-load-exchange-algo=*"

@@ -53,6 +53,9 @@ DIFFERENT_DEFAULTS: Final = (
         is_noted=False,
     ),
     DifferentDefault(
+        "data.fim_eod_token", "<|endoftext|>", "documents end with the tokenizer's own token", is_noted=False
+    ),
+    DifferentDefault(
         "parallel.overlap_grad_reduce",
         "off",
         "it hides communication; results are bitwise equal",

@@ -66,8 +66,9 @@ UNSUPPORTED_FLAGS: Final = (
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
     ),
     missing(
-        "QK L2 norm and QK clipping are not supported",
-        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
+        "the largest attention scores are not known, since fused attention does not return them",
+        "--qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
+        instead="remove the flag; --qk-layernorm, --qk-l2-norm and --attn-logit-softcapping keep the scores small",
     ),
     missing(
         "this position embedding is not supported",
@@ -92,16 +93,10 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Data and tokenizers
     missing(
-        "fill-in-the-middle data is not supported",
-        "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate= --fim-middle-token="
-        " --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample= --fim-suffix-token=",
-    ),
-    missing(
         "this shortcut for faster startup is not supported",
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
-    missing("a separate micro-batch size for evaluation is not supported", "--eval-micro-batch-size="),
     missing(
         "this tokenizer option is not supported",
         "--tokenizer-sentencepiece-legacy"
@@ -139,7 +134,11 @@ UNSUPPORTED_FLAGS: Final = (
         "--lion-beta1= --lion-beta2=",
         instead="remove the flag, and use --optimizer adam or sgd",
     ),
-    missing("freezing weights is not supported", "--freeze-all-layers"),
+    missing(
+        "a run that trains no weight is not supported",
+        "--freeze-all-layers",
+        instead="use `megatrain cache-logits`, which stores a teacher's outputs, or --eval-only for losses",
+    ),
     # Checkpoints
     missing(
         "overriding the number of the loaded iteration is not supported",
@@ -158,7 +157,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "this profiling option is not supported",
-        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-chakra --record-memory-history",
+        "--pytorch-profiler-collect-chakra",
     ),
     missing("OpenTelemetry is not supported", "--otel-enabled --otel-service-name= --otel-span-groups="),
 )

@@ -44,8 +44,8 @@ class AttentionSpec(Part):
     """Sink logit of each head, in the softmax denominator: 0 or learned."""
     dropout: float = 0.0
     """Probability that training drops an attention probability."""
-    qk_norm: Literal["none", "head", "all_heads", "latent"] = "none"
-    """Norm of queries and keys, over the channels of a head or of all heads; or of the latents."""
+    qk_norm: Literal["none", "head", "l2", "all_heads", "latent"] = "none"
+    """Norm of queries and keys, over the channels of a head, without weights (l2), or of all heads; or of the latents."""
     qk_norm_decays: bool = False
     """Weight decay applies to these norms."""
     has_output_gate: bool = False

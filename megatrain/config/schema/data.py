@@ -39,6 +39,17 @@ _NOT_WITH_STORED_DOCUMENTS: Final = conflict(
     "data.dataloader_inter_document_masking",
     why=", which uses the stored document boundaries, not end-of-document tokens",
 )
+_FIM: Final = on("data.fim_data")
+_STORED_TEXT: Final = (
+    *_NEEDS_FILES,
+    conflict("data.sft"),
+    conflict("data.pack_documents"),
+    conflict("tokenizer.tokenizer_type", "NullTokenizer", why=", whose ids have no text"),
+    conflict("data.dataloader_inter_document_masking", why=": rewritten text has other boundaries"),
+    conflict(
+        "model.model_family", *MASKED_FAMILIES, "vlm", why=", which predicts other tokens than the next one"
+    ),
+)
 _PACKED_ALONE: Final = (
     conflict("data.dataset", why=", whose samples have one length"),
     conflict("data.full_validation", why=", whose last batch is not full"),
@@ -166,6 +177,30 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """BERT and T5: share of the tokens of a sample that are masked."""
     short_seq_prob: float = setting(0.1, at_least=0, at_most=1, on_resume=ORDER, needs=_MASKED)
     """BERT and T5: probability that a sample is cut for fewer tokens than it can hold."""
+    fim_data: bool = setting(False, on_resume=ORDER, conflicts=_STORED_TEXT)
+    """Fill in the middle: move the middle of a document after its end, with a probability. The random numbers of a sample depend on --seed and its number, in Megatron-LM on the order of reading."""
+    fim_rate: float = setting(0.5, at_least=0, at_most=1, on_resume=ORDER, needs=_FIM)
+    """Probability that a document is rewritten."""
+    fim_spm_rate: float = setting(0.5, at_least=0, at_most=1, on_resume=ORDER, needs=_FIM)
+    """Probability that a rewritten text has its suffix first."""
+    fim_split_sample: str | None = setting(None, on_resume=ORDER, needs=_FIM)
+    """Token at which documents are cut into pieces, each rewritten by itself. none: they are not cut."""
+    fim_fragment_rate: float | None = setting(
+        None, at_least=0, at_most=1, on_resume=ORDER, needs=(_FIM, on("data.fim_split_sample"))
+    )
+    """Probability that such a piece is rewritten. none: --fim-rate."""
+    fim_no_prefix: str | None = setting(None, on_resume=ORDER, needs=_FIM)
+    """Do not rewrite texts that start with this."""
+    fim_prefix_token: str = setting("<fim_prefix>", on_resume=ORDER, needs=_FIM)
+    """Token before the prefix."""
+    fim_middle_token: str = setting("<fim_middle>", on_resume=ORDER, needs=_FIM)
+    """Token before the middle."""
+    fim_suffix_token: str = setting("<fim_suffix>", on_resume=ORDER, needs=_FIM)
+    """Token before the suffix."""
+    fim_pad_token: str = setting("<fim_pad>", on_resume=ORDER, needs=_FIM)
+    """Token that fills a sample that has become shorter."""
+    fim_eod_token: str | None = setting(None, on_resume=ORDER, needs=_FIM)
+    """Token that ends documents. none: that of the tokenizer; <|endoftext|> in Megatron-LM."""
     allow_ambiguous_pad_tokens: bool = False
     """Treat the padding token of the tokenizer as padding even if it has another role."""
 

@@ -8,6 +8,7 @@ from megatrain.config.schema.resume_class import SAFE
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
+_CUDA = one_of("training.device", "cuda")
 _TENSORBOARD = on("logging.tensorboard_dir", "logging.wandb_project")
 
 
@@ -71,14 +72,20 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Iteration after which --profile starts; the first ones are slower than the rest."""
     profile_step_end: int = setting(12, at_least=1, needs=on("logging.profile"))
     """Last iteration of --profile."""
-    profile_ranks: tuple[int, ...] = setting((), needs=on("logging.profile"))
-    """Ranks for which --profile writes a trace. Default: rank 0."""
+    profile_ranks: tuple[int, ...] = setting((), needs=on("logging.profile", "logging.record_memory_history"))
+    """Ranks for which --profile writes a trace, and --record-memory-history a file. Default: rank 0."""
     profile_dir: str | None = setting(None, needs=on("logging.profile"))
     """Folder for the traces of --profile. Default: `profile` in --save, else in the current folder."""
     record_shapes: bool = setting(False, needs=on("logging.profile"))
     """Have the shapes of operands in the traces of --profile."""
     pytorch_profiler_collect_callstack: bool = setting(False, needs=on("logging.profile"))
     """Have the Python stack of each operation in the traces of --profile. It slows the profiled iterations."""
+    nvtx_ranges: bool = setting(False, needs=(on("logging.profile"), _CUDA))
+    """Mark the parts of the iterations of --profile as NVTX ranges between cudaProfilerStart and cudaProfilerStop, for `nsys profile --capture-range=cudaProfilerApi`, in place of torch's profiler."""
+    record_memory_history: bool = setting(False, needs=_CUDA)
+    """Record the allocations of the GPUs of --profile-ranks, and write them each --log-interval and at a failure, for https://pytorch.org/memory_viz."""
+    memory_snapshot_path: str = setting("snapshot.pickle", needs=on("logging.record_memory_history"))
+    """File of --record-memory-history; of several ranks, each has its number before the ending."""
     wandb_project: str | None = None
     """W&B project. Requires the package wandb; WANDB_MODE=offline stores the run on disk."""
     wandb_exp_name: str | None = setting(None, needs=on("logging.wandb_project"))

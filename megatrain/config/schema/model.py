@@ -1,7 +1,7 @@
 """Settings of the model. None depends on the number of ranks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatrain.config.derive.hybrid_pattern import has_same_layers
 from megatrain.config.schema.needs import Conflict, Need, conflict, contains, either, none_of, off, on, one_of
@@ -38,6 +38,12 @@ _TWO_DEPTHS = one_of("model.model_family", "t5", "vlm")
 _HYBRID = one_of("model.model_family", "hybrid")
 _SHARES = (_HYBRID, off("model.hybrid_layer_pattern"))
 _RELATIVE = one_of("model.position_embedding_type", "relative")
+
+NOT_IN_MEGATRON: Final = (
+    "geglu use_parallel_residual norm_position qk_layernorm_width softmax_scale attn_logit_softcapping final_logit_softcapping"
+    " embedding_multiplier window_rotary_base"
+).split()
+"""Settings that Megatron-LM has no argument for; without them another function would be computed there."""
 
 
 def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
@@ -119,6 +125,15 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Let attention and MLP of a layer both read its input, each through its norm, and add both outputs (GPT-NeoX). Not in Megatron-LM."""
     qk_layernorm: bool = False
     """Normalize queries and keys; with MLA the latents."""
+    qk_l2_norm: bool = setting(
+        False,
+        on_resume=FUNCTION,
+        conflicts=(
+            _excludes_latents("its norms are those of the latents"),
+            conflict("model.qk_layernorm", why=": both normalize queries and keys"),
+        ),
+    )
+    """Divide queries and keys of each head by the root of their mean square, without weights (Llama 4)."""
     qk_layernorm_width: Literal["head", "all_heads"] = setting(
         "head",
         needs=on("model.qk_layernorm"),

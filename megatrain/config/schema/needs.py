@@ -64,7 +64,7 @@ def one_of(path: str, *values: str, words: str = "") -> Need:
 
 def none_of(path: str, *values: str, why: str = "") -> Need:
     """Need another value than these; of a list, that it has none of them."""
-    words = f"with {{}} {' or '.join(values)}{why}"
+    words = f"with {{}} {' or '.join(map(str, values))}{why}"
     return Need(words, (path,), lambda value_of: not _has(value_of(path), values))
 
 

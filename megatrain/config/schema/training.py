@@ -3,12 +3,19 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
 from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _SELECTIVE = conflict("training.recompute_granularity", "full", why=", since it is selective")
+_EVALUATED_AS_TRAINED = (
+    conflict("data.dataloader_type", "cyclic", why=", whose order depends on the micro-batch size"),
+    conflict("data.pack_documents", why=", whose micro-batches are packs"),
+    conflict("model.model_family", "vlm", why=", whose images are sent in micro-batches of one size"),
+    conflict("distillation.export_kd_teacher_load", why=", whose passes have --micro-batch-size samples"),
+)
 RecomputedModule = Literal["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "shared_experts", "moe_act"]
 
 
@@ -77,6 +84,10 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Global batches per evaluation. 0: no evaluation."""
     eval_global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
     """Samples per evaluation iteration. auto: --global-batch-size."""
+    eval_micro_batch_size: int = setting(
+        AUTO, at_least=1, unit="samples", taken_by=EVALUATION, conflicts=_EVALUATED_AS_TRAINED
+    )
+    """Samples per rank and pass in evaluation, which needs less memory than training. auto: --micro-batch-size."""
     start_eval_at_iter: int | None = setting(None, at_least=0, taken_by=EVALUATION)
     """First iteration at which to evaluate."""
     skip_train: bool = False
@@ -153,6 +164,17 @@ class TrainingConfig(Section, on_resume=SAFE):
 HF_PREFIX: Final = "hf:"
 """Start of a path of --load or --pretrained-checkpoint that names a folder of transformers."""
 
+_NOT_HELD: Final = ", which Megatron-LM's format does not hold"
+_NOT_COPIED: Final = (
+    conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
+    conflict("model.model_family", "vlm", why=_NOT_HELD),
+    conflict("model.spec", why=_NOT_HELD),
+    *(
+        conflict(f"model.{name}", when=none_of(f"model.{name}", getattr(ModelConfig, name)), why=_NOT_HELD)
+        for name in NOT_IN_MEGATRON
+    ),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, on_resume=SAFE):
@@ -166,6 +188,10 @@ class CheckpointConfig(Section, on_resume=SAFE):
         None, at_least=1, on_resume=SILENT, needs=on("checkpoint.load", "checkpoint.pretrained_checkpoint")
     )
     """Load the checkpoint of this iteration. none: the newest valid one."""
+    also_save: Literal["torch_dist"] | None = setting(
+        None, needs=on("checkpoint.save"), conflicts=_NOT_COPIED
+    )
+    """Also copy each checkpoint to `torch_dist` in --save, in Megatron-LM's format of this name; a process of its own does it while the run trains. Not in Megatron-LM."""
     save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
     save_retain_interval: int | None = setting(

@@ -168,28 +168,36 @@ def sizes_of_batches(draft: Draft) -> BatchSizes:
 @derives("derived.num_microbatches")
 def num_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    return _num_microbatches(draft, training.global_batch_size, dp)
+    return _num_microbatches(draft, training.global_batch_size, training.micro_batch_size, dp)
 
 
 @derives("training.eval_global_batch_size")
 def eval_global_batch_size(draft: Draft) -> DerivedValue:
     batch = draft.config.training.global_batch_size
     if draft.config.training.decrease_batch_size_if_needed:
-        per_pass = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
+        per_pass = draft.config.training.eval_micro_batch_size * draft.derived.data_parallel_size
         return DerivedValue(
             batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}"
         )
     return DerivedValue(batch, "equals --global-batch-size")
 
 
+@derives("training.eval_micro_batch_size")
+def eval_micro_batch_size(draft: Draft) -> DerivedValue:
+    return DerivedValue(draft.config.training.micro_batch_size, "equals --micro-batch-size")
+
+
 @rule
 def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    batch, per_pass = training.eval_global_batch_size, training.micro_batch_size * dp
+    micro = training.eval_micro_batch_size
+    batch, per_pass = training.eval_global_batch_size, micro * dp
     is_rounded = training.decrease_batch_size_if_needed and batch >= per_pass
-    if batch % per_pass and batch != training.global_batch_size and not is_rounded:
+    is_reported = batch == training.global_batch_size and micro == training.micro_batch_size
+    if batch % per_pass and not (is_rounded or is_reported):
+        flag = "--micro-batch-size" if micro == training.micro_batch_size else "--eval-micro-batch-size"
         yield Problem(
-            f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
+            f"--eval-global-batch-size {batch} is not a multiple of {flag} {micro} *"
             f" data-parallel size {dp} = {per_pass}",
             use(draft, multiples("training.eval_global_batch_size", batch, per_pass)),
         )
@@ -198,11 +206,10 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
 @derives("derived.num_eval_microbatches")
 def num_eval_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    return _num_microbatches(draft, training.eval_global_batch_size, dp)
+    return _num_microbatches(draft, training.eval_global_batch_size, training.eval_micro_batch_size, dp)
 
 
-def _num_microbatches(draft: Draft, batch: int, dp: int) -> DerivedValue:
-    micro = draft.config.training.micro_batch_size
+def _num_microbatches(draft: Draft, batch: int, micro: int, dp: int) -> DerivedValue:
     is_decreased = draft.config.training.decrease_batch_size_if_needed
     count = batch // (micro * dp) if is_decreased else whole(batch, micro * dp)
     rounded = ", rounded down" if batch % (micro * dp) else ""

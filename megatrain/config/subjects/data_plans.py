@@ -88,7 +88,7 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
         eval_iters=training.eval_iters,
         # --decrease-batch-size-if-needed may leave fewer samples than --eval-global-batch-size.
         batch_size=draft.derived.num_eval_microbatches
-        * training.micro_batch_size
+        * training.eval_micro_batch_size
         * draft.derived.data_parallel_size,
         start_eval_at_iter=training.start_eval_at_iter,
         skip_train=training.only_evaluates,

@@ -356,7 +356,9 @@ def _router(experts: ExpertsConfig, *, has_bias: bool) -> RouterSpec:
     )
 
 
-def _qk_norm(model: ModelConfig) -> Literal["none", "head", "all_heads", "latent"]:
+def _qk_norm(model: ModelConfig) -> Literal["none", "head", "l2", "all_heads", "latent"]:
+    if model.qk_l2_norm:
+        return "l2"
     width = "latent" if model.multi_latent_attention else model.qk_layernorm_width
     return width if model.qk_layernorm else "none"
 

@@ -165,7 +165,7 @@ def packages_of_the_run_are_missing(draft: Draft) -> Notes:
 @rule
 def profiled_iterations_and_ranks_exist(draft: Draft) -> Problems:
     logging, world_size = draft.config.logging, draft.facts.world_size
-    if not logging.profile:
+    if not (logging.profile or logging.record_memory_history):
         return
     if logging.profile_step_end <= logging.profile_step_start:
         yield Problem(

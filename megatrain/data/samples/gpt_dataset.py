@@ -18,7 +18,7 @@ from megatrain.config.errors import InputError
 from megatrain.data.samples.dataset import Sample, TokenSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from megatrain.data.indexed.reader import Elements, SequenceSource
     from megatrain.data.samples.gpt_index import GPTIndex, Integers
@@ -53,6 +53,8 @@ class SampleOptions:
     """Samples are whole sequences, see `document_dataset.py`."""
     mock_lengths: str | None = None
     """Lengths of mock documents, see `mock_lengths.py`."""
+    rewrite: Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]] | None = None
+    """Changes the s + 1 ids of a sample, given with its number, before tokens and labels are cut from them."""
 
 
 def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:
@@ -111,6 +113,8 @@ class GPTDataset:
     def __getitem__(self, k: int) -> Sample:
         """Return sample k of the shuffled order."""
         text, span_starts = self._read_tokens(self._unshuffled(k))
+        if self.options.rewrite is not None:
+            text = self.options.rewrite(text, k)
         return make_sample(text[:-1].copy(), text[1:], self.options, span_starts)
 
     def spans(self, k: int) -> list[TokenSpan]:

@@ -24,6 +24,7 @@ from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
+from megatrain.interop.megatron.dcp_folder import DcpFolder
 from megatrain.interop.megatron.inert_pickle import Record
 from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, family_of, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
@@ -224,9 +225,10 @@ class MegatronCheckpoint(TensorReader):
         return found
 
 
-def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | TorchFiles:
+def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | DcpFolder | TorchFiles:
     if (path / METADATA_NAME).exists() or not any(path.glob(f"mp_rank_*/{FILE_NAME}")):
-        return TorchDistFolder(path)
+        folder = TorchDistFolder(path)
+        return DcpFolder(folder) if DcpFolder.is_of(folder) else folder
     if allows_format_torch:
         return TorchFiles(path)
     raise MismatchError(

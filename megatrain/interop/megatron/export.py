@@ -28,7 +28,7 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.schema.experts import ExpertsConfig
-from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
 from megatrain.interop.megatron.arguments import arguments_of
 from megatrain.interop.megatron.names import BIASES, STACKS, STORED_TWICE, FusedRows, Part
 from megatrain.interop.megatron.their_tensors import TheirTensor, their_tensors
@@ -37,11 +37,6 @@ from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, box_shape, whole_box
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-_LACKING: Final = (
-    "geglu use_parallel_residual norm_position qk_layernorm_width softmax_scale attn_logit_softcapping final_logit_softcapping"
-    " embedding_multiplier window_rotary_base"
-).split()
-"""Settings of the model that Megatron-LM has no argument for; without them another function would be computed there."""
 _NORMS: Final = ("layernorm", "final_norm", "enorm", "hnorm")
 """Ends of Transformer Engine's norms."""
 _SHARDED_BACKEND: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -75,7 +70,7 @@ class MegatronExport:
             raise _unknown(reader.path, "custom layers (--spec)")
         for field in dataclasses.fields(model):
             value = getattr(model, field.name)
-            if field.name in _LACKING and value != field.default:
+            if field.name in NOT_IN_MEGATRON and value != field.default:
                 raise _unknown(reader.path, f"{field.name} {value}")
         best, score = self._experts.moe_router_group_topk, self._experts.moe_router_group_score_topk
         if best and score not in (None, self._experts.moe_router_topk // best):

@@ -210,6 +210,8 @@ def _indexed_tensor(name: str, entry: Record, places: _Places) -> IndexedTensor 
     chunks: dict[Box, Place] = {}
     for chunk in entry.field("chunks"):
         offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
+        if 0 in sizes:  # of a rank that holds no row
+            continue
         place = places[name, offsets]
         if math.prod(sizes) * dtype.itemsize > place.num_bytes:
             raise ValueError(f"{name}: a chunk of size {list(sizes)} in {place.num_bytes} bytes")

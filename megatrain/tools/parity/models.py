@@ -27,7 +27,7 @@ MODELS = {
     ),
     "gpt-oss": (
         f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
-        "--softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
+        "--qk-l2-norm --softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
         "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 --no-yarn-correction-range-round-to-int"
     ),
     "nemotron": (
@@ -125,6 +125,8 @@ WITHOUT_TEACHERS = tuple(OF_FAMILIES)
 """Models that distillation does not train."""
 WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
 """Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
+OF_FOUR_LAYERS = ("deepseek", "latentexperts")
+"""Experts in a list of four layers, which a model with another number of layers in one of its stacks (T5) cannot have."""
 FROZEN = ("llava", "projector")
 """Models with frozen parts: neither Muon nor states in host memory."""
 IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}

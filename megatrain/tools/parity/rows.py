@@ -31,6 +31,7 @@ from megatrain.tools.parity.models import (
     FROZEN,
     MODELS,
     OF_FAMILIES,
+    OF_FOUR_LAYERS,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
@@ -356,6 +357,13 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
+@_rule_of("tensor parallelism", "experts", "model")
+def _decoder_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether the words fit a decoder of 16 tokens behind an encoder of two layers, if the model has one."""
+    is_allowed = known["tensor parallelism"] != "tp3" and known["experts"] not in OF_FOUR_LAYERS
+    return is_allowed or OF_FAMILIES.get(known["model"] or "") != "t5"
+
+
 @_rule_of(*_OF_MTP)
 def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
@@ -496,4 +504,12 @@ def _number(word: str) -> int:
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
 
 
-_RULES: Final = (_sizes_fit, _stages_fit, _model_fits, _mtp_fits, _context_fits, _experts_fit)
+_RULES: Final = (
+    _sizes_fit,
+    _stages_fit,
+    _model_fits,
+    _decoder_fits,
+    _mtp_fits,
+    _context_fits,
+    _experts_fit,
+)

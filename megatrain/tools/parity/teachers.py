@@ -22,7 +22,7 @@ _SEED = 4321
 def teacher_of(layout: Layout, *, vocab_size: int, seq_length: int) -> TeacherFacts:
     """Return the teacher of a row: it has experts and copies of keys and values if the student does."""
     flags = _FLAGS + (_EXPERTS if "--num-experts" in layout.flags() else "")
-    groups = layout.size("key-value replication")
+    groups = 1 if layout.has("puzzle") else layout.size("key-value replication")
     flags += f" --group-query-attention --num-query-groups {groups or 24}"
     flags += f" --vocab-size {vocab_size} --seq-length {seq_length}"
     config = resolve(

@@ -191,7 +191,7 @@ def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
 def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
     """Return bytes that a part saves for a token; of an unknown part, the bytes of the inputs and outputs of its GEMMs."""
     if isinstance(part, AttentionSpec):
-        return _attention_bytes(workload, layout, part)
+        return _attention_bytes(layout, part)
     if isinstance(part, MlpSpec):
         gate = 2 if part.is_gated else 1
         return 0.0 if "mlp" in layout.modules else 2 * gate * part.ffn_hidden_size / layout.tp
@@ -201,7 +201,7 @@ def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
     return sum(2 * (one.local_inputs(layout.tp) + one.local_outputs(layout.tp)) for one in linears)
 
 
-def _attention_bytes(workload: Workload, layout: Layout, part: AttentionSpec) -> float:
+def _attention_bytes(layout: Layout, part: AttentionSpec) -> float:
     tp = layout.tp
     queries, values = part.num_heads * part.head_dim, part.num_heads * part.v_head_dim
     keys = max(part.num_query_groups, tp) * part.head_dim
@@ -209,7 +209,7 @@ def _attention_bytes(workload: Workload, layout: Layout, part: AttentionSpec) ->
         latents = part.latent.kv_rank + part.latent.qk_rope_head_dim + (part.latent.query_rank or 0)
         heads = 0 if "mla_up_proj" in layout.modules else 2 * queries + values
         return 2 * (2 * latents + (heads + values) / tp)
-    twice = 2 if workload.plan.config.model.qk_layernorm else 1
+    twice = 1 if part.qk_norm == "none" else 2
     return 2 * (twice * (queries + keys) + keys + queries) / tp
 
 

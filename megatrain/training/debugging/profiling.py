@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain.config import Plan
@@ -34,11 +35,10 @@ class Profiling:
     """
 
     def __init__(self, plan: Plan, *, rank: int, start: int) -> None:
-        logging = plan.config.logging
+        self._logging = logging = plan.config.logging
         ranks = sorted(set(logging.profile_ranks or (0,)))
         self._is_profiled_rank = logging.profile and rank in ranks
         self._first, self._last = max(logging.profile_step_start, start) + 1, logging.profile_step_end
-        self._is_enabled = logging.profile
         self._is_done = not logging.profile or self._first > self._last
         self._newest = start
         """Number of the newest iteration that has started."""
@@ -47,14 +47,19 @@ class Profiling:
         self._others = [other for other in ranks if other != rank]
         self._device = plan.config.training.device
         self._has_two_threads = plan.config.experts.overlap_moe_expert_parallel_comm
-        self._has_shapes = logging.record_shapes
-        self._has_stacks = logging.pytorch_profiler_collect_callstack
         self._profile: profile | None = None
         self._is_recording = False
+        self._has_ranges = logging.nvtx_ranges and self._device == "cuda"
+        self._ranges: emit_nvtx | None = None
+        self._history: Path | None = None
+        if logging.record_memory_history and self._device == "cuda" and rank in ranks:
+            file = Path(logging.memory_snapshot_path)
+            self._history = file.with_stem(f"{file.stem}{rank}") if len(ranks) > 1 else file
+            torch.cuda.memory._record_memory_history(max_entries=100_000)  # noqa: SLF001 (its only name)
 
     def start_message(self) -> str | None:
         """Return a message if the run starts after the iterations to profile."""
-        if not self._is_enabled or self._first <= self._last:
+        if not self._logging.profile or self._first <= self._last:
             return None
         return (
             f"> --profile-step-end {self._last}: nothing is profiled, because the run resumes from iteration "
@@ -63,21 +68,26 @@ class Profiling:
 
     def is_boundary(self, iteration: int) -> bool:
         """Return whether any rank's profiling starts or ends after this iteration."""
-        return self._is_enabled and iteration in (self._first - 1, self._last)
+        return self._logging.profile and iteration in (self._first - 1, self._last)
 
     def before_iteration(self, iteration: int) -> None:
         """Start the profiler if `iteration` is the first one to profile."""
         self._newest = iteration
         if self._is_profiled_rank and iteration == self._first <= self._last:
             self._synchronize()
+            if self._has_ranges:
+                torch.cuda.profiler.start()
+                self._ranges = emit_nvtx(record_shapes=self._logging.record_shapes)
+                self._ranges.__enter__()
+                return
             activities = [ProfilerActivity.CPU]
             if self._device == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             config = _ExperimentalConfig(profile_all_threads=self._has_two_threads)
             self._profile = profile(
                 activities=activities,
-                record_shapes=self._has_shapes,
-                with_stack=self._has_stacks,
+                record_shapes=self._logging.record_shapes,
+                with_stack=self._logging.pytorch_profiler_collect_callstack,
                 experimental_config=config,
             )
             self._profile.start()
@@ -88,6 +98,8 @@ class Profiling:
 
         A run that stops also stops the profiler, so that its last checkpoint is not recorded; `at_end` writes the trace.
         """
+        if is_stopping or iteration % self._logging.log_interval == 0:
+            self._write_history()
         if self._is_done or (iteration < self._last and not is_stopping):
             return None
         self._stop()
@@ -110,10 +122,13 @@ class Profiling:
 
     def at_failure(self, error: BaseException) -> str | None:
         """Write the trace recorded so far when an exception ends the run; return the message to print."""
-        if self._profile is None:
+        if self._profile is None and self._history is None:
             return None
         self._others = []  # they are terminated, and most write no trace
         try:
+            self._write_history()
+            if self._profile is None:
+                return None
             self._synchronize_with_timeout()
             return self._written(self._cut_short(type(error).__name__))
         except Exception as problem:  # noqa: BLE001 (the user has to see `error`)
@@ -134,7 +149,9 @@ class Profiling:
             self._profile.export_chrome_trace(str(self._file))
             self._profile = None
             lines = [f"> {message}: {self._file}", self._table()]
-        if self._others:
+        if self._has_ranges:
+            lines = [f"> {message}: as NVTX ranges, for Nsight Systems"]
+        elif self._others:
             label = "trace of rank" if len(self._others) == 1 else "traces of ranks"
             ranks = ", ".join(map(str, self._others))
             files = ", ".join(str(self._folder / f"rank{other}.json.gz") for other in self._others)
@@ -149,11 +166,22 @@ class Profiling:
 
     def _stop(self) -> None:
         """Stop the profiler."""
+        if self._ranges is not None:
+            self._synchronize()
+            self._ranges.__exit__(None, None, None)
+            self._ranges = None
+            torch.cuda.profiler.stop()
         if self._profile is not None and self._is_recording:
             self._is_recording = False
             self._synchronize()
             self._profile.add_metadata_json(ITERATIONS, json.dumps([self._first, self._newest]))
             self._profile.stop()
+
+    def _write_history(self) -> None:
+        """Write the newest allocations, if they are recorded."""
+        if self._history is not None:
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._history))  # noqa: SLF001 (its only name)
 
     def _synchronize(self) -> None:
         if self._device == "cuda":

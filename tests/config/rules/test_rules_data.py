@@ -41,6 +41,13 @@ CASES = {
            (f"remove {flag.split()[0]}",))
           for flag in ("--data-schedule s", "--phase-transition-iterations 5", "--sft", "--multiple-validation-sets --full-validation")),
         ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
+        ("--eval-micro-batch-size 1 --dataloader-type cyclic", "", None, ("--eval-micro-batch-size 1", "--dataloader-type cyclic"),
+         ("remove --eval-micro-batch-size",)),
+        ("--fim-data", "", None, ("--fim-data", "--mock-data"), ("remove --fim-data",)),
+        (f"{NULL} --data-path d --fim-data", "--mock-data", None, ("--fim-data", NULL), ("remove --fim-data",)),
+        *((f"--data-path d --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --fim-data {flag}", "--mock-data",
+           Facts(vocab_size=9), ("--fim-data", flag), (f"remove --fim-data, or {flag}",))
+          for flag in ("--sft", "--dataloader-inter-document-masking")),
         *((f"{NULL} --data-path d --sft {flag}", "--mock-data", None, ("--sft", flag), (f"remove {flag}",))
           for flag in ("--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids")),
         (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),

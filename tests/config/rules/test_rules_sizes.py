@@ -111,6 +111,8 @@ CASES = {
     "evaluation_batch_divides_into_passes": [
         ("--eval-global-batch-size 7", "", None,
          ("--eval-global-batch-size 7", "--micro-batch-size 2"), ("--eval-global-batch-size 8",)),
+        ("--eval-micro-batch-size 4 --global-batch-size 6", "", None,
+         ("--eval-global-batch-size 6", "--eval-micro-batch-size 4"), ("--eval-global-batch-size 8",)),
     ],
     "sequence_divides_over_tp_ranks": [
         ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),

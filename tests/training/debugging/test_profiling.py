@@ -1,8 +1,10 @@
 """Summaries of traces, and the traces that runs write, also when they end early."""
 
+import contextlib
 import gzip
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +253,37 @@ def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes | 
         file.write_bytes(content)
     with pytest.raises(InputError, match=r"rank0.json.gz is not a readable trace of --profile"):
         read_trace(file)
+
+
+def test_nvtx_ranges_and_the_history_of_memory_are_of_the_ranks_and_iterations_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's calls in place of a GPU; tests/gpu has the files."""
+    calls: list[str] = []
+    cuda, memory = torch.cuda, torch.cuda.memory
+    for place, name in ((cuda, "synchronize"), (cuda.profiler, "start"), (cuda.profiler, "stop"),
+                        (memory, "_record_memory_history"), (memory, "_dump_snapshot")):  # fmt: skip
+        monkeypatch.setattr(place, name, lambda *_, name=name, **__: calls.append(name))
+    monkeypatch.setattr(profiling_module, "emit_nvtx", lambda **_: contextlib.nullcontext())
+    flags = {
+        "--nvtx-ranges": "",
+        "--record-memory-history": "",
+        "--log-interval": "2",
+        "--profile-ranks": "0 2",
+    }
+    flags["--memory-snapshot-path"] = str(tmp_path / "out" / "memory.pickle")
+    plan = plan_of(flags)
+    training = replace(plan.config.training, device="cuda")
+    plan = replace(plan, config=replace(plan.config, training=training))
+    profiling = started(plan, rank=0)
+    assert calls == ["_record_memory_history", "synchronize", "start"]
+    assert profiling._history.name == "memory0.pickle"
+    assert profiling.after_iteration(2) is None
+    assert calls.pop() == "_dump_snapshot"
+    assert profiling.after_iteration(3) == "> profiled iterations 2 to 3: as NVTX ranges, for Nsight Systems"
+    assert calls[3:] == ["synchronize", "stop"]
+    assert profiling.at_failure(RuntimeError("out of memory")) is None
+    assert calls[5:] == ["_dump_snapshot"]
+    calls.clear()
+    started(plan, rank=1)
+    assert calls == []

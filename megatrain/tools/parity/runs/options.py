@@ -66,6 +66,7 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "evalstart": "--eval-iters 1 --eval-interval 3 --eval-at-start",
         "fullvalidation": "--full-validation --eval-interval 2",
         "evalbatch": "--eval-iters 2 --eval-interval 2 --eval-global-batch-size 16",
+        "evalmicro": "--eval-iters 2 --eval-interval 2 --eval-micro-batch-size 1",
     },
     "schedule": {
         "constant": "--lr-decay-style constant --lr-warmup-fraction 0.3",
@@ -92,6 +93,7 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
     },
     "norms": {
         "qknorm": "--qk-layernorm",
+        "qkl2norm": "--qk-l2-norm",
         "rmsnorm": "--normalization RMSNorm",
         "bothnorms": "--norm-position both",
     },
