@@ -61,8 +61,6 @@ _BIASED = Tile(64, 128, 4, 2)
 """The tile of `forward` with a bias, for the narrowest heads."""
 _OF_SCORES = Tile(64, 64, 4, 4)
 """The tile of `dq` from gradients of scores."""
-_ROWS = 64
-"""Queries of a program of `numbers_of_rows`."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
 _MAX_BYTES = 2**30
@@ -204,8 +202,8 @@ def backward(
         compute_dq()
     else:
         launch(
-            kernels.numbers_of_rows, (cdiv(sq, _ROWS), n, b), *_with_strides(dout, out), lse, *of_rows[:2], sq, numbers[-1],
-            CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=_ROWS,
+            kernels.numbers_of_rows, (cdiv(sq, 64), n, b), *_with_strides(dout, out), lse, *of_rows[:2], sq, numbers[-1],
+            CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=64,
         )  # fmt: skip
     launch(
         kernels.dkdv_of_keys, (tiles_k, g, b),
@@ -234,13 +232,7 @@ def _mask_of(q: Tensor, k: Tensor, rule: Dropout | None, kept: Tensor | None) ->
 def _bias_gradient(
     scores: Tensor, far: Tensor, q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias, masks: Prepared, tile: Tile
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the bias's table, fp32 [buckets, n].
-
-    Args:
-        scores: gradients of scores.
-        far: their sums over the tiles with one bias before and after each tile of queries, fp32 [b, tiles, n, 2].
-        tile: of `dq_of_queries`.
-    """
+    """Return the gradient of the bias's table, fp32 [buckets, n], from gradients of scores and what `dq_of_queries` wrote to FAR with this tile."""
     (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
     assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
     assert sq == sk or not mask.is_causal, "as many queries as keys"
@@ -280,10 +272,8 @@ def _backward_by_groups(
     rule, heads = mask.dropout, q.shape[2] // k.shape[2] * size
     found = []
     for first in range(0, q.shape[2], heads):
-        of_heads, of_groups = (
-            slice(first, first + heads),
-            slice(first // heads * size, (first // heads + 1) * size),
-        )
+        of_heads = slice(first, first + heads)
+        of_groups = slice(first // heads * size, (first // heads + 1) * size)
         own_rule = None if rule is None else replace(rule, first_head=rule.first_head + first)
         own_bias = None if bias is None else bias._replace(table=bias.table[:, of_heads])
         found.append(
@@ -294,11 +284,11 @@ def _backward_by_groups(
         )  # fmt: skip
     dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*(one[:3] for one in found), strict=True))
     of_bias = [one.bias for one in found if one.bias is not None]
-    of_queries, of_keys = (
-        zip(*(one.sums for one in found if one.sums is not None), strict=True) if has_sums else ((), ())
-    )
-    keys_and_values = [half for halves in zip(*(x.chunk(2) for x in of_keys), strict=True) for half in halves]
-    sums = (torch.cat(of_queries), torch.cat(keys_and_values)) if has_sums else None
+    sums = None
+    if has_sums:
+        of_queries, of_keys = zip(*(one.sums for one in found if one.sums is not None), strict=True)
+        halves = zip(*(x.chunk(2) for x in of_keys), strict=True)
+        sums = torch.cat(of_queries), torch.cat([x for parts in halves for x in parts])
     return Gradients(dq, dk, dv, torch.cat(of_bias, dim=1) if of_bias else None, sums)
 
 

@@ -130,18 +130,9 @@ def _parts(
 
 @jit
 def _key_bounds(
-    FIRST,
-    TOKENS,
-    sample,
-    tile,
-    sq,
-    sk,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-):
+    FIRST, TOKENS, sample, tile, sq, sk,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
     """Return four bounds of keys: the first, those between which all queries of a tile attend to all keys, and the last."""
     start, full_start, full_end, end = 0, 0, sk, sk
     if IS_CAUSAL:
@@ -283,14 +274,23 @@ def bias_of_distances(WIDE, WIDE_2, TABLE, BUCKETS, first, distances, heads, wid
 
 
 @jit
-def _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, row, sq, keep_factor):
-    """Store and return dout . out and the log-sum-exps to base 2 of a tile of queries of a head."""
+def _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, rows, row, sq, keep_factor):
+    """Store and return the log-sum-exps to base 2 and dout . out of a tile of queries of a head, whose numbers begin with `rows`."""
     dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
-    tl.store(DOUT_DOT_OUT + row, dout_dot_out, mask=row < sq)
-    lse = tl.load(LSE + row, mask=row < sq, other=float("inf"))
+    tl.store(DOUT_DOT_OUT + rows + row, dout_dot_out, mask=row < sq)
+    lse = tl.load(LSE + rows + row, mask=row < sq, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(LSE_2 + row, lse, mask=row < sq)
-    return dout_dot_out, lse
+    tl.store(LSE_2 + rows + row, lse, mask=row < sq)
+    return lse, dout_dot_out
+
+
+@jit
+def _load_numbers(LSE_2, DOUT_DOT_OUT, row, sq, IS_INSIDE: tl.constexpr):
+    """Load them."""
+    if IS_INSIDE:
+        return tl.load(LSE_2 + row), tl.load(DOUT_DOT_OUT + row)
+    lse = tl.load(LSE_2 + row, mask=row < sq, other=float("inf"))
+    return lse, tl.load(DOUT_DOT_OUT + row, mask=row < sq, other=0)
 
 
 @jit
@@ -299,13 +299,30 @@ def numbers_of_rows(
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     start_row, head, sample = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
-    rows = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
-    dout = _load(
-        _at(DOUT, dout_at, sample, head), start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False
-    )
-    out = _load(_at(OUT, out_at, sample, head), start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-    row = start_row + tl.arange(0, QUERIES)
-    _numbers_of_rows(dout, out, LSE + rows, LSE_2 + rows, DOUT_DOT_OUT + rows, row, sq, keep_factor)
+    DOUT, OUT = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
+    dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+    out = _load(OUT, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+    rows, row = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq, start_row + tl.arange(0, QUERIES)
+    _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, rows, row, sq, keep_factor)
+
+
+@jit
+def _dscores_again(
+    q, k, v, dout, lse, dout_dot_out, KEPT, kept_width, row, sq, start_key, into_tanh, to_base_2,
+    HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, KEYS: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of scores of queries by keys, from the scores."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_SOFTCAP:
+        scores = _tanh(scores, into_tanh)
+    probs = tl.exp2(scores * to_base_2 - lse[:, None])
+    dprobs = tl.dot(dout, v, input_precision="ieee")
+    if HAS_DROPOUT:
+        dprobs *= load_kept(KEPT, row, sq, start_key, kept_width, KEYS, IS_EVEN)
+    dscores = probs * (dprobs - dout_dot_out[:, None])
+    if HAS_SOFTCAP:
+        dscores *= 1 - scores * scores
+    return dscores
 
 
 @jit
@@ -337,12 +354,10 @@ def dq_of_queries(
     if not HAS_BIAS:
         q = _load(Q, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
         dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
-        out = _load(
-            _at(OUT, out_at, sample, head), start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False
-        )
-        rows = of_head * sq
-        dout_dot_out, lse = _numbers_of_rows(
-            dout, out, LSE + rows, LSE_2 + rows, DOUT_DOT_OUT + rows, row, sq, keep_factor
+        OUT = _at(OUT, out_at, sample, head)
+        out = _load(OUT, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+        lse, dout_dot_out = _numbers_of_rows(
+            dout, out, LSE, LSE_2, DOUT_DOT_OUT, of_head * sq, row, sq, keep_factor
         )
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     before, after = 0.0, 0.0
@@ -360,24 +375,15 @@ def dq_of_queries(
             key_row = start_key + tl.arange(0, KEYS)
             k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
             if HAS_BIAS:
-                scores = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
-                dscores = tl.trans(
-                    tl.load(scores) if IS_EVEN else tl.load(scores, mask=row[None, :] < sq, other=0)
-                )
+                stored = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+                dscores = tl.load(stored) if IS_EVEN else tl.load(stored, mask=row[None, :] < sq, other=0)
+                dscores = tl.trans(dscores)
             else:
                 v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-                if HAS_SOFTCAP:
-                    scores = _tanh(scores, into_tanh)
-                probs = tl.exp2(scores * to_base_2 - lse[:, None])
-                dprobs = tl.dot(dout, v, input_precision="ieee")
-                if HAS_DROPOUT:
-                    dprobs *= load_kept(
-                        KEPT + of_head * sq * kept_width, row, sq, start_key, kept_width, KEYS, IS_EVEN
-                    )
-                dscores = probs * (dprobs - dout_dot_out[:, None])
-                if HAS_SOFTCAP:
-                    dscores *= 1 - scores * scores
+                dscores = _dscores_again(
+                    q, k, v, dout, lse, dout_dot_out, KEPT + of_head * sq * kept_width, kept_width, row, sq, start_key, into_tanh, to_base_2,
+                    HAS_SOFTCAP, HAS_DROPOUT, KEYS, IS_EVEN,
+                )  # fmt: skip
             dscores = _masked(
                 dscores, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
@@ -405,10 +411,7 @@ def gradients_near(
     DSCORES, scores_at, SUMS, BUCKETS, first, samples, sq, sk, IS_TOKEN,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, NUM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of scores of tiles with equal distances by bucket: -> SUMS, fp32 [parts, places, n, NUM].
-
-    The first key of a tile is its first query + `first` + KEYS * place.
-    """
+    """Sum gradients of scores by bucket, of tiles whose first key is their first query + `first` + KEYS * place: -> SUMS, fp32 [parts, places, n, NUM]."""
     place, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles, start = tl.cdiv(sq, QUERIES), first + place * KEYS
     total = tl.zeros([KEYS, QUERIES], dtype=tl.float32)
@@ -500,11 +503,7 @@ def dkdv_of_keys(
                     Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
                 dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                if part > 1:
-                    lse, dout_dot_out = tl.load(LSE_2 + of_head + row), tl.load(DOUT_DOT_OUT + of_head + row)
-                else:
-                    lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
-                    dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
+                lse, dout_dot_out = _load_numbers(LSE_2 + of_head, DOUT_DOT_OUT + of_head, row, sq, part > 1)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
@@ -515,9 +514,8 @@ def dkdv_of_keys(
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
                 kept = 1.0
                 if HAS_DROPOUT:
-                    kept = load_kept_by_key(
-                        KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS, part > 1
-                    )
+                    bits = KEPT + of_head * kept_width
+                    kept = load_kept_by_key(bits, row, sq, start_key, kept_width, KEYS, part > 1)
                 dropped = probs * kept
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                 dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
@@ -526,9 +524,8 @@ def dkdv_of_keys(
                     dscores *= 1 - scores * scores
                 dscores = dscores.to(q.dtype)
                 if HAS_BIAS:
-                    tl.store(
-                        _scores_at(DSCORES, scores_at, number, start_row, start_key, QUERIES, KEYS), dscores
-                    )
+                    stored = _scores_at(DSCORES, scores_at, number, start_row, start_key, QUERIES, KEYS)
+                    tl.store(stored, dscores)
                 dk = tl.dot(dscores, tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
@@ -541,15 +538,8 @@ def dkdv_of_keys(
 
 @jit
 def _query_bounds(
-    END,
-    start_key,
-    sq,
-    sk,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_END: tl.constexpr,
-):
+    END, start_key, sq, sk, QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_END: tl.constexpr
+):  # fmt: skip
     """Return four bounds of queries, as `_key_bounds` does of keys."""
     start, full_start, full_end, end = 0, 0, sq, sq
     if HAS_END:
