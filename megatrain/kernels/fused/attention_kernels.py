@@ -433,7 +433,8 @@ def gradients_near(
     is_distance = (distance > -sq) & (distance < sk)
     buckets = tl.load(BUCKETS + distance + sq - 1, mask=is_distance, other=-1)
     sums = tl.zeros([NUM], dtype=tl.float32)
-    for bucket in tl.range(0, tl.max(tl.max(buckets, 1), 0) + 1):
+    lowest = tl.min(tl.min(tl.where(is_distance, buckets, NUM), 1), 0)
+    for bucket in tl.range(lowest, tl.max(tl.max(buckets, 1), 0) + 1):
         of_bucket = tl.sum(tl.sum(tl.where(buckets == bucket, total, 0), 1), 0)
         sums = tl.where(tl.arange(0, NUM) == bucket, of_bucket, sums)
     SUMS += ((part * tl.num_programs(0) + place) * tl.num_programs(1) + head) * NUM
