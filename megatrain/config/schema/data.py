@@ -128,7 +128,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     num_workers: int = setting(2, at_least=0, on_resume=SILENT, taken_by="")
     """Prefetch threads per rank. 0: each step reads its own samples."""
     no_mmap_bin_files: bool = setting(False, taken_by="")
-    """Read .bin files with read calls instead of memory mapping."""
+    """Read .idx files into memory instead of mapping them; .bin files are read with read calls in any case."""
     object_storage_cache_path: str | None = setting(None, on_resume=SILENT, taken_by="")
     """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
     data_cache_path: str | None = setting(AUTO, on_resume=SILENT, taken_by="")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.data.indexed.reader import taken
 from megatrain.data.samples.dataset import Sample, TokenSpan
 from megatrain.data.samples.index_cache import digest
 from megatrain.data.samples.sources import content_digest
@@ -197,12 +198,14 @@ class ConversationDataset:
     def _sequences(self, k: int) -> list[int]:
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        start, end = int(self.index.starts[k]), int(self.index.starts[k + 1])
-        return [int(sequence) for sequence in self.index.sequences[start:end]]
+        found: list[int] = self.index.sequences.take(
+            range(*self.index.starts.take((k, k + 1)).tolist())
+        ).tolist()
+        return found
 
     def _size(self, sequence: int) -> int:
         """Return the positions of a conversation."""
-        return min(int(self.source.lengths[sequence]) - 1, self.options.seq_length)
+        return min(int(taken(self.source.lengths, sequence)[0]) - 1, self.options.seq_length)
 
     def _check_ids(self, ids: npt.NDArray[np.integer], sequence: int) -> None:
         size = self.options.vocab_size

@@ -359,7 +359,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 @_rule_of("tensor parallelism", "experts", "model")
 def _decoder_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the words fit a decoder of 16 tokens behind an encoder of two layers, if the model has one."""
+    """Return whether the words fit a decoder of 16 tokens and an encoder of two layers, if the model has them."""
     is_allowed = known["tensor parallelism"] != "tp3" and known["experts"] not in OF_FOUR_LAYERS
     return is_allowed or OF_FAMILIES.get(known["model"] or "") != "t5"
 
