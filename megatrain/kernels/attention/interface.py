@@ -38,7 +38,7 @@ class DistanceBias(NamedTuple):
     """Numbers that are added to scaled scores, a function of head and distance, key - query."""
 
     table: Tensor
-    """Of each bucket and head, [buckets, n]."""
+    """A number of each bucket and head, [buckets, n]."""
     buckets: Tensor
     """The bucket of each distance, int32 [sq + sk - 1], from 1 - sq on."""
     reach: int

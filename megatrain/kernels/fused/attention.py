@@ -5,7 +5,7 @@
     dkdv_of_keys    a tile of keys, all their queries in all heads of the group  -> dk, dv
 
 Each result is written by one program: there are no atomic sums, and results are deterministic. With a bias dkdv_of_keys runs first
-and stores the gradients of scores, of which dq is a product, and which two more kernels sum by bucket of the bias: computed
+and stores the gradients of scores, from which dq_of_scores computes dq, and which two more kernels sum by bucket of the bias: computed
 from scores a second time, with their bias, dq takes longer. Scores are fp32, the softmax has base 2. Causal masks, windows and
 documents are one range of keys per query, and one range of queries per key.
 
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
 
     tokens: Tensor
     bounds: Tensor
-    """Of the tokens of each sample, see `kernels.tokens_of_samples`."""
+    """Bounds of the tokens of each sample, see `kernels.tokens_of_samples`."""
     bias: Tensor
     """In the dtype of the table, [n, distances], with distances that only rows outside have, so that tiles load it without a mask."""
     bias_2: Tensor
@@ -138,7 +138,7 @@ def forward(
         *_with_strides(q, k, v, out), lse, *((lse, 0) if kept is None else (kept, kept.shape[-1])),
         lse if first is None else first, *_masks(q, k, mask, bias, masks), *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q),
         HAS_FIRST=first is not None, STORES_MASK=kept is not None, IS_ALIGNED=_is_aligned(mask.dropout),
-        **_constants(q, k, mask, softcap, bias, tile),
+        HAS_BIAS=bias is not None, **_constants(q, k, mask, softcap, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
@@ -180,27 +180,23 @@ def backward(
     tiles_q, tiles_k = cdiv(sq, of_queries.queries), cdiv(sk, of_keys.keys)
     lse = lse.permute(1, 2, 0).contiguous()
     of_rows = torch.empty_like(lse), torch.empty_like(lse), *_mask_of(q, k, rule, kept)
-    sums, far, scores = (lse, lse), lse, q
+    sums, scores = (lse, lse), q
     if has_sums:
         sums = lse.new_empty(b * tiles_q, n * d), lse.new_empty(b * tiles_k, 2 * g * d)
-    if bias is not None:
-        far, scores = lse.new_empty(b, tiles_q, n, 2), q.new_empty(b * n, *shape)
     first, masks = _first_keys(q, k, mask), masks or prepared(q, k, mask, bias)
     end = None if first is None else _query_ends(first, sk)
     *padding, _, bias_at = _masks(q, k, mask, bias, masks)
     numbers = scale, *_numbers(q, k, mask, scale, softcap)
-
-    def compute_dq() -> None:
+    if bias is None:
         launch(
             kernels.dq_of_queries, (tiles_q, n, b),
-            *_with_strides(q, k, v, dout, out, dq), scores, shape, lse, *of_rows, far, sums[0], lse if first is None else first,
-            *padding, bias_at, *numbers,
-            HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_queries),
+            *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, sums[0], lse if first is None else first, *padding, *numbers,
+            HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, of_queries),
         )  # fmt: skip
-
-    if bias is None:
-        compute_dq()
     else:
+        assert first is None, "a bias with windows or documents"
+        assert softcap is None, "a bias with a softcap"
+        scores = q.new_empty(b * n, *shape)
         launch(
             kernels.numbers_of_rows, (cdiv(sq, 64), n, b), *_with_strides(dout, out), lse, *of_rows[:2], sq, numbers[-1],
             CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=64,
@@ -208,13 +204,17 @@ def backward(
     launch(
         kernels.dkdv_of_keys, (tiles_k, g, b),
         *_with_strides(q, k, v, dout, dk, dv), scores, shape, *of_rows, sums[1], lse if end is None else end, *padding, masks.bias, bias_at, *numbers,
-        HAS_END=end is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_keys),
+        HAS_END=end is not None, HAS_SUMS=has_sums, HAS_BIAS=bias is not None, **_constants(q, k, mask, softcap, of_keys),
     )  # fmt: skip
     dtable = None
     if bias is not None:
-        assert first is None, "a bias with windows or documents"
-        assert softcap is None, "a bias with a softcap"
-        compute_dq()
+        far, factor = lse.new_empty(b, tiles_q, n, 2), scale * numbers[-1]
+        constants = _constants(q, k, mask, softcap, of_queries)
+        del constants["HAS_SOFTCAP"], constants["HAS_DROPOUT"]
+        launch(
+            kernels.dq_of_scores, (tiles_q, n, b), *_with_strides(k, dq), scores, shape, far, sums[0], *padding, bias.reach, factor, *numbers[1:4],
+            HAS_SUMS=has_sums, **constants,
+        )  # fmt: skip
         dtable = _bias_gradient(scores, far, q, k, mask, bias, masks, of_queries)
     return Gradients(dq, dk, dv, dtable, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
 
@@ -232,7 +232,7 @@ def _mask_of(q: Tensor, k: Tensor, rule: Dropout | None, kept: Tensor | None) ->
 def _bias_gradient(
     scores: Tensor, far: Tensor, q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias, masks: Prepared, tile: Tile
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the bias's table, fp32 [buckets, n], from gradients of scores and what `dq_of_queries` wrote to FAR with this tile."""
+    """Return the gradient of the bias's table, fp32 [buckets, n], from gradients of scores and what `dq_of_scores` wrote to FAR with this tile."""
     (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
     assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
     assert sq == sk or not mask.is_causal, "as many queries as keys"
@@ -375,9 +375,7 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
     return first.start, len(first), second.start - first.stop if len(ranges) > 1 else 0
 
 
-def _constants(
-    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: DistanceBias | None, tile: Tile
-) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile: Tile) -> dict[str, Any]:
     channels = q.shape[-1]
     return {
         "CHANNELS": channels,
@@ -388,7 +386,6 @@ def _constants(
         "HAS_SOFTCAP": softcap is not None,
         "HAS_DROPOUT": mask.dropout is not None,
         "HAS_PADDING": mask.is_token is not None,
-        "HAS_BIAS": bias is not None,
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

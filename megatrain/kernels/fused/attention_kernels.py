@@ -1,6 +1,6 @@
 """The kernels of `fused/attention.py`.
 
-Programs of `forward`, `numbers_of_rows` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys`
+Programs of `forward`, `numbers_of_rows`, `dq_of_queries` and `dq_of_scores` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys`
 (tile of keys, group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
 those without a mask, with different biases or with one (`_parts`). Pointers and strides belong to [s, b, n, d]; the last stride is 1.
 
@@ -11,7 +11,7 @@ those without a mask, with different biases or with one (`_parts`). Pointers and
     BIAS, bias_at           of `bias_of_distances`, if HAS_BIAS: elements of a head and before distance 0; reach
     LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
     DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of inputs lack that factor
-    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_BIAS; else they are computed again
+    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_BIAS
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -307,25 +307,6 @@ def numbers_of_rows(
 
 
 @jit
-def _dscores_again(
-    q, k, v, dout, lse, dout_dot_out, KEPT, kept_width, row, sq, start_key, into_tanh, to_base_2,
-    HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, KEYS: tl.constexpr, IS_EVEN: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients of scores of queries by keys, from the scores."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if HAS_SOFTCAP:
-        scores = _tanh(scores, into_tanh)
-    probs = tl.exp2(scores * to_base_2 - lse[:, None])
-    dprobs = tl.dot(dout, v, input_precision="ieee")
-    if HAS_DROPOUT:
-        dprobs *= load_kept(KEPT, row, sq, start_key, kept_width, KEYS, IS_EVEN)
-    dscores = probs * (dprobs - dout_dot_out[:, None])
-    if HAS_SOFTCAP:
-        dscores *= 1 - scores * scores
-    return dscores
-
-
-@jit
 def _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Return the pointers to a tile of gradients of scores, [keys, queries]."""
     row, key = tl.arange(0, QUERIES)[None, :], tl.arange(0, KEYS)[:, None]
@@ -335,75 +316,96 @@ def _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES: tl.co
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, DSCORES, scores_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, SUMS, FIRST, IS_TOKEN, TOKENS,
-    bias_at, scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, FIRST, IS_TOKEN, TOKENS,
+    scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    Q, DOUT, DQ = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head), _at(DQ, dq_at, sample, head)
+    Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
+    OUT, DQ = _at(OUT, out_at, sample, head), _at(DQ, dq_at, sample, head)
     K, V = _at(K, k_at, sample, head // heads_per_group), _at(V, v_at, sample, head // heads_per_group)
-    start_row = tile * QUERIES
-    row = start_row + tl.arange(0, QUERIES)
+    row = tile * QUERIES + tl.arange(0, QUERIES)
     first = 0
     if HAS_FIRST:
         FIRST += sample.to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
-    of_head = sample.to(tl.int64) * tl.num_programs(1) + head
-    if not HAS_BIAS:
-        q = _load(Q, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
-        dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
-        OUT = _at(OUT, out_at, sample, head)
-        out = _load(OUT, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-        lse, dout_dot_out = _numbers_of_rows(
-            dout, out, LSE, LSE_2, DOUT_DOT_OUT, of_head * sq, row, sq, keep_factor
-        )
+    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+    dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+    out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+    of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
+    lse, dout_dot_out = _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, of_head, row, sq, keep_factor)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
-    before, after = 0.0, 0.0
     bounds = _key_bounds(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
-    starts, ends = _parts(bounds, start_row, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
-    for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
-        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
-    ):
-        if HAS_BIAS and part > 2:
-            far = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
+    starts, ends = _parts(bounds, tile * QUERIES, 0, QUERIES, KEYS, False, False)
+    for part in tl.static_range(0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2, 3):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
-            if HAS_BIAS:
-                stored = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
-                dscores = tl.load(stored) if IS_EVEN else tl.load(stored, mask=row[None, :] < sq, other=0)
-                dscores = tl.trans(dscores)
-            else:
-                v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
-                dscores = _dscores_again(
-                    q, k, v, dout, lse, dout_dot_out, KEPT + of_head * sq * kept_width, kept_width, row, sq, start_key, into_tanh, to_base_2,
-                    HAS_SOFTCAP, HAS_DROPOUT, KEYS, IS_EVEN,
-                )  # fmt: skip
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
+            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
+            scores = tl.dot(q, k, input_precision="ieee")
+            if HAS_SOFTCAP:
+                scores = _tanh(scores, into_tanh)
+            probs = tl.exp2(scores * to_base_2 - lse[:, None])
+            dprobs = tl.dot(dout, v, input_precision="ieee")
+            if HAS_DROPOUT:
+                bits = KEPT + of_head * kept_width
+                dprobs *= load_kept(bits, row, sq, start_key, kept_width, KEYS, IS_EVEN)
+            dscores = probs * (dprobs - dout_dot_out[:, None])
+            if HAS_SOFTCAP:
+                dscores *= 1 - scores * scores
             dscores = _masked(
                 dscores, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
             )  # fmt: skip
-            if HAS_BIAS and part > 2:  # tiles near the diagonal are left to `gradients_near`
+            dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
+    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
+
+
+@jit
+def dq_of_scores(
+    K, DQ, k_at, dq_at, DSCORES, scores_at, FAR, SUMS, IS_TOKEN, TOKENS, reach, factor, sq, sk, heads_per_group,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_EVEN: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Compute dq, and sum gradients of scores of tiles with one bias before and after the queries: -> FAR, fp32 [b, tiles, n, 2]."""
+    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    K, DQ = _at(K, k_at, sample, head // heads_per_group), _at(DQ, dq_at, sample, head)
+    start_row, of_head = tile * QUERIES, sample.to(tl.int64) * tl.num_programs(1) + head
+    row = start_row + tl.arange(0, QUERIES)
+    dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
+    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    bounds = _key_bounds(TOKENS, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, False, HAS_PADDING)
+    starts, ends = _parts(bounds, start_row, reach, QUERIES, KEYS, True, False)
+    before, after = 0.0, 0.0
+    for part in tl.static_range(1, 4 if IS_CAUSAL else 5):
+        far = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
+        for start_key in tl.range(starts[part], ends[part], KEYS):
+            key_row = start_key + tl.arange(0, KEYS)
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
+            stored = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+            dscores = tl.load(stored) if IS_EVEN else tl.load(stored, mask=row[None, :] < sq, other=0)
+            dscores = _masked(
+                tl.trans(dscores), 0, row, key_row, 0, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, False, HAS_PADDING
+            )  # fmt: skip
+            if part > 2:
                 far += dscores.to(tl.float32)
-            elif HAS_BIAS and part < 2:
-                is_far = _is_far(start_row, start_key, bias_at[2], QUERIES, KEYS)
+            elif part < 2:
+                is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
                 sums = tl.where(is_far, tl.sum(tl.sum(dscores.to(tl.float32), 1), 0), 0)
                 before += tl.where(start_key < start_row, sums, 0)
                 after += tl.where(start_key < start_row, 0, sums)
-            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
-        if HAS_BIAS and part == 3:
+            dq = tl.dot(dscores, k, dq, input_precision="ieee")
+        if part == 3:
             before += tl.sum(tl.sum(far, 1), 0)
-        elif HAS_BIAS and part == 4:
+        elif part == 4:
             after += tl.sum(tl.sum(far, 1), 0)
-    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-    _store(DQ, dq * (scale * keep_factor), start_row, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
-    if HAS_BIAS:
-        tl.store(FAR + 2 * place, before)
-        tl.store(FAR + 2 * place + 1, after)
+    _store(DQ, dq * factor, start_row, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
+    tl.store(FAR + 2 * place, before)
+    tl.store(FAR + 2 * place + 1, after)
 
 
 @jit
