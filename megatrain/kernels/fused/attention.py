@@ -184,7 +184,7 @@ def backward(
     if has_sums:
         sums = lse.new_empty(b * tiles_q, n * d), lse.new_empty(b * tiles_k, 2 * g * d)
     first, masks = _first_keys(q, k, mask), masks or prepared(q, k, mask, bias)
-    end = None if first is None else _query_ends(first, sk)
+    end = _query_ends(first, sk)
     *padding, _, bias_at = _masks(q, k, mask, bias, masks)
     numbers = scale, *_numbers(q, k, mask, scale, softcap)
     if bias is None:
@@ -338,8 +338,10 @@ def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
     return first
 
 
-def _query_ends(first: Tensor, sk: int) -> Tensor:
-    """Return the row after the last query that attends to each key, apart from causality: int32 [b, sk]."""
+def _query_ends(first: Tensor | None, sk: int) -> Tensor | None:
+    """Return the row after the last query that attends to each key, apart from causality: int32 [b, sk]; None: the last one."""
+    if first is None:
+        return None
     keys = torch.arange(sk, dtype=torch.int32, device=first.device).expand(first.shape[0], sk)
     return torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True)
 
