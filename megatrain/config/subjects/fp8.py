@@ -9,6 +9,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.module_precision import Recipe, digest_of, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.schema.optimizer import PrecisionConfig
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
@@ -283,9 +284,9 @@ def gemm_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[GemmSi
     tp = parallel.tensor_model_parallel_size
     ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel and not gathers_values else 1)
     samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
-    yield GemmSize(
-        "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks
-    )
+    if not draft.derived.pack_group_sizes:  # whose rows are filled up
+        flags = "--seq-length, --micro-batch-size"
+        yield GemmSize("tokens of a micro-batch on a rank", flags, samples * length / ranks)
     yield GemmSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
         layer = draft.derived.model_spec.all_layers[number]
@@ -333,7 +334,7 @@ def block_size_without_effect(draft: Draft) -> Notes:
 def param_gather_without_effect(draft: Draft) -> Notes:
     reason = why_no_codes_are_gathered(draft)
     if draft.config.precision.fp8_param_gather and reason:
-        yield f"--fp8-param-gather has no effect {reason}"
+        yield PlanNote(f"--fp8-param-gather has no effect {reason}", "cost", saves_memory=True)
 
 
 def why_no_codes_are_gathered(draft: Draft | Plan) -> str:

@@ -388,7 +388,7 @@ class SplitBuilder:
             assert isinstance(source, IndexedDataset), "mock data has no sentences"
             return build_masked_dataset(source, part, self.masked, **order)
         order["seq_length"] = self.options.seq_length
-        if self.options.packs_documents:
+        if self.options.packs_documents and not self.options.conversations:
             del order["cache"]  # the index is a few sums
             return DocumentDataset(source, build_document_index(source.lengths, part, **order), self.options)
         if not self.options.conversations:
@@ -396,7 +396,8 @@ class SplitBuilder:
             return GPTDataset(source, build_index(source.lengths, part, facts=facts, **order), self.options)
         assert isinstance(source, IndexedDataset), "mock data has no conversations"
         mask = open_loss_mask(source, mmap=self._mmap)
-        conversations = build_conversation_index(source.lengths, mask, part, **order)
+        is_packed = not self.options.packs_documents
+        conversations = build_conversation_index(source.lengths, mask, part, is_packed=is_packed, **order)
         self._log_conversations(source, len(part), conversations, name)
         return ConversationDataset(source, mask, conversations, self.options)
 

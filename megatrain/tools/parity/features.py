@@ -69,6 +69,8 @@ def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
     return {f"{word}{size}": f"{flag} {size}" if flag else "" for size in numbers}
 
 
+_ANY_SIZE: Final = "--min-offloaded-tensor-size 0"
+_MODULES: Final = "--fine-grained-activation-offloading --offload-modules"
 _REPLICAS: Final = ("dp", "cp")
 """Features that create replicas: a run that uses neither has one replica only."""
 
@@ -223,6 +225,18 @@ OPTIONS: Final[tuple[Option, ...]] = (
             },
             needs=("experts",),
         ),
+    ),
+    _layout(
+        "activations",
+        "training.cpu_offloading_num_layers training.fine_grained_activation_offloading training.offload_modules"
+        " training.min_offloaded_tensor_size",
+        Feature("keepactivations"),
+        Feature("offloadlayers", f"--cpu-offloading-num-layers 3 {_ANY_SIZE}"),
+        Feature(
+            "offloadmodules", f"{_MODULES} attn_norm core_attn attn_proj mlp_norm expert_fc1 {_ANY_SIZE}"
+        ),
+        Feature("offloadqkv", f"{_MODULES} qkv_linear {_ANY_SIZE}"),
+        Feature("offloadinputs", f"{_MODULES} layer_input {_ANY_SIZE}", needs=("uniform", "block")),
     ),
     _option(
         "experts",
@@ -434,6 +448,26 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Feature("noclip", "--clip-grad 0"),
     ),
 )
+
+_DYNAMIC_PACKS: Final = (
+    "--pack-documents --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 12 --cp-comm-type"
+)
+PACKS: Final = _layout(
+    "packs",
+    "data.pack_documents parallel.dynamic_context_parallel parallel.sequence_packing_scheduler",
+    Feature("unpacked"),
+    Feature(
+        "packs",
+        {
+            "packs": f"{_DYNAMIC_PACKS} a2a",
+            "packsgather": f"{_DYNAMIC_PACKS} all_gather",
+            "fixedpacks": "--pack-documents --cp-comm-type a2a",
+            "firstfit": "--pack-documents --cp-comm-type a2a --sequence-packing-scheduler first_fit",
+        },
+        needs=("tokens",),
+    ),
+)
+"""Documents are the samples up to their last token that counts. They are combined with little else: `PACKED_ROWS` has the rows."""
 
 FP8_MODULES: Final = """
 configs:

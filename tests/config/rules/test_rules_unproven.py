@@ -11,6 +11,11 @@ CASES = {
         GPU,
         "Transformer Engine",
     ),
+    "restarts_on_gpus": (
+        "--inprocess-restart --save x --load x",
+        Facts(device="cuda"),
+        "--inprocess-restart was tested with gloo",
+    ),
     "custom_loss": ("--loss a.py:f", Facts(digests={"training.loss": "1"}), "--loss a.py:f has no row"),
     "loss_of_global_loads": (
         "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
@@ -42,6 +47,11 @@ CASES = {
         "--fp8-format hybrid --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
         Facts(world_size=4),
         "fewer query groups than --tensor-model-parallel-size",
+    ),
+    "quantities_of_packs": (
+        "--pack-documents --calculate-per-token-loss --micro-batch-size 1 --num-experts 4 --moe-aux-loss-coeff 0.1",
+        None,
+        "aux_loss with --pack-documents",
     ),
     "fp8_recipes_without_rows": (
         "--fp8-format e4m3 --fp8-recipe mxfp8",
