@@ -162,6 +162,10 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
+        if facts.untokenized:  # after all other problems are reported
+            facts = gather_facts(request, environment, tokenizes=True)
+            answer["facts"] = facts.to_json()
+            plan = resolve(request, facts)
         answer["results"] = results_of(plan)
         locks.acquire()
         answer["config"] = plan.config.to_dict()
