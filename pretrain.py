@@ -29,15 +29,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     """Parse the command line; print the dry run, or train."""
-    from megatrain.config import parse
-    from megatrain.config.environment import read_environment
+    from megatrain.config import parse, read_environment
+    from megatrain.training.launch.refusal import refuse
     from megatrain.training.liveness.launcher_watch import end_with_launcher
     from megatrain.training.logging.console import Console, Phases
 
-    end_with_launcher(read_environment())
+    end_with_launcher(environment := read_environment())
     request = parse(argv)
+    if request.problems and environment.world_size == 1:  # several ranks compare theirs first
+        return refuse(request)
     streams.ends_program = is_dry = request.known("training.dry_run") is not None
-    phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
+    phases = Phases(Console(is_quiet=is_dry or environment.rank != 0))
     with phases.phase("importing PyTorch"):  # after parsing, so that --help answers at once
         from megatrain.training.launch.ranks import joined_ranks, report_errors
         from megatrain.training.planning.dry_run_output import print_dry_run
@@ -46,9 +48,7 @@ def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
 
     def train() -> int:
         with joined_ranks(request, phases, signals=signals, check_memory=check_memory) as ranks:
-            trainer = Trainer(ranks)
-            trainer.resume()
-            return trainer.train()
+            return Trainer(ranks).resume().train()
 
     return report_errors(lambda: print_dry_run(request) if is_dry else train())
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import render_plan, to_yaml
@@ -81,11 +81,12 @@ class Trainer:
             last_save=lambda: self.last_save,
         )
 
-    def resume(self) -> None:
-        """Load the checkpoint of `--load`, or draw the initial weights."""
+    def resume(self) -> Self:
+        """Load the checkpoint of `--load`, or draw the initial weights; return the trainer."""
         self._print(require_space(self.ranks, self.plan, self.engine))
         self.plan = resume_run(self.ranks, self.engine, self.progress)
         self._print(load_teacher(self.ranks, self.engine))
+        return self
 
     @cached_property
     def saves(self) -> RunSaves:

@@ -85,8 +85,9 @@ class RawText:
                 file.path.relative_to(file.folder or file.path.parent).as_posix(),
                 file.content,
                 file.compression,
+                file.num_bytes,
+                file.mtime_ns,
             ]
-            + [file.num_bytes, file.mtime_ns]
             for file in files
         ]
         stem = re.sub(r"[^\w.-]+", "_", Path(name).name)

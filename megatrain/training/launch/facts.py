@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from megatrain.config import Facts, Plan, Request, StoredRun, resolve
-from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.derive.datasets import Blend
+from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
