@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.model import functions
 from megatrain.model.layer import RotaryEmbedding
-from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGrid
@@ -60,9 +58,6 @@ class SampleContexts:
             self._ropes[key] = self._rope(*key)
         return self._ropes[key]
 
-    def follow(self, segments: Sequence[nn.Module]) -> None:
-        """Make the segments begin the passes of their micro-batches."""
-
     def _split(self) -> ContextParallel:
         return ContextParallel(self.grid.cp)
 
@@ -80,16 +75,6 @@ class PackContexts(SampleContexts):
     def attention(self, layer: int) -> ContextAttention:  # noqa: ARG002 (all layers communicate alike)
         """See `SampleContexts`."""
         return PackAttention(self.cp, gathers=self.cp_comm_types[0] == "all_gather")
-
-    def follow(self, segments: Sequence[nn.Module]) -> None:
-        """See `SampleContexts`."""
-
-        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            _, batch, info = arguments
-            self.cp.enter(batch, info)
-
-        for segment in segments:
-            segment.register_forward_pre_hook(enter)
 
     def _split(self) -> PackContext:
         return PackContext(self.grid)
@@ -109,15 +94,8 @@ class PackRotary(RotaryEmbedding):
         self.cp = cp
         self._of: tuple[PackBatch | None, Any] = (None, None)
 
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
-        return functions.apply_rope(x, *self._of_pack(), is_interleaved=self.is_interleaved)
-
-    def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        """See `RotaryEmbedding`."""
-        return functions.apply_rope_to_qkv(qkv, sizes, *self._of_pack(), is_interleaved=self.is_interleaved)
-
-    def _of_pack(self) -> Any:
-        """Return the rows of the tables for this rank's rows of the pack; layers share them."""
+    def rows(self, count: int) -> Any:  # noqa: ARG002 (all rows of the pack)
+        """See `RotaryEmbedding`; layers share them."""
         batch = self.cp.batch
         assert batch is not None, "a pass of a pack has begun"
         if self._of[0] is not batch:

@@ -250,7 +250,6 @@ class _StageBuilder:
         for stack, table in self.relative_positions.items():
             segments[0].add_module(f"relative_positions_of_{stack}", table)
         freeze(segments, self.spec)
-        self.contexts.follow(segments)
         return segments, chunks
 
     def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:

@@ -149,7 +149,7 @@ class UpProjection(nn.Module):
     def project_queries(self, queries: Tensor, info: PassInfo) -> Tensor:
         """Return queries with RoPE, [s, b, n/tp, d]."""
         q = self.queries(queries, None, info)[1].unflatten(-1, (self.local_heads, -1))
-        cos, sin = (table[: q.shape[0]] for table in self.rope.tables)
+        cos, sin = self.rope.rows(q.shape[0])
         return latent_functions.rotate_queries(
             q, self.sizes.qk_rope_head_dim, cos, sin, is_interleaved=self.rope.is_interleaved
         )

@@ -135,13 +135,16 @@ class RotaryEmbedding(nn.Module):
         self.is_interleaved = spec.is_interleaved
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
-        cos, sin = (table[: x.shape[0]] for table in self.tables)
-        return functions.apply_rope(x, cos, sin, is_interleaved=self.is_interleaved)
+        return functions.apply_rope(x, *self.rows(x.shape[0]), is_interleaved=self.is_interleaved)
 
     def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Split [s, b, heads, d] and apply RoPE to the first two parts, queries and keys, in place; `qkv` must not be reused."""
-        cos, sin = (table[: qkv.shape[0]] for table in self.tables)
-        return functions.apply_rope_to_qkv(qkv, sizes, cos, sin, is_interleaved=self.is_interleaved)
+        rows = self.rows(len(qkv))
+        return functions.apply_rope_to_qkv(qkv, sizes, *rows, is_interleaved=self.is_interleaved)
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the tables of this rank's first rows."""
+        return self.tables[0][:count], self.tables[1][:count]
 
 
 class Sequential(nn.Module):

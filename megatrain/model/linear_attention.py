@@ -108,7 +108,7 @@ class DeltaRule(ShardedModule):
         for name, size, init in (("dt_bias", biases, bias_init), ("a_log", logs, Init(log_of=(1.0, 16.0)))):
             layout = columns_bias_layout([Columns(f"{prefix}.{name}", size)], tp, init)
             self.add_weight(name, layout, dtype)
-        self.exchange = HeadExchange(context.ranks.split.cp.group)
+        self.exchange = HeadExchange(context.ranks.split.cp)
         keys = Heads(sizes.num_key_heads // tp.size, sizes.key_head_dim)
         values = Heads(sizes.num_value_heads // tp.size, sizes.value_head_dim)
         one = Heads(values.num_heads, 1)

@@ -85,7 +85,7 @@ class MambaScan(ShardedModule):
             layout = columns_bias_layout([Columns(f"{name}.{parameter}", size)], tp, init)
             self.add_weight(parameter.partition(".")[0], layout, dtype)
 
-        self.exchange = HeadExchange(context.ranks.split.cp.group)
+        self.exchange = HeadExchange(context.ranks.split.cp)
         heads, groups = spec.num_heads // tp.size, Heads(spec.num_groups // tp.size, spec.state_dim)
         self.mixed, self.per_head = (Heads(heads, spec.head_dim), groups, groups), Heads(heads, 1)
 

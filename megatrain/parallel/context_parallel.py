@@ -81,6 +81,10 @@ class ContextParallel:
             ahead=tuple(self.shard_batch(one, has_chunk_means=has_chunk_means) for one in batch.ahead),
         )  # fmt: skip
 
+    def num_tokens(self, batch: Batch) -> int:
+        """Return the tokens of the micro-batch whose rows these are."""
+        return batch.loss_mask.numel() * self.size
+
     def _chunk_numbers(self, rank: int | None = None) -> tuple[int, int]:
         rank = self.rank if rank is None else rank
         return rank, 2 * self.size - 1 - rank
@@ -139,9 +143,8 @@ class TokenSplit:
         Args:
             first_sample: index in the run of the micro-batch's first sample.
         """
-        length = self.tp.full_length(rows) * self.cp.size
         sample = torch.arange(samples, device=device) + first_sample
-        return self.positions(rows, device)[:, None] + sample * length
+        return self.positions(rows, device)[:, None] + sample * (self.tp.full_length(rows) * self.cp.size)
 
     def flat_positions(self, rows: int, samples: int, device: torch.device) -> Tensor:
         """Return the index of each token in the flattened micro-batch [s, b]: int64 [rows * samples]."""

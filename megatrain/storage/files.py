@@ -41,28 +41,33 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def create_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def create_file(path: Path, chunks: Iterable[bytes | memoryview], *, is_durable: bool = True) -> None:
     """Create a file and flush its data to disk; after a failure it does not exist. Raises FileExistsError if it did before."""
     with path.open("xb") as file:
         try:
             file.writelines(chunks)
-            fsync(file)
+            if is_durable:
+                fsync(file)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
 
 
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replace a file durably and as a whole: after a failure its former content is there. Links are replaced, not followed."""
+def replace_file(path: Path, chunks: Iterable[bytes], *, is_durable: bool = True) -> None:
+    """Replace a file durably and as a whole: after a failure its former content is there. Links are replaced, not followed.
+
+    A file that is not durable may be damaged or missing after a power failure.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    create_file(temporary, chunks)
+    create_file(temporary, chunks, is_durable=is_durable)
     try:
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if is_durable:
+        fsync_folder(path.parent)
 
 
 def describe_write_error(error: OSError, path: Path, *, needed_bytes: int | None = None) -> str:

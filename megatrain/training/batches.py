@@ -1,6 +1,6 @@
 """Micro-batches of a run on one rank: builds a loader for each split of the plan.
 
-    all ranks map cached indices ──> rank 0 builds what is missing ──> one rank per host, if it does not see it ──> all others
+    all ranks map cached indices, each builds a share of what is missing ──> the ranks of each host, if they do not see it ──> each rank alone
     samples + sampler ──> BatchLoader; ranks in the middle of a pipeline read nothing
 
 Only the first and last pipeline stages, and that of multi-token prediction, need tokens; the stages between need document boundaries at most.
@@ -27,7 +27,7 @@ from megatrain.data.fill_in_middle import fill_in_middle
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
-from megatrain.data.samples.index_cache import NotCachedError
+from megatrain.data.samples.index_cache import EVERYTHING, NotCachedError, Share
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
@@ -36,9 +36,12 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.family_samples import image_conversations, masked_samples, with_mock_images
-from megatrain.training.launch.ranks import Ranks
+from megatrain.training.launch.ranks import Ranks, grid_shape
 from megatrain.training.planning.packs import pack_loader
 
+_TURNS_OF_A_SHARE = 4
+"""Turns until all is built: datasets, their blend, datasets of later phases, and the blends of these."""
+_SECONDS_BETWEEN_REPORTS = 30.0
 _COMPUTED_SECONDS = 1.0
 """Processor time since the last announcement without which a rank that builds samples makes no progress."""
 
@@ -105,13 +108,13 @@ def build_samples(
     on_built: Callable[[BuiltIndex], None] | None = None,
     *,
     checks_files: bool = False,
-    builds: bool = True,
+    share: Share = EVERYTHING,
 ) -> SplitDatasets:
     """Build the samples of a plan.
 
     Args:
         plan, facts: equal on all ranks.
-        log, on_built, builds: see `SplitBuilder`.
+        log, on_built, share: see `SplitBuilder`.
         checks_files: compare the files with the facts, which another host gathered.
 
     Raises:
@@ -142,7 +145,7 @@ def build_samples(
         log=log,
         on_built=on_built,
         masked=masked_samples(plan.config),
-        builds=builds,
+        share=share,
     )
     splits = builder.build(
         blends_from_facts(facts.datasets), data.split, plans, named_valid=data.separate_validation_sets
@@ -239,26 +242,17 @@ class _Lengths:
 def _build_in_turns(
     ranks: Ranks, plan: Plan, log: Callable[[str], None]
 ) -> tuple[SplitDatasets | None, _Lengths]:
-    """Return the samples, or None on a rank that reads none, and their number.
-
-    All ranks read cached indices at once. Of what is missing, rank 0 builds it, then one rank of each host, then all others: later
-    ranks read it from the cache, on a shared disk or on their host's.
-    """
-    data, waits = plan.config.data, _reads_samples(ranks, plan)
-    is_cached = data.data_cache_path is not None or data.dataset is not None
-    # Images and datasets of a user must be built before it is known what is cached.
-    first_turn = 2 if data.dataset is not None or data.image_data_path else 0
-    takes_turns = is_cached and ranks.grid.world.size > 1
-    own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
+    """Return the samples, or None on a rank that reads none, and their number; the other ranks wait for a rank that builds."""
+    waits, report = _reads_samples(plan, ranks.grid.pp.rank), _progress_report(log)
     splits, lengths = None, _Lengths(None, None, None)
-    for turn in range(3 if takes_turns else 1):
+    for share in _shares(ranks, plan):
         failure: Exception | None = None
-        if waits and turn >= min(own_turn, first_turn):
+        if waits and share is not None:
             try:
                 # Another rank builds in this turn what is not cached.
                 with contextlib.suppress(NotCachedError), _announced(ranks, plan):
                     splits = build_samples(
-                        plan, ranks.facts, log, checks_files=not ranks.is_main, builds=turn >= own_turn
+                        plan, ranks.facts, log, report, checks_files=not ranks.is_main, share=share
                     )
                     waits = False
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
@@ -272,16 +266,58 @@ def _build_in_turns(
         _raise_together(ranks, failure, found["first_failed"])
         if found["first_other"] is not None:
             raise _other_samples(ranks, plan, found["first_other"])
-        lengths = _Lengths(**found["lengths"])
         if not found["waits"]:
+            lengths = _Lengths(**found["lengths"])
             break
     return splits, lengths
 
 
-def _reads_samples(ranks: Ranks, plan: Plan) -> bool:
-    """Return whether this rank needs tokens or document boundaries."""
-    placement, rank, later = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.later_embedding_stage
-    is_at_end = placement.has_head(rank) or rank in embedding_ranks(
+def _shares(ranks: Ranks, plan: Plan) -> list[Share | None]:
+    """Return what this rank builds in each turn; None: it waits for others.
+
+    The ranks that read samples share what is missing, then those of each host, if hosts have disks of their own; a rank builds
+    the rest alone if nothing can be stored.
+    """
+    data, size = plan.config.data, ranks.grid.world.size
+    if size == 1 or (data.data_cache_path is None and data.dataset is None):
+        return [EVERYTHING]
+    if data.dataset is not None or data.image_data_path:  # are built as a whole
+        own_turn = 0 if ranks.is_main else 1 if ranks.local_rank == 0 else 2
+        return [None] * own_turn + [EVERYTHING] * (3 - own_turn)
+    readers = _reading_ranks(plan)
+    if ranks.grid.rank not in readers:
+        return [None] * (2 * _TURNS_OF_A_SHARE + 1)
+    first = ranks.grid.rank - ranks.local_rank
+    here = [rank for rank in readers if first <= rank < first + (ranks.facts.ranks_per_node or 1)]
+    shares = [Share(members.index(ranks.grid.rank), len(members)) for members in (readers, here)]
+    return [*(share for share in shares for _ in range(_TURNS_OF_A_SHARE)), EVERYTHING]
+
+
+def _reading_ranks(plan: Plan) -> list[int]:
+    """Return the ranks that read samples, in ascending order."""
+    lists = grid_shape(plan).rank_lists("pp")
+    stages = [stage for stage in range(len(lists[0])) if _reads_samples(plan, stage)]
+    return sorted(members[stage] for members in lists for stage in stages)
+
+
+def _progress_report(log: Callable[[str], None]) -> Callable[[BuiltIndex], None]:
+    """Return a function that logs at times how many indices this rank has built."""
+    count, reported = 0, time.monotonic()
+
+    def report(built: BuiltIndex) -> None:
+        nonlocal count, reported
+        count += built.outcome == "built"
+        if time.monotonic() > reported + _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            log(f"this rank has built {count:,} sample indices of its share, the last one of {built.source}")
+
+    return report
+
+
+def _reads_samples(plan: Plan, stage: int) -> bool:
+    """Return whether ranks of a pipeline stage need tokens or document boundaries."""
+    placement, later = build_pipeline(plan).placement, plan.later_embedding_stage
+    is_at_end = placement.has_head(stage) or stage in embedding_ranks(
         placement, is_tied=False, later_stage=later
     )
     return is_at_end or plan.config.data.has_documents or plan.config.model.model_family in MASKED_FAMILIES
@@ -318,10 +354,12 @@ def _announced(ranks: Ranks, plan: Plan) -> Iterator[None]:
 
 
 def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first rank that failed, and the lengths of rank 0, which is on the first stage in any layout."""
+    """Return the first rank that failed, and the lengths of rank 0, which is on the first stage in any layout; None: it waits."""
     failed = (rank for rank, answer in enumerate(answers) if answer["failed"])
     lengths = answers[0]["lengths"]
-    others = (rank for rank, answer in enumerate(answers) if answer["lengths"] not in (None, lengths))
+    others = (
+        rank for rank, answer in enumerate(answers) if lengths and answer["lengths"] not in (None, lengths)
+    )
     return {
         "first_failed": next(failed, None),
         "first_other": next(others, None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.packs.context import PackContext
+from megatrain.parallel.packs.executor import PackExecutor
 from megatrain.parallel.pipeline.executor import Executor, LateGradients
 from megatrain.parallel.pipeline.graph_trial import MIN_WARMUP_STEPS, GpuClock, Trial
 from megatrain.parallel.pipeline.graphed_passes import (
@@ -199,7 +201,10 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
-    return kind(
+    build: Callable[..., Any] = kind
+    if isinstance(model.cp, PackContext):
+        build = functools.partial(PackExecutor, cp=model.cp, tp=model.tp)
+    executor: AnyExecutor = build(
         model.segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
@@ -214,6 +219,7 @@ def build_executor(
         late_gradients=late if has_late_gradients else "none",
         turns=model.communication.turns,
     )
+    return executor
 
 
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:

@@ -246,7 +246,7 @@ class Engine:
             tokens = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
             total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
             factors[:, 0] = torch.stack([batch.loss_denominator.double() for batch in batches])
-            factors[:, 1] = batches[0].loss_mask.numel() * self.grid.cp.size
+            factors[:, 1] = torch.tensor([self.model.cp.num_tokens(batch) for batch in batches])
             factors *= scale / total
         if self.routers.have_losses:
             all_reduce(factors, self.grid.pp)

@@ -20,8 +20,8 @@ from megatrain.model.experts.router import ROUTER_METRICS
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.packs.context import PackContext
 
 STARVED_ITERATIONS = 20
 """Iterations without a token after which an expert is reported, and again each time their number has doubled. A resumed
@@ -93,8 +93,11 @@ class Routers:
     def __init__(self, model: Model, grid: RankGrid, device: torch.device) -> None:
         self.specs = model.spec.routers
         self.biases = model.expert_biases
-        self._split = TokenSplit(model.tp, model.cp)
-        self._grid = grid
+        of_tokens = (model.tp.group,) if model.tp.sequence_parallel else ()
+        self._groups = (*of_tokens, grid.replicas, grid.pp)
+        self._passes_of_each = (
+            0 if isinstance(model.cp, PackContext) else grid.dp.size
+        )  # losses of packs are means
         sizes = [router.num_experts for router in self.specs.values()]
         max_experts = max(sizes, default=0)
         top_ks = [router.top_k for router in self.specs.values()]
@@ -120,14 +123,15 @@ class Routers:
         """Sum the metrics of a step's passes over micro-batches and ranks; all ranks call it."""
         if not self.specs:
             return
-        self._num_passes = len(infos) * self._grid.dp.size
+        self._num_passes = len(infos) * self._passes_of_each or 1
         rows = []
         for layer in self.specs:
             passes = [info.router_metrics[layer] for info in infos if layer in info.router_metrics]
             local = torch.stack(passes).sum(0) if passes else self._sums.new_zeros(0)
             rows.append(self._padded(local, self.specs[layer].num_experts))
-        sums = self._split.sum(torch.stack(rows))
-        self._sums = all_reduce(all_reduce(sums, self._grid.dp), self._grid.pp)
+        self._sums = torch.stack(rows)
+        for group in self._groups:
+            all_reduce(self._sums, group)
 
     def _padded(self, row: Tensor, num_experts: int) -> Tensor:
         """Return a router's metrics, or none, in the width of `_sums`; loads are also the numbers that update the bias if it has no others."""

@@ -1,12 +1,14 @@
 """Start of a rank's data: `python scripts/scale/data.py --documents 10000000 --datasets 1`, with datasets of sparse files.
 
-`cold` computes the index, `warm` is every later start and every other rank: it opens the files, compares their digests with those of rank
-0, and maps index and blend.
+`facts` reads all of `.idx`, as rank 0 does first, and builds nothing; `cold` computes the index, shared by `--processes` as by the ranks
+of a run; `warm` is every later start and every other rank: it opens the files, compares their digests with those of rank 0, and maps index
+and blend. Processor seconds do not depend on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -21,6 +23,7 @@ from megatrain.config.derive.datasets import Blend
 from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.gpt_dataset import SampleOptions
+from megatrain.data.samples.index_cache import EVERYTHING, NotCachedError, Share
 from megatrain.data.samples.sources import inspect_datasets
 
 UINT16, DOCUMENT_TOKENS, SEQ_LENGTH = 8, 625, 8192
@@ -39,23 +42,25 @@ def make(prefix: Path, documents: int) -> None:
         file.truncate(2 * int(ends[-1]))
 
 
-def start(folder: Path, samples: int) -> dict[str, float]:
-    """Do what a rank does at a start; return wall seconds of both steps, and the largest memory."""
+def start(folder: Path, samples: int, share: Share = EVERYTHING) -> dict[str, float]:
+    """Do what a rank does at a start; return seconds of both steps and of the processor, and the largest memory."""
     names = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
     blend = Blend(tuple(names), (1.0,) * len(names) if len(names) > 1 else None)
-    before = time.perf_counter()
+    before, processor = time.perf_counter(), time.process_time()
     facts, problems = inspect_datasets({"all": blend}, vocab_size=None, tokenizer_fingerprint=None)
     assert not problems, problems
     inspected = time.perf_counter()
     options = SampleOptions(seq_length=SEQ_LENGTH, eod=None)
     digests = {one.prefix: one.digest for one in facts}
-    builder = SplitBuilder(options, cache_folder=folder / "cache", digests=digests, log=lambda _: None)
+    where = {"cache_folder": folder / "cache", "digests": digests, "log": lambda _: None}
+    builder = SplitBuilder(options, **where, share=share)
     plans = SamplePlans(train=(samples,), valid=(0,), test=(0,), seed=1)
-    built = builder.build({"all": blend}, "100,0,0", plans)
-    assert built.train is not None
+    with contextlib.suppress(NotCachedError):  # another process builds it
+        builder.build({"all": blend}, "100,0,0", plans)
     return {
         "inspect": inspected - before,
         "build": time.perf_counter() - inspected,
+        "processor": time.process_time() - processor,
         "largest MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
 
@@ -66,22 +71,26 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10_000_000, help="of each dataset")
     parser.add_argument("--datasets", type=int, default=1)
     parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--processes", type=int, default=1, help="that build the index of a cold start")
     parser.add_argument("--start", type=Path, help="start with the datasets of this folder")
+    parser.add_argument("--share", type=int, nargs=2, default=EVERYTHING, metavar=("K", "N"))
     arguments = parser.parse_args()
     if arguments.start is not None:
-        print(
-            json.dumps(
-                {name: round(value, 3) for name, value in start(arguments.start, arguments.samples).items()}
-            )
-        )
+        found = start(arguments.start, arguments.samples, Share(*arguments.share))
+        print(json.dumps({name: round(value, 3) for name, value in found.items()}))
         return
     with TemporaryDirectory() as name:
         for number in range(arguments.datasets):
             make(Path(name) / f"set_{number:05d}", arguments.documents)
-        for what in ("cold", "warm"):
-            words = [sys.executable, __file__, "--start", name, "--samples", str(arguments.samples)]
-            ended = subprocess.run(words, check=True, capture_output=True, text=True)
-            print(what, ended.stdout.strip(), flush=True)
+        words = [sys.executable, __file__, "--start", name, "--samples", str(arguments.samples)]
+        cold = [(number, arguments.processes) for number in range(arguments.processes)]
+        for what, shares in (("facts", [(1, 1)]), ("cold", cold), ("blend", [(0, 1)]), ("warm", [(0, 1)])):
+            started = [
+                subprocess.Popen([*words, "--share", *map(str, share)], stdout=subprocess.PIPE)
+                for share in shares
+            ]
+            for process in started:
+                print(what, process.communicate()[0].decode().strip(), flush=True)
 
 
 if __name__ == "__main__":

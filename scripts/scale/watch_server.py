@@ -1,7 +1,8 @@
 """Connect thousands of peers to the watch server at once, over real sockets: `python scripts/scale/watch_server.py --ranks 4000`.
 
 A second process speaks the protocol of `RankWatch` for all ranks; each socket takes a file in both processes. The output says how long
-it took until the last rank had its answer, how many connected again, and what the server's process computed for a rank.
+it took until the last rank had its answer, how many connected again, and what the server's process computed for a rank: seconds depend on
+what else the machine does, processor time does not. `--backlog 128 --at-once` shows what an older kernel does to ranks that do not spread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 from dataclasses import dataclass
 
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.training.liveness.watch_server import WatchServer
+from megatrain.training.liveness import watch_server
+from megatrain.training.liveness.rank_watch import seconds_to_spread
 
 SECONDS_TO_ANSWER = 5.0
 
@@ -35,25 +37,28 @@ class Rank:
 class Storm:
     """All ranks of a job, in one process, which connect to `port` at once."""
 
-    def __init__(self, port: int, size: int) -> None:
+    def __init__(self, port: int, size: int, *, spread: float) -> None:
         self.port, self.size = port, size
         self.selector = selectors.DefaultSelector()
         self.waiting = {Rank(number) for number in range(size)}
-        self.timers: list[tuple[float, int, int, Rank]] = []
+        now = time.monotonic()
+        starts = {rank: now + random.uniform(0, spread) for rank in self.waiting}
+        self.timers = [(start, rank.number, 0, rank) for rank, start in starts.items()]
+        heapq.heapify(self.timers)
 
     def run(self) -> dict[str, float]:
         """Connect all; return seconds and attempts."""
         start = time.monotonic()
-        to_come = list(self.waiting)
         while self.waiting:
-            for _ in range(min(256, len(to_come))):
-                self.connect(to_come.pop())
-            for key, events in self.selector.select(0 if to_come else 0.1):
-                self.advance(key.data, events)
-            while self.timers and self.timers[0][0] <= time.monotonic():
+            for _ in range(256):
+                if not self.timers or self.timers[0][0] > time.monotonic():
+                    break
                 _, _, attempt, rank = heapq.heappop(self.timers)
                 if rank in self.waiting and rank.attempts == attempt:
                     self.connect(rank)
+            seconds = self.timers[0][0] - time.monotonic() if self.timers else 0.1
+            for key, events in self.selector.select(min(0.1, max(0.0, seconds))):
+                self.advance(key.data, events)
         ranks = [key.data for key in self.selector.get_map().values()]
         attempts = [rank.attempts for rank in ranks]
         return {
@@ -95,12 +100,18 @@ def main() -> None:
     """Run one storm and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4000, help="peers that connect at once (default: 4000)")
+    parser.add_argument("--backlog", type=int, default=watch_server.BACKLOG, help="connections that wait")
+    parser.add_argument("--at-once", action="store_true", help="ranks do not spread their connections")
     arguments = parser.parse_args()
-    server = WatchServer(LaunchEnvironment(world_size=arguments.ranks, local_world_size=arguments.ranks))
+    watch_server.BACKLOG = arguments.backlog
+    spread = 0.0 if arguments.at_once else seconds_to_spread(arguments.ranks)
+    server = watch_server.WatchServer(
+        LaunchEnvironment(world_size=arguments.ranks, local_world_size=arguments.ranks)
+    )
     server.start()
     receive, send = os.pipe()
     if os.fork() == 0:
-        found = Storm(server.port, arguments.ranks).run()
+        found = Storm(server.port, arguments.ranks, spread=spread).run()
         os.write(send, json.dumps(found).encode())
         sys.stdout.flush()
         time.sleep(0.5)  # the server reads the last messages

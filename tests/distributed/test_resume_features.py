@@ -51,6 +51,12 @@ RUNS = {
     "packs on groups of four": (4, ("--pack-documents --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 --micro-batch-size 1"
                                     " --calculate-per-token-loss --seq-length 64 --hidden-dropout 0.1"
                                     ' --varlen-mock-dataset-config-json {"type":"uniform","min_seq_len":3,"max_seq_len":65}')),
+    "packs over stages and experts": (4, ("--pack-documents --dynamic-context-parallel --micro-batch-size 1 --calculate-per-token-loss"
+                                          " --seq-length 64 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+                                          " --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type seq_aux_loss"
+                                          " --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid"
+                                          " --moe-router-enable-expert-bias"
+                                          ' --varlen-mock-dataset-config-json {"type":"uniform","min_seq_len":3,"max_seq_len":65}')),
     "experts ep2 dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4"
                                 " --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] --moe-router-score-function sigmoid"
                                 " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.1"

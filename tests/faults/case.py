@@ -14,10 +14,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from checkpoint_helpers import Rank, build_rank, load, small_spec
 
+from megatrain.checkpoint import save as saving
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import TRACKER_NAME, Candidate, find_checkpoints, folder_name
 from megatrain.checkpoint.load import Loaded
@@ -30,6 +32,13 @@ SECONDS_PER_CASE = 60.0
 _BUSY_SHARE = 0.01
 """A process that waits gets less than this share of a core."""
 FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", "run.lock")
+
+
+@contextlib.contextmanager
+def manifests_in_parts() -> Iterator[None]:
+    """Let few ranks save a manifest in parts, as many do."""
+    with mock.patch.object(saving, "MAX_RANKS_OF_WHOLE", 0):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Class T: a run saves in the background under each of ten layouts, and continues under each of them.
+"""Class T: a run saves in the background under each of ten layouts, and continues under each of them. Some save manifests in parts.
 
 Expected: every canonical tensor that the other layout saves has the hash that it was saved with, and the next five losses are the same: to
 the last bit under the same layout, and within rounding under another.
@@ -6,6 +6,7 @@ the last bit under the same layout, and within rounding under another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -15,9 +16,10 @@ from pathlib import Path
 from canonical_weights import hash_tensors
 from run_here import make_trainer, metrics
 
-from faults.case import Cases, judge, require
+from faults.case import Cases, judge, manifests_in_parts, require
 from faults.killed_runs import small_data
 from megatrain.checkpoint.find import folder_name
+from megatrain.checkpoint.manifest import read_root
 from megatrain.checkpoint.reader import verify
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -39,6 +41,8 @@ LAYOUTS = {
     "tp2 dp2": (4, _SP),
     "dp2 pp2 zero0": (4, "--pipeline-model-parallel-size 2 --no-use-distributed-optimizer"),
 }
+IN_PARTS = ("tp2", "cp2", "tp4", "dp4 zero3", "tp2 dp2")
+"""Layouts that save a manifest in parts, as with many ranks; all load both forms."""
 _FLAGS = f"--train-iters {NUM_ITERATIONS} --eval-iters 0 --no-eval-at-start --save-interval {SAVED_AT} --async-save --verify-saves"
 
 
@@ -64,7 +68,7 @@ def check_pair(
     path = unbroken / folder_name(SAVED_AT)
     world_size, flags = LAYOUTS[target]
     given = [*flags.split(), *_FLAGS.split(), "--load", str(path), "--save", str(again)]
-    pool.run(world_size, load_save_and_train, given, str(again / "loaded"))
+    pool.run(world_size, load_save_and_train, given, str(again / "loaded"), target in IN_PARTS)
     loaded = again / "loaded" / folder_name(SAVED_AT)
     require(verify(loaded) == [], "the checkpoint that was saved again is damaged")
     for kind in _KINDS:
@@ -81,9 +85,11 @@ def check_pair(
     return "equal hashes, next five losses equal within rounding"
 
 
-def load_save_and_train(rank: int, world_size: int, flags: Sequence[str], folder: str | None) -> None:
+def load_save_and_train(
+    rank: int, world_size: int, flags: Sequence[str], folder: str | None, in_parts: bool
+) -> None:
     """Load a checkpoint, save it at once if there is a folder for it, and train."""
-    with small_data():
+    with small_data(), manifests_in_parts() if in_parts else contextlib.nullcontext():
         trainer = make_trainer(rank, world_size, list(flags))
         trainer.resume()
         if folder is not None:
@@ -96,7 +102,10 @@ def _saved(pool: WorkerPool, folder: Path, name: str) -> Path:
     """Train under a layout; return the folder of the run."""
     world_size, flags = LAYOUTS[name]
     save = folder / f"from-{name.replace(' ', '-')}"
-    pool.run(world_size, load_save_and_train, [*flags.split(), *_FLAGS.split(), "--save", str(save)], None)
+    given = [*flags.split(), *_FLAGS.split(), "--save", str(save)]
+    pool.run(world_size, load_save_and_train, given, None, name in IN_PARTS)
+    is_in_parts = bool(read_root(save / folder_name(SAVED_AT)).parts)
+    require(is_in_parts == (name in IN_PARTS), "the manifest has another form")
     return save
 
 

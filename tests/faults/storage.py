@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -23,12 +24,13 @@ from faults.case import (
     Cases,
     Seeds,
     judge,
+    manifests_in_parts,
     raises_checkpoint_error,
     require,
     unexpected_names,
 )
 from faults.crash_states import a_save
-from faults.failed_saves import Kind, after_failure, background, words
+from faults.failed_saves import Kind, Work, after_failure, background, words
 from faults.faulty_runs import check_failing_run, failing_runs
 from faults.killing_disk import KillPlan
 from faults.kills import Chain
@@ -318,10 +320,31 @@ def failing_run(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
         yield name, work
 
 
+def in_parts(
+    kind: Callable[[Seeds, random.Random, Path], Kind],
+) -> Callable[[Seeds, random.Random, Path], Kind]:
+    """Return the same faults of saves whose manifest is in parts, as with many ranks; older checkpoints have whole ones."""
+
+    def of_parts(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
+        with manifests_in_parts():
+            cases = list(kind(seeds, chance, folder / "parts"))
+        for name, work in cases:
+
+            def in_context(where: Path, work: Work = work) -> str:
+                with manifests_in_parts():
+                    return work(where)
+
+            yield f"{name}, manifest in parts", in_context
+
+    return of_parts
+
+
 KINDS = (
     failing_operations,
+    in_parts(failing_operations),
     failing_removals,
     failing_ranks,
+    in_parts(failing_ranks),
     failing_writers,
     vanishing_folders,
     full_volumes,

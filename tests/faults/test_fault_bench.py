@@ -17,7 +17,7 @@ from faults.kills import kills
 from faults.mutants import MUTANTS, ROOT
 from faults.power import CONTENT_MODES, Record, Recorder
 
-COUNTS = {"K": 2, "E": 12, "C": 20, "S": 10, "X": 16}
+COUNTS = {"K": 2, "E": 12, "C": 20, "S": 12, "X": 16}
 
 
 @pytest.fixture

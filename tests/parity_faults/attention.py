@@ -20,6 +20,7 @@ from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context.head_exchange import HeadExchange, Heads
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.tools.parity.runs.program import Patch
 
 
@@ -99,7 +100,7 @@ def _keys_of_first_context_rank() -> AbstractContextManager[Any]:
     """Give every context rank the filters and decays of the first rank's heads."""
 
     def of_first(self: HeadExchange, x: Tensor, parts: Sequence[Heads]) -> Tensor:
-        return share(HeadExchange(replace(self.group, rank=0)), x, parts)
+        return share(HeadExchange(ContextParallel(replace(self.group, rank=0))), x, parts)
 
     share = HeadExchange.share
     return mock.patch.object(HeadExchange, "share", of_first)

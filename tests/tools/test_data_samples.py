@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import DataShard, SingleSampler
+from megatrain.tools.data import cli
 from megatrain.tools.main import main
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts
@@ -232,11 +234,14 @@ def test_missing_samples_and_files_are_reported(
 @pytest.fixture
 def large(tmp_path: Path) -> str:
     """A dataset whose index is large enough to be cached."""
-    count = 1 << 17
-    with IndexedWriter(tmp_path / "large", "uint16") as writer:
+    return write_large(tmp_path / "large", 1 << 17)
+
+
+def write_large(prefix: Path, count: int) -> str:
+    with IndexedWriter(prefix, "uint16") as writer:
         elements = np.arange(3 * count) % EOD
         writer.add_documents(elements, np.full(count, 3, np.int32), np.ones(count, np.int64))
-    return str(tmp_path / "large")
+    return str(prefix)
 
 
 def rows(printed: str) -> list[list[str]]:
@@ -261,6 +266,22 @@ def test_indices_are_built_once(large: str, tmp_path: Path, capsys: pytest.Captu
     written = file.stat().st_mtime_ns
     built(flags.replace("--device cuda", ""), world_size=2)  # as training builds them
     assert [(path, path.stat().st_mtime_ns) for path in cache.glob("*.index")] == [(file, written)]
+
+
+def test_processes_share_what_is_missing(
+    large: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_SEQUENCES_OF_A_PROCESS", 1 << 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    other = write_large(tmp_path / "other", 1 << 18)
+    flags = f"{RUN} --split 1,0,0 --data-path 0.5 {large} 0.5 {other}".split()
+    assert main(["data", "index", *flags]) == 0
+    listed = capfd.readouterr().out
+    assert sorted(row[-1] for row in rows(listed)) == sorted(["2", large, other])
+    assert listed.count("sequences") == 1, "the children print no heading"
+    assert "2 built, 1 too small to cache" in listed
+    assert main(["data", "index", *flags]) == 0
+    assert "2 found, 1 too small to cache" in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_blend_has_its_own_row(large: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,12 @@ import pytest
 
 from megatrain.config import ConfigError
 from megatrain.config.schema.tree import settings
-from megatrain.tools.parity.features import NUMBER_FORMATS, OPTIONS
+from megatrain.tools.parity.features import NUMBER_FORMATS, OPTIONS, PACKS
 from megatrain.tools.parity.measure import tiny_plan
 from megatrain.tools.parity.rows import Layout, is_row
 
 EXCLUDED = {
     "parallel.distributed_backend": "computes the same sums",
-    "parallel.dynamic_context_parallel": "reads documents, not parity's samples: tests/distributed/parallel/test_packs.py",
-    "parallel.sequence_packing_scheduler": "reads documents, not parity's samples: tests/distributed/parallel/test_packs.py",
     "parallel.account_for_embedding_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "parallel.account_for_loss_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "optimizer.apply_wd_to_qk_layernorm": "enabled in one of the models of parity",
@@ -65,14 +63,14 @@ def test_every_choice_is_in_the_table_or_excluded(section):
         for setting in settings()
         if setting.section == section and (setting.choices or setting.kind is bool)
     }
-    varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
+    varied = {path for option in (*OPTIONS, PACKS, *NUMBER_FORMATS) for path in option.settings}
     excluded = {path for path in EXCLUDED if path.startswith(f"{section}.")}
     assert choices - varied == excluded, "add a Feature to tools/parity/features.py, or a reason here"
 
 
 def test_options_name_existing_settings():
     known = {setting.path for setting in settings()} | {"derived.data_parallel_size"}
-    assert {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings} <= known
+    assert {path for option in (*OPTIONS, PACKS, *NUMBER_FORMATS) for path in option.settings} <= known
 
 
 def _usual(option):
@@ -81,7 +79,7 @@ def _usual(option):
 
 WORDS = [
     (option, word)
-    for option in (*OPTIONS, *NUMBER_FORMATS)
+    for option in (*OPTIONS, PACKS, *NUMBER_FORMATS)
     for word in option.words()
     if word != _usual(option)
 ]
@@ -103,7 +101,7 @@ BASES = (
         "pp4",
         "pp4 mtp2",
     ),
-    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2"),
+    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "tokens dp4"),
 )
 """Layouts that have what a word needs."""
 

@@ -128,7 +128,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     num_workers: int = setting(2, at_least=0, on_resume=SILENT, taken_by="")
     """Prefetch threads per rank. 0: each step reads its own samples."""
     no_mmap_bin_files: bool = setting(False, taken_by="")
-    """Read .bin files with read calls instead of memory mapping."""
+    """Read .idx files into memory instead of mapping them; .bin files are read with read calls in any case."""
     object_storage_cache_path: str | None = setting(None, on_resume=SILENT, taken_by="")
     """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
     data_cache_path: str | None = setting(AUTO, on_resume=SILENT, taken_by="")
@@ -165,10 +165,8 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     sft: bool = setting(False, on_resume=ORDER, conflicts=_NEEDS_FILES)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
-    pack_documents: bool = setting(
-        False, on_resume=ORDER, needs=_GPT, conflicts=(_ORDERED, _NOT_WITH_SFT, *_PACKED_ALONE)
-    )
-    """Samples are whole documents in an order that --seed decides; one that is longer than --seq-length is cut into several. Those of a global batch are packed into micro-batches, with attention and positions of their own. Not in Megatron-LM."""
+    pack_documents: bool = setting(False, on_resume=ORDER, needs=_GPT, conflicts=(_ORDERED, *_PACKED_ALONE))
+    """Samples are whole documents (with --sft: conversations) in an order that --seed decides; one that is longer than --seq-length is cut into several. Those of a global batch are packed into micro-batches, with attention and positions of their own. Not in Megatron-LM."""
     varlen_mock_dataset_config_json: str | None = setting(
         None, on_resume=ORDER, needs=(on("data.pack_documents"), on("data.mock_data"))
     )

@@ -179,17 +179,24 @@ def heads_with_states_divide_over_context_ranks(draft: Draft) -> Problems:
     """Each rank computes whole samples of some heads of delta nets and Mamba-2."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    for groups, heads in undivided_states(draft, cp):
+        yield Problem(
+            f"--context-parallel-size {cp}: heads of layers with states are exchanged between its ranks, and {heads} heads that share"
+            f" {groups} do not divide over --tensor-model-parallel-size {tp} x {cp} ranks",
+            f"use --context-parallel-size {math.gcd(heads // tp, max(1, groups // tp), cp)}",
+        )
+
+
+def undivided_states(draft: Draft, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the groups and heads of delta nets and Mamba-2 that do not divide over so many context ranks."""
+    tp = draft.config.parallel.tensor_model_parallel_size
     sizes = dict.fromkeys(
         part.exchanged_heads for layer in draft.derived.model_spec.layers for part in layer.parts
     )
     for groups, heads in filter(None, sizes):
         local = max(1, groups // tp)
-        if heads // tp % cp or (local % cp and cp % local):
-            yield Problem(
-                f"--context-parallel-size {cp}: heads of layers with states are exchanged between its ranks, and {heads} heads that share"
-                f" {groups} do not divide over --tensor-model-parallel-size {tp} x {cp} ranks",
-                f"use --context-parallel-size {math.gcd(heads // tp, local, cp)}",
-            )
+        if heads // tp % ranks or (local % ranks and ranks % local):
+            yield groups, heads
 
 
 class HeadExchange(NamedTuple):

@@ -283,9 +283,9 @@ def gemm_sizes(draft: Draft, *, gathers_values: bool = False) -> Iterator[GemmSi
     tp = parallel.tensor_model_parallel_size
     ranks = parallel.context_parallel_size * (tp if parallel.sequence_parallel and not gathers_values else 1)
     samples, length = draft.config.training.micro_batch_size, draft.config.data.seq_length
-    yield GemmSize(
-        "tokens of a micro-batch on a rank", "--seq-length, --micro-batch-size", samples * length / ranks
-    )
+    if not draft.derived.pack_group_sizes:  # whose rows are filled up
+        flags = "--seq-length, --micro-batch-size"
+        yield GemmSize("tokens of a micro-batch on a rank", flags, samples * length / ranks)
     yield GemmSize("channels of hidden states", "--hidden-size", model.hidden_size)
     for number in draft.derived.fp8_layers:
         layer = draft.derived.model_spec.all_layers[number]

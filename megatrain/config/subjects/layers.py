@@ -126,7 +126,7 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
     data, cp = draft.config.data, draft.config.parallel.context_parallel_size
     parts = (part for layer in draft.derived.model_spec.layers for part in layer.parts)
     kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
-    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft", "pack_documents")
     given = [flag_of(name) for name in names if getattr(data, name)]
     for kind in kinds:
         words = kind.__name__ if kind.module is None else f"--spec: {kind.__name__}"

@@ -13,23 +13,25 @@ from typing import Final
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Problems, derives, rule
+from megatrain.config.registry import Notes, Problems, derives, rule, unproven
 from megatrain.config.schema.parallel import DYNAMIC
 from megatrain.config.schema.tree import Config
+from megatrain.config.subjects.context_parallel import undivided_states
 
 _LIMIT: Final = "parallel.max_seqlen_per_dp_cp_rank"
 _GPU_ROWS: Final = 64
 """Rows of a pack on a GPU are a multiple of this: kernels compute blocks of them."""
+_FP8_ROWS: Final = 128
+"""The same of a rank's rows in FP8, whose scales belong to blocks."""
 
 
 def row_multiple(config: Config) -> int:
     """Return a divisor of the rows of a pack on each rank: two chunks, divided further by sequence parallelism."""
     parallel, is_gpu = config.parallel, config.training.device == "cuda"
-    return math.lcm(
-        2,
-        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
-        _GPU_ROWS if is_gpu else 1,
-    )
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if config.precision.fp8_format and is_gpu:
+        return _FP8_ROWS * tp
+    return math.lcm(2, tp, _GPU_ROWS if is_gpu else 1)
 
 
 def num_domain_ranks(draft: Draft) -> int:
@@ -57,8 +59,11 @@ def pack_group_sizes(draft: Draft) -> DerivedValue:
         )
     ranks, smallest = num_domain_ranks(draft), parallel.min_dynamic_context_parallel_size
     powers = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    powers = [size for size in powers if not any(undivided_states(draft, size))]
     sizes = tuple(size for size in powers if size >= smallest) or (powers[-1],)
-    return DerivedValue(sizes, f"powers of two that divide the {ranks} ranks of dp and cp")
+    return DerivedValue(
+        sizes, f"powers of two that divide the {ranks} ranks of dp and cp, and heads with states"
+    )
 
 
 @derives("parallel.max_seqlen_per_dp_cp_rank")
@@ -113,7 +118,7 @@ def smallest_group_fits_the_ranks(draft: Draft) -> Problems:
     if sizes and parallel.sequence_packing_scheduler == DYNAMIC and sizes[0] != smallest:
         yield Problem(
             f"--min-dynamic-context-parallel-size {smallest} is not a power of two that divides the"
-            f" {num_domain_ranks(draft)} ranks of dp and cp",
+            f" {num_domain_ranks(draft)} ranks of dp and cp, and heads with states",
             f"use --min-dynamic-context-parallel-size {sizes[0]}",
         )
 
@@ -140,30 +145,45 @@ def packs_are_supported(draft: Draft) -> Problems:
         yield Problem(f"--pack-documents is not supported with {what}", fix)
 
 
+@unproven("result")
+def quantities_of_packs(draft: Draft) -> Notes:
+    """Note what is defined over a pack, whose documents depend on the number of ranks."""
+    config = draft.config
+    if not config.data.pack_documents:
+        return
+    if config.precision.fp8_format:
+        yield f"--fp8-format {config.precision.fp8_format} with --pack-documents: scales are those of a pack's rows on a rank"
+    if draft.derived.model_spec.routers and "aux_loss" in config.experts.moe_router_load_balancing_type:
+        yield "--moe-router-load-balancing-type aux_loss with --pack-documents: loads are those of a pack; seq_aux_loss is that of a document"
+
+
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
     config, remove = draft.config, "remove --pack-documents"
     model, parallel, training = config.model, config.parallel, config.training
-    micro, stages, comm_types = (
-        training.micro_batch_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.cp_comm_type,
-    )
+    micro, schedule, comm_types = training.micro_batch_size, parallel.pipeline_schedule, parallel.cp_comm_type
+    experts, whole = config.experts, {"sinkhorn", "quantile_balancing", "global_aux_loss"}
+    of_batches = [
+        one for one in experts.moe_router_load_balancing_type if experts.num_experts and one in whole
+    ]
     is_ring = len(comm_types) > 1 or not {*comm_types} <= {"a2a", "all_gather"}
-    shards = "use --pipeline-model-parallel-size 1; --data-parallel-sharding-strategy optim_grads_params saves memory"
     dropout = f"--attention-dropout {model.attention_dropout}, whose mask is keyed by places in a pack"
     table = (
         (micro > 1, f"--micro-batch-size {micro}", "use --micro-batch-size 1: a micro-batch is one pack"),
         (not training.calculate_per_token_loss, "means of micro-batches, which differ in size",
          "add --calculate-per-token-loss"),
-        (stages > 1, f"--pipeline-model-parallel-size {stages}", shards),
-        (model.model_family != "gpt", f"--model-family {model.model_family}", remove),
-        (config.experts.num_experts, f"--num-experts {config.experts.num_experts}", remove),
-        (model.multi_latent_attention, "--multi-latent-attention", remove),
+        (schedule != "1f1b", f"--pipeline-schedule {schedule}, whose order depends on the number of micro-batches",
+         "use --pipeline-schedule 1f1b"),
+        (model.model_family not in ("gpt", "hybrid"), f"--model-family {model.model_family}", remove),
+        (experts.moe_expert_capacity_factor, "--moe-expert-capacity-factor, whose dropped tokens depend on a pack",
+         "remove --moe-expert-capacity-factor"),
+        (of_batches, f"--moe-router-load-balancing-type {' '.join(of_batches)}, which balances whole micro-batches",
+         "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none"),
+        (experts.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm, which runs passes of two packs in turn",
+         "remove --overlap-moe-expert-parallel-comm"),
         (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
         (model.attention_dropout, dropout, "use --attention-dropout 0"),
         (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),
-        (config.precision.fp8_format, f"--fp8-format {config.precision.fp8_format}", "remove --fp8-format"),
         (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),
         (config.distillation.export_kd_teacher_load, "--export-kd-teacher-load", remove),
         (is_ring, f"--cp-comm-type {' '.join(comm_types)}", "use --cp-comm-type a2a or all_gather"),

@@ -132,6 +132,7 @@ def _fastest(draft: Draft) -> str:
         getattr(parallel, name) for name in (*_STAGES, *_COUNTED)
     )
     is_other = config.model.model_family != "gpt" or draft.derived.transformer_impl != "local"
+    is_other |= config.data.pack_documents
     has_more = (
         config.model.mtp_num_layers
         or config.model.spec

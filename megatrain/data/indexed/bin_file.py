@@ -1,4 +1,8 @@
-"""The bytes of a `.bin` file on a local file system: mapped into memory, or read on request."""
+"""The bytes of a `.bin` file on a local file system.
+
+They are read by system calls, which do not hold Python's lock: a page fault of a mapped file stops all threads, for milliseconds on a
+shared file system. An error of the disk is raised, and does not kill the process.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +23,21 @@ class BinFile(Protocol):
     size: int
 
     def read(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes of the file, read-only. Raises InputError if they cannot be read."""
-
-    def load(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes of the file as `read` does, without mapping them."""
+        """Return bytes of the file. Raises InputError if they cannot be read."""
 
 
 class LocalBinFile:
     """A `.bin` file on a local file system."""
 
-    def __init__(self, path: Path, *, mmap: bool) -> None:
-        """Open the file. `mmap`: map it, so that the processes of a host share the memory."""
+    def __init__(self, path: Path) -> None:
+        """Open the file."""
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
-        self._mapped: npt.NDArray[np.uint8] | None = None
-        if mmap and self.size:  # an empty file cannot be mapped
-            self._mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def read(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """See `BinFile`."""
-        if self._mapped is not None:
-            self._check_end(position + num_bytes)
-            return self._mapped[position : position + num_bytes]
-        return self.load(position, num_bytes)
-
-    def load(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """See `BinFile`: an error of the disk is raised, and does not kill the process."""
         result = np.empty(num_bytes, np.uint8)
         view = memoryview(result.data)
         done = 0
@@ -64,7 +55,7 @@ class LocalBinFile:
         return result
 
     def _check_end(self, end: int) -> None:
-        """Raise InputError if the file no longer reaches byte `end`: a mapped page after its end kills the process."""
+        """Raise InputError if the file no longer reaches byte `end`."""
         size = os.fstat(self._descriptor).st_size
         if size < end:
             raise InputError(

@@ -90,10 +90,6 @@ class RemoteFile:
         )
         return np.frombuffer(data, np.uint8)
 
-    def load(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Do the same as `read`."""
-        return self.read(position, num_bytes)
-
     def _whole(self, data: bytes, num_bytes: int) -> bytes:
         if len(data) != num_bytes:
             raise OSError(f"{len(data)} of {num_bytes} bytes were returned")

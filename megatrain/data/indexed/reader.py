@@ -73,8 +73,7 @@ class IndexedDataset:
 
         Args:
             prefix: path or URL without `.bin` or `.idx`.
-            mmap: map both files, so that the processes of a host share the memory; else the index is read into memory
-                and elements are read on request, which elements of a URL always are.
+            mmap: map the index, so that the processes of a host share the memory; else it is read into memory.
             index_cache: folder for a copy of the index of a URL.
             stamp_folders: folders of stamps; large files that have one are mapped and not read.
 
@@ -112,7 +111,7 @@ class IndexedDataset:
         if is_url(self.prefix):
             self._bin = RemoteFile(self.name)
         else:
-            self._bin = LocalBinFile(Path(self.name), mmap=mmap)
+            self._bin = LocalBinFile(Path(self.name))
         _check_bin(self.name, self._bin.size, self.num_tokens, self.dtype)
 
     def _checked_tokens(self, index_path: Path) -> int:
@@ -139,37 +138,50 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_boundaries, sequence, side="right")) - 1
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Elements:
-        """Return `length` elements of a sequence starting at `offset`; None: to its end. The result is read-only."""
+        """Return `length` elements of a sequence starting at `offset`; None: to its end."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.name}: sequence {sequence} of {len(self)}")
-        available = int(self.lengths[sequence]) - offset
+        available = int(taken(self.lengths, sequence)[0]) - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
             raise IndexError(
                 f"{self.name}: elements {offset}..{offset + count} of sequence {sequence}, "
-                f"which has {self.lengths[sequence]}"
+                f"which has {available + offset}"
             )
         size = self.dtype.itemsize
-        return self._bin.read(int(self.offsets[sequence]) + offset * size, count * size).view(self.dtype)
+        return self._bin.read(int(taken(self.offsets, sequence)[0]) + offset * size, count * size).view(
+            self.dtype
+        )
 
     def read_several(self, sequences: range) -> Elements:
-        """Return the elements of consecutive sequences, concatenated, with one read. The result is read-only."""
+        """Return the elements of consecutive sequences, concatenated, with one read."""
         if not 0 <= sequences.start < sequences.stop <= len(self):
             raise IndexError(f"{self.name}: sequences {sequences.start}..{sequences.stop} of {len(self)}")
-        start, last = int(self.offsets[sequences.start]), sequences.stop - 1
-        end = int(self.offsets[last]) + int(self.lengths[last]) * self.dtype.itemsize
+        last = sequences.stop - 1
+        start, end = taken(self.offsets, (sequences.start, last)).tolist()
+        end += int(taken(self.lengths, last)[0]) * self.dtype.itemsize
         return self._bin.read(start, end - start).view(self.dtype)
 
     def read_bytes(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes of `.bin`, read-only."""
-        return self._bin.load(position, num_bytes)
+        """Return bytes of `.bin`."""
+        return self._bin.read(position, num_bytes)
 
     def blocks(self, num_bytes: int) -> Iterator[Elements]:
         """Yield all elements in order, about `num_bytes` at once."""
         step = max(1, num_bytes // self.dtype.itemsize) * self.dtype.itemsize
         end = self.num_tokens * self.dtype.itemsize
         for start in range(0, end, step):
-            yield self._bin.load(start, min(step, end - start)).view(self.dtype)
+            yield self._bin.read(start, min(step, end - start)).view(self.dtype)
+
+
+def taken(array: npt.NDArray[Any], places: int | Sequence[int]) -> npt.NDArray[Any]:
+    """Return elements of a mapped array [n], read without Python's lock; `array[place]` holds it while a page is read.
+
+    The array may be unaligned, as those of `.idx` are, which `take` alone would copy as a whole.
+    """
+    rows = array.view(np.uint8).reshape(-1, array.itemsize)
+    found: npt.NDArray[Any] = rows.take(places, axis=0).reshape(-1).view(array.dtype)
+    return found
 
 
 def loss_mask_of(prefix: str) -> str:

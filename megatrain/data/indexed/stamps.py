@@ -59,7 +59,8 @@ class Stamp:
         for path in self._paths:
             with contextlib.suppress(OSError):  # the next start computes them again
                 path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(path, [json.dumps(content).encode()])
+                # A flush for each of a thousand datasets costs a start ten seconds; a damaged stamp is computed again.
+                replace_file(path, [json.dumps(content).encode()], is_durable=False)
                 return
 
 

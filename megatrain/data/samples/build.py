@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
@@ -38,7 +39,7 @@ from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
 from megatrain.data.samples.document_dataset import DocumentDataset, build_document_index
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import LengthFacts, build_index
-from megatrain.data.samples.index_cache import Arrays, IndexCache
+from megatrain.data.samples.index_cache import EVERYTHING, Arrays, IndexCache, Share, all_built
 from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples, build_masked_dataset
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
 from megatrain.data.samples.sources import dataset_digest, open_loss_mask, open_token_ids
@@ -120,7 +121,7 @@ class SplitBuilder:
         log: Callable[[str], None] = print,
         on_built: Callable[[BuiltIndex], None] | None = None,
         masked: MaskedSamples | None = None,
-        builds: bool = True,
+        share: Share = EVERYTHING,
     ) -> None:
         """Configure the builder.
 
@@ -133,11 +134,11 @@ class SplitBuilder:
             log: receives a line for each unexpected condition that is not an error.
             on_built: called with each index when it is ready.
             masked: samples are of BERT or T5; None: of a GPT.
-            builds: see `IndexCache`.
+            share: see `IndexCache`.
         """
         self.options = options
         self.masked = masked
-        self.cache = _RecordingCache(cache_folder, log, builds=builds)
+        self.cache = _RecordingCache(cache_folder, log, share=share)
         self._log = log
         self._on_built = on_built
         self._mmap, self._index_cache = mmap, index_cache
@@ -176,8 +177,13 @@ class SplitBuilder:
             blend = blends["all"]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             return self._divide(sources, blend.weights, split, plans)
-        built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
-        named: dict[str, SampleDataset] = {}
+        return self._build_apart(blends, plans, named_valid)
+
+    def _build_apart(
+        self, blends: Mapping[str, Blend], plans: SamplePlans, named_valid: Sequence[str] | None
+    ) -> SplitDatasets:
+        """Build splits that have datasets of their own."""
+        builds: dict[tuple[str, str | None], Callable[[], SampleDataset]] = {}
         for name in SPLIT_NAMES:
             wanted = getattr(plans, name)
             if name not in blends or wanted == (0,):
@@ -185,15 +191,19 @@ class SplitBuilder:
             blend = blends[name]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             parts = [range(self._num_units(source)) for source in sources]
+            split_of = partial(self._build_split, wanted=wanted, seed=plans.seed, name=name)
             if named_valid is not None and name == "valid":
                 labels = named_valid or dataset_names(blend.prefixes)
                 for label, source, part in zip(labels, sources, parts, strict=True):
-                    named[label] = self._build_split([source], [part], None, wanted, plans.seed, name)
+                    builds[name, label] = partial(split_of, [source], [part], None)
             else:
                 # As in Megatron-LM, the weight of a single dataset is ignored here.
                 weights = blend.weights if len(sources) > 1 else None
-                built[name] = self._build_split(sources, parts, weights, wanted, plans.seed, name)
-        return SplitDatasets(built["train"], built["valid"], built["test"], named)
+                builds[name, None] = partial(split_of, sources, parts, weights)
+        built = dict(zip(builds, all_built(builds.values()), strict=True))
+        named = {label: built[name, label] for name, label in built if label is not None}
+        train, valid, test = (built.get((name, None)) for name in SPLIT_NAMES)
+        return SplitDatasets(train, valid, test, named)
 
     def with_phases(
         self, splits: SplitDatasets, phases: Sequence[PhaseSamples], split: str, plans: SamplePlans
@@ -206,10 +216,11 @@ class SplitBuilder:
         phases = [phase for phase in phases if phase.plans]
         if splits.train is None or not phases:
             return splits
-        parts, seed = [splits.train], plans.seed + len(plans.train)
+        builds, seed = [], plans.seed + len(plans.train)
         for phase in phases:
-            parts.append(self._build_phase(phase, split, seed))
+            builds.append(partial(self._build_phase, phase, split, seed))
             seed += len(phase.plans)
+        parts = [splits.train, *all_built(builds)]
         starts = [0, *(phase.start for phase in phases)]
         counts = [end - start for start, end in itertools.pairwise(starts)]
         for start, part, count in zip(
@@ -244,20 +255,20 @@ class SplitBuilder:
     ) -> SplitDatasets:
         """Divide the same datasets between the three splits."""
         ranges = [split_ranges(split, self._num_units(source)) for source in sources]
-        built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
         # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", regardless of --eval-iters.
         is_asked = [
             getattr(plans, name) != (0,) and (ranges[0][number] is not None or name == "train")
             for number, name in enumerate(SPLIT_NAMES)
         ]
         self._require_units(split, sources, is_asked)
+        builds = {}
         for number, name in enumerate(SPLIT_NAMES):
             if is_asked[number]:
                 parts = [found[number] or range(0) for found in ranges]
-                built[name] = self._build_split(
-                    sources, parts, weights, getattr(plans, name), plans.seed, name
-                )
-        return SplitDatasets(built["train"], built["valid"], built["test"])
+                wanted = getattr(plans, name)
+                builds[name] = partial(self._build_split, sources, parts, weights, wanted, plans.seed, name)
+        built = dict(zip(builds, all_built(builds.values()), strict=True))
+        return SplitDatasets(built.get("train"), built.get("valid"), built.get("test"))
 
     def _num_units(self, source: SequenceSource) -> int:
         """Return the number of what --split divides: documents of sentences, or sequences."""
@@ -283,10 +294,10 @@ class SplitBuilder:
         if weights is None and len(sources) > 1 and None not in wanted:
             # Each dataset is read once, in an order that does not depend on the number of planned samples.
             wanted = [sum(number or 0 for number in wanted)]
-        plans = [
-            self._build_plan(sources, parts, weights, number, seed + k, name)
+        plans = all_built(
+            partial(self._build_plan, sources, parts, weights, number, seed + k, name)
             for k, number in enumerate(wanted)
-        ]
+        )
         if len(plans) == 1:
             return plans[0]
         return PlannedDataset(plans, [number or 0 for number in wanted])
@@ -300,16 +311,19 @@ class SplitBuilder:
         seed: int,
         name: str,
     ) -> SampleDataset:
-        def dataset(number: int, num_samples: int | None) -> SampleDataset:
-            return self._build_dataset(sources[number], parts[number], num_samples, seed, name)
+        def datasets_of(counts: Sequence[int | None]) -> list[SampleDataset]:
+            return all_built(
+                partial(self._build_dataset, source, part, count, seed, name)
+                for source, part, count in zip(sources, parts, counts, strict=True)
+            )
 
         if weights is None and len(sources) == 1:
-            alone = dataset(0, wanted)
+            (alone,) = datasets_of([wanted])
             if wanted is None and not len(alone):
                 raise self._too_short(name, *sources)
             return alone
         if weights is None:
-            datasets = [dataset(number, None) for number in range(len(sources))]
+            datasets = datasets_of([None] * len(sources))
             sizes = [len(one) for one in datasets]
             if not any(sizes):
                 raise self._too_short(name, *sources)
@@ -325,8 +339,7 @@ class SplitBuilder:
                 fix="leave out the weights, or leave out --full-validation",
             )
         counts = blend_counts(normalized(weights), wanted)
-        counts_to_build = counts_with_surplus(counts, self._surplus)
-        datasets = [dataset(number, count) for number, count in enumerate(counts_to_build)]
+        datasets = datasets_of(counts_with_surplus(counts, self._surplus))
         index = self._build_blend_index(normalized(weights).tolist(), sum(counts), seed, name)
         return BlendedDataset(datasets, index, [source.name for source in sources])
 
@@ -375,7 +388,7 @@ class SplitBuilder:
             assert isinstance(source, IndexedDataset), "mock data has no sentences"
             return build_masked_dataset(source, part, self.masked, **order)
         order["seq_length"] = self.options.seq_length
-        if self.options.packs_documents:
+        if self.options.packs_documents and not self.options.conversations:
             del order["cache"]  # the index is a few sums
             return DocumentDataset(source, build_document_index(source.lengths, part, **order), self.options)
         if not self.options.conversations:
@@ -383,7 +396,8 @@ class SplitBuilder:
             return GPTDataset(source, build_index(source.lengths, part, facts=facts, **order), self.options)
         assert isinstance(source, IndexedDataset), "mock data has no conversations"
         mask = open_loss_mask(source, mmap=self._mmap)
-        conversations = build_conversation_index(source.lengths, mask, part, **order)
+        is_packed = not self.options.packs_documents
+        conversations = build_conversation_index(source.lengths, mask, part, is_packed=is_packed, **order)
         self._log_conversations(source, len(part), conversations, name)
         return ConversationDataset(source, mask, conversations, self.options)
 

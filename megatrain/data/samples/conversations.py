@@ -4,7 +4,8 @@
     sample k -> tokens, labels, loss on tokens of the assistant, positions and attention within each conversation
 
 A conversation of L tokens takes L - 1 positions: its last token is a label only. One that is longer than a sample is cut
-at the end; one without a label of the assistant is left out. Both are counted.
+at the end; one without a label of the assistant is left out. Both are counted. With --pack-documents each conversation is a
+sample of its own, not padded: `pack_loader.py` packs those of a global batch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.data.indexed.reader import taken
 from megatrain.data.samples.dataset import Sample, TokenSpan
 from megatrain.data.samples.index_cache import digest
 from megatrain.data.samples.sources import content_digest
@@ -65,6 +67,7 @@ def build_conversation_index(
     seq_length: int,
     seed: int,
     num_samples: int | None,
+    is_packed: bool = True,
     cache: IndexCache | None = None,
 ) -> ConversationIndex:
     """Build the index of one split.
@@ -76,6 +79,7 @@ def build_conversation_index(
         seq_length: s, positions of a sample.
         seed: seed of the order of conversations; all epochs draw from it in turn.
         num_samples: requested samples, rounded up to whole epochs; None: one epoch.
+        is_packed: several conversations may share a sample.
         cache: reads the index if it is cached, and stores it if it is large.
     """
 
@@ -96,7 +100,7 @@ def build_conversation_index(
         num_built = num_epochs = num_sequences = 0
         while not num_epochs or (num_samples is not None and num_built < num_samples):
             order = random.permutation(len(used))
-            members = packed(sizes[order], seq_length)
+            members = packed(sizes[order], seq_length) if is_packed else [[one] for one in range(len(used))]
             counts = np.array([len(one) for one in members], np.int64)
             sequences.append(used[order[np.concatenate(members)]])
             starts.append(num_sequences + np.cumsum(counts))
@@ -120,7 +124,7 @@ def build_conversation_index(
             "seq_length": seq_length,
             "seed": seed,
             "samples": num_samples,
-            "open_samples": OPEN_SAMPLES,
+            "open_samples": OPEN_SAMPLES if is_packed else 0,
             "format": _FORMAT,
         }
         arrays = cache.get_or_build("conversations", key, build)
@@ -169,6 +173,8 @@ class ConversationDataset:
     def __getitem__(self, k: int) -> Sample:
         """Return sample k. Padding has id 0, no loss, and attends to itself only."""
         length = self.options.seq_length
+        if self.options.packs_documents:
+            length = sum(span.length for span in self.spans(k))
         tokens, labels = np.zeros(length, np.int64), np.zeros(length, np.int64)
         loss_mask = np.zeros(length, np.float32)
         starts, filled = [], 0
@@ -197,12 +203,14 @@ class ConversationDataset:
     def _sequences(self, k: int) -> list[int]:
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        start, end = int(self.index.starts[k]), int(self.index.starts[k + 1])
-        return [int(sequence) for sequence in self.index.sequences[start:end]]
+        found: list[int] = self.index.sequences.take(
+            range(*self.index.starts.take((k, k + 1)).tolist())
+        ).tolist()
+        return found
 
     def _size(self, sequence: int) -> int:
         """Return the positions of a conversation."""
-        return min(int(self.source.lengths[sequence]) - 1, self.options.seq_length)
+        return min(int(taken(self.source.lengths, sequence)[0]) - 1, self.options.seq_length)
 
     def _check_ids(self, ids: npt.NDArray[np.integer], sequence: int) -> None:
         size = self.options.vocab_size

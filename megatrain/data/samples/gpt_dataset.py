@@ -8,6 +8,7 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py; rules in tests/golden.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ from megatrain.data.samples.dataset import Sample, TokenSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from megatrain.data.indexed.reader import Elements, SequenceSource
+    from megatrain.data.indexed.reader import SequenceSource
     from megatrain.data.samples.gpt_index import GPTIndex, Integers
 
 NO_PAD: Final = -1
@@ -131,7 +132,7 @@ class GPTDataset:
         """Return the index of sample k before shuffling."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        return int(self.index.shuffle_index[k])
+        return int(self.index.shuffle_index.take(k))
 
     def _read_tokens(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the s + 1 tokens of unshuffled sample `number`, and the offsets of its spans.
@@ -139,34 +140,36 @@ class GPTDataset:
         A span that contains only the last label has no offset.
         """
         text = np.empty(self.options.seq_length + 1, np.int64)
-        starts = []
+        starts, spans = [], list(self._spans(number))
         filled = 0
-        for sequence, offset, length in self._spans(number):
+        for sequence, offset, length in spans:
             span = self.source.read(sequence, offset, length)
-            if self.options.vocab_size is not None:
-                self._check_ids(span, sequence, offset, self.options.vocab_size)
             text[filled : filled + len(span)] = span
-            if filled < self.options.seq_length:
-                starts.append(filled)
+            starts.append(filled)
             filled += len(span)
         assert filled == len(text), "the index holds whole samples only"
-        return text, np.array(starts, np.int64)
+        size = self.options.vocab_size
+        if size is not None and not 0 <= text.min() <= text.max() < size:
+            first = int(np.argmax((text < 0) | (text >= size)))
+            place = bisect.bisect_right(starts, first) - 1
+            raise self._unknown_id(text[first], spans[place][0], spans[place][1] + first - starts[place])
+        return text, np.array([start for start in starts if start < self.options.seq_length], np.int64)
 
     def _spans(self, number: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield (sequence, offset, length) of each stored span of a sample; length None: to the end of the sequence."""
-        first, offset = map(int, self.index.sample_index[number])
-        last, last_offset = map(int, self.index.sample_index[number + 1])
-        for position in range(first, last + 1):
-            length = last_offset + 1 - offset if position == last else None
-            yield int(self.index.document_index[position]), offset, length
+        # `take` reads mapped arrays without Python's lock.
+        (first, offset), (last, last_offset) = self.index.sample_index.take(
+            (number, number + 1), axis=0
+        ).tolist()
+        sequences: list[int] = self.index.document_index.take(range(first, last + 1)).tolist()
+        for sequence in sequences[:-1]:
+            yield sequence, offset, None
             offset = 0
+        yield sequences[-1], offset, last_offset + 1 - offset
 
-    def _check_ids(self, tokens: Elements, sequence: int, offset: int, vocab_size: int) -> None:
-        wrong = (tokens < 0) | (tokens >= vocab_size)
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            raise InputError(
-                f"{self.source.name}: document {self.source.document_of(sequence)} (sequence {sequence}, token "
-                f"{offset + first}) has id {tokens[first]}, outside the vocabulary of {vocab_size}",
-                fix="use the tokenizer that the data was made with, or the right --vocab-size",
-            )
+    def _unknown_id(self, token: int, sequence: int, offset: int) -> InputError:
+        return InputError(
+            f"{self.source.name}: document {self.source.document_of(sequence)} (sequence {sequence}, token {offset}) has id"
+            f" {token}, outside the vocabulary of {self.options.vocab_size}",
+            fix="use the tokenizer that the data was made with, or the right --vocab-size",
+        )

@@ -22,8 +22,9 @@ import secrets
 import struct
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ import numpy.typing as npt
 from megatrain.storage.files import fsync, open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -47,24 +48,54 @@ STALE_SECONDS: Final = 3600.0
 """Age after which a temporary file belongs to no running job."""
 
 
+T = TypeVar("T")
+
+
 class NotCachedError(Exception):
-    """An index is not in the cache, and another rank builds it."""
+    """An index is not in the cache, and another process builds it."""
+
+
+class Share(NamedTuple):
+    """The missing indices that one of several processes builds: of each kind every `count`-th, from `number` on."""
+
+    number: int
+    num_processes: int
+
+
+EVERYTHING: Final = Share(0, 1)
+
+
+def all_built(builds: Iterable[Callable[[], T]]) -> list[T]:
+    """Return what all functions build; a NotCachedError of one is raised after the last one, which may be of the own share."""
+    built, missing = [], None
+    for build in builds:
+        try:
+            built.append(build())
+        except NotCachedError as error:
+            missing = error
+    if missing is not None:
+        raise missing
+    return built
 
 
 class IndexCache:
     """A folder of cached arrays."""
 
     def __init__(
-        self, folder: str | Path | None, log: Callable[[str], None] = lambda _: None, *, builds: bool = True
+        self,
+        folder: str | Path | None,
+        log: Callable[[str], None] = lambda _: None,
+        *,
+        share: Share = EVERYTHING,
     ) -> None:
         """Use a folder, which need not exist or be writable; None: always compute.
 
         Args:
             folder: location of the files.
             log: receives one line if the folder cannot be written, and one for each invalid file.
-            builds: build what is not cached; otherwise that is a NotCachedError.
+            share: what is built if it is not cached; anything else is a NotCachedError.
         """
-        self._builds = builds
+        self._share, self._num_asked = share, Counter[str]()
         self.folder = Path(folder) if folder is not None else None
         self._log = log
         self._is_writable = folder is not None
@@ -76,6 +107,8 @@ class IndexCache:
     def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Return the arrays of a key (any JSON), read-only if they come from a file."""
         assert self.folder is not None, "ask `should_cache` first"
+        is_own = self._num_asked[kind] % self._share.num_processes == self._share.number
+        self._num_asked[kind] += 1
         text = json.dumps({"kind": kind, **key}, sort_keys=True)
         path = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.index"
         try:
@@ -84,7 +117,7 @@ class IndexCache:
             pass
         except (OSError, ValueError) as error:
             self._log(f"{path}: ignored and rebuilt: {error}")
-        if not self._builds:
+        if not is_own:
             raise NotCachedError(path)
         arrays = build()
         if self._is_writable:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from megatrain.config.derive.families import BERT_SPECIAL_TOKENS
 from megatrain.config.errors import InputError
+from megatrain.data.indexed.reader import taken
 from megatrain.data.samples.dataset import MaskedSample, TokenSpan
 from megatrain.data.samples.masking import MaskOptions, masked_runs
 from megatrain.data.samples.sentence_index import SentenceOrder, build_sentence_index
@@ -144,7 +145,9 @@ class MaskedDataset:
         self._check_ids(ids, first)
         random = self._generator((self.seed + k) % 2**32)
         if self.options.family == "bert":
-            return _bert_sample(ids, self.source.lengths[first:end], target, self.options, random)
+            return _bert_sample(
+                ids, taken(self.source.lengths, range(first, end)), target, self.options, random
+            )
         return self._t5_sample(k, ids, target, random)
 
     def spans(self, k: int) -> list[TokenSpan]:
@@ -168,7 +171,7 @@ class MaskedDataset:
         """Return first sentence, end and target of sample k."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        row: list[int] = self.index.samples[k].tolist()
+        row: list[int] = self.index.samples.take((k,), axis=0)[0].tolist()
         return row
 
     def _t5_sample(self, k: int, ids: Ids, target: int, random: np.random.RandomState) -> MaskedSample:

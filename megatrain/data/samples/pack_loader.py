@@ -7,6 +7,7 @@ Every rank computes the schedule of all ranks. The next step is read in the back
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class PackSettings:
     """Documents of the global batch that one of the planned micro-batches counts for."""
     has_equal_passes: bool
     """All ranks run as many passes, since they communicate within each (ZeRO-2 and ZeRO-3)."""
+    has_equal_rows: bool
+    """And their passes have equally many rows, which are sent between the ranks of experts."""
 
 
 class PackLoader:
@@ -124,17 +127,22 @@ class PackLoader:
         lengths, packs = self.schedule(first, count)
         work = StepWork(num_tokens=int(lengths.sum()), sum_of_squared_lengths=int((lengths**2).sum()))
         domain = self._settings.domain
-        per_rank = [sum(rank in pack.ranks for pack in packs) for rank in range(domain.num_ranks)]
-        own = [pack for pack in packs if self._rank in pack.ranks]
-        wanted = max(per_rank) if self._settings.has_equal_passes else 1
-        own += [Pack(self._rank, 1, (), 0)] * (wanted - len(own))
-        return [self._batch(pack, first, work) for pack in own]
+        passes = [[pack for pack in packs if rank in pack.ranks] for rank in range(domain.num_ranks)]
+        most = max(map(len, passes))
+        empty = Pack(self._rank, 1, (), 0)
+        own, rows = passes[self._rank] or [empty], [0] * most
+        if self._settings.has_equal_rows:
+            of_passes = itertools.zip_longest(*passes, fillvalue=empty)
+            rows = [max(domain.num_rows(one.num_tokens, one.size) for one in packs) for packs in of_passes]
+        if self._settings.has_equal_passes or self._settings.has_equal_rows:
+            own += [empty] * (most - len(own))
+        return [self._batch(pack, first, work, at_least) for pack, at_least in zip(own, rows, strict=False)]
 
-    def _batch(self, pack: Pack, first: int, work: StepWork) -> PackBatch:
-        """Read the documents of a pack, and fill it up: the rest is a document without loss."""
+    def _batch(self, pack: Pack, first: int, work: StepWork, num_rows: int) -> PackBatch:
+        """Read the documents of a pack, and fill it up to `num_rows` on each rank at least: the rest is a document without loss."""
         domain, limit = self._settings.domain, self._settings.seq_length
         samples = [self._samples[first + document] for document in pack.documents]
-        length = domain.num_rows(pack.num_tokens, pack.size) * pack.size
+        length = max(domain.num_rows(pack.num_tokens, pack.size), num_rows) * pack.size
         tokens, labels, positions, token_ids = (np.zeros((1, length), np.int64) for _ in range(4))
         loss_mask = np.zeros((1, length), np.float32)
         wholes: tuple[npt.NDArray[Any], ...] = (tokens, labels, loss_mask, positions)
@@ -156,6 +164,7 @@ class PackLoader:
             documents=self._documents(starts, length),
             token_ids=self._tensor(token_ids),
             group_size=pack.size,
+            num_tokens=end,
             work=work,
         )
 

@@ -12,6 +12,8 @@ import hashlib
 import itertools
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -104,45 +106,53 @@ def inspect_datasets(
     """
     facts: list[DatasetFacts] = []
     problems: list[Problem] = []
-    seen: dict[str, DatasetFacts | None] = {}
+    seen: set[str] = set()
+    prefixes = dict.fromkeys(prefix for blend in blends.values() for prefix in blend.prefixes)
+    inspected_one = partial(
+        _facts_or_error,
+        conversations=conversations,
+        sentences=sentences,
+        index_cache=index_cache,
+        cache_folder=cache_folder,
+    )
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        inspected = dict(zip(prefixes, threads.map(inspected_one, prefixes), strict=True))
     for split, blend in blends.items():
         place = f"{flags[split]}: " if flags else ""
         for number, prefix in enumerate(blend.prefixes):
+            found = inspected[prefix]
             if prefix not in seen:
-                seen[prefix] = None
+                seen.add(prefix)
                 try:
-                    dataset = seen[prefix] = _facts_of(
-                        prefix,
-                        conversations=conversations,
-                        sentences=sentences,
-                        index_cache=index_cache,
-                        cache_folder=cache_folder,
-                    )
-                    found_here = [*_description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)]
+                    if isinstance(found, ConfigError):
+                        raise found
+                    found_here = [*_description_problems(found, vocab_size, tokenizer_fingerprint, eod)]
                 except ConfigError as error:
                     found_here = [_with_blend_hint(problem, prefix) for problem in error.problems]
                 problems += [Problem(f"{place}{problem.text}", problem.fix) for problem in found_here]
-            found = seen[prefix]
-            if found is not None:
+            if isinstance(found, DatasetFacts):
                 weight = blend.weights[number] if blend.weights is not None else None
                 facts.append(DatasetFacts(**(vars(found) | {"split": split, "weight": weight})))
     return facts, problems
 
 
-def _facts_of(
+def _facts_or_error(
     prefix: str, *, conversations: bool, sentences: bool, index_cache: str | None, cache_folder: str | None
-) -> DatasetFacts:
-    dataset = open_token_ids(prefix, index_cache=index_cache, cache_folder=cache_folder)
-    return DatasetFacts(
-        split="all",
-        prefix=prefix,
-        weight=None,
-        num_sequences=len(dataset),
-        num_tokens=dataset.num_tokens,
-        num_documents=dataset.num_documents,
-        digest=dataset_digest(dataset, conversations=conversations, sentences=sentences),
-        has_loss_mask=conversations or exists(f"{loss_mask_of(prefix)}.idx"),
-    )
+) -> DatasetFacts | ConfigError:
+    try:
+        dataset = open_token_ids(prefix, index_cache=index_cache, cache_folder=cache_folder)
+        return DatasetFacts(
+            split="all",
+            prefix=prefix,
+            weight=None,
+            num_sequences=len(dataset),
+            num_tokens=dataset.num_tokens,
+            num_documents=dataset.num_documents,
+            digest=dataset_digest(dataset, conversations=conversations, sentences=sentences),
+            has_loss_mask=conversations or exists(f"{loss_mask_of(prefix)}.idx"),
+        )
+    except ConfigError as error:
+        return error
 
 
 def open_token_ids(

@@ -9,6 +9,7 @@ from torch import nn
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.model.experts.experts import ExpertBranch, Experts
+from megatrain.model.experts.pack_router import PackRouter
 from megatrain.model.experts.router import Router
 from megatrain.model.experts.shared import LatentProjection, SharedExpert, WithSharedExpert
 from megatrain.model.layer import Sequential, branch_output
@@ -29,6 +30,7 @@ from megatrain.parallel.expert_parallel import (
     TokenDispatcher,
 )
 from megatrain.parallel.layout import Init
+from megatrain.parallel.packs.context import PackContext
 
 
 def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
@@ -52,7 +54,7 @@ def expert_branch(spec: ExpertsSpec, context: LayerContext) -> ExpertBranch:
 def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
     gpt, ranks, builder, prefix = context.model, context.ranks, context.builder, context.name(spec)
     init = Init(std=gpt.init_std)
-    router = Router(
+    router = (PackRouter if isinstance(ranks.split.cp, PackContext) else Router)(
         spec.router,
         context.number,
         f"{prefix}.router",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.parallel.context.context_attention import heads_of, rows_of
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import conjugate
 
@@ -31,9 +32,13 @@ class Heads(NamedTuple):
 
 
 class HeadExchange(NamedTuple):
-    """The exchange over the ranks of a group; with one rank nothing changes."""
+    """The exchange over the context ranks of the current pass; with one rank nothing changes."""
 
-    group: RankGroup
+    cp: ContextParallel
+
+    @property
+    def group(self) -> RankGroup:
+        return self.cp.group
 
     def local(self, heads: Heads) -> Heads:
         """Return this rank's share of heads."""

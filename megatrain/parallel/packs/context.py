@@ -1,10 +1,9 @@
 """Context parallelism whose group changes from pack to pack.
 
-    PackBatch, with the size of its group ─> `shard_batch`: this rank's rows ─> `enter`, before each segment's forward pass
+    PackBatch, with the size of its group ─> `shard_batch`: this rank's rows ─> `enter`, before each pass of a segment
                                                                               ─> attention, RoPE, dropout of that pack
 
-Modules hold one `PackContext` and read its group when they compute. The pass that they belong to is that of the last `enter`: passes
-of a micro-batch run forward and then backward before those of the next one.
+Modules hold one `PackContext` and read its group when they compute: that of the last `enter`, which `PackExecutor` calls.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ class PackBatch(Batch):
 
     group_size: int
     """Ranks that share it."""
+    num_tokens: int
+    """Tokens of its documents, which are its first ones."""
     token_ids: Tensor
     """An index for each token, unique in the run and the same in any schedule, int64 [1, s]; dropout is keyed by it."""
     work: StepWork
@@ -84,6 +85,18 @@ class PackContext(ContextParallel):
             sharded, token_ids=cp.shard(batch.token_ids, 1), denominator=sharded.loss_denominator
         )
         return own
+
+    def num_tokens(self, batch: Batch) -> int:
+        """See `ContextParallel`; tokens that fill a pack up do not count."""
+        assert isinstance(batch, PackBatch), "a loader of packs"
+        return batch.num_tokens
+
+    @property
+    def num_document_rows(self) -> int:
+        """This rank's rows of the current pack that are tokens of documents: the first ones."""
+        assert self.batch is not None, "a pass of a pack has begun"
+        ranges = self.current.position_ranges(self.batch.tokens.shape[1])
+        return sum(max(min(part.stop, self.batch.num_tokens) - part.start, 0) for part in ranges)
 
     def enter(self, batch: PackBatch, info: PassInfo) -> None:
         """Begin a pass of a pack."""

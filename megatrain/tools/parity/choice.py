@@ -22,6 +22,7 @@ from megatrain.tools.parity.rows import (
     Layout,
     all_pairs,
     is_row,
+    packed_rows,
     pairwise_rows,
     product_rows,
 )
@@ -116,11 +117,19 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         # BERT averages over micro-batches: it has no loss of equal tokens.
         narrow = [one for one in map(of_any_micro_batch, layouts) if is_row(one.words, max_ranks=max_ranks)]
         return [(precision, layout) for layout in dict.fromkeys([*narrow, *more])]
-    rows: list[Row] = [("fp64", layout) for layout in layouts]
+    rows: list[Row] = [("fp64", layout) for layout in _with_packs(arguments, layouts, max_ranks)]
     if is_usual:
         own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
         rows += [(one, layout) for one in own for layout in rows_in(one, max_ranks)]
     return rows
+
+
+def _with_packs(arguments: argparse.Namespace, layouts: Sequence[Layout], max_ranks: int) -> Sequence[Layout]:
+    """Add the rows with packs; in the quick table the first of them replaces the last row."""
+    if arguments.device != "cpu":  # kernels of GPUs need longer documents
+        return layouts
+    packed = packed_rows(max_ranks)
+    return (*layouts[: QUICK_ROWS - 1], *packed[:1]) if arguments.quick else (*layouts, *packed)
 
 
 def _implementation_rows(max_ranks: int) -> list[Layout]:

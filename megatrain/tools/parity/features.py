@@ -435,6 +435,26 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
 )
 
+_DYNAMIC_PACKS: Final = (
+    "--pack-documents --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 12 --cp-comm-type"
+)
+PACKS: Final = _layout(
+    "packs",
+    "data.pack_documents parallel.dynamic_context_parallel parallel.sequence_packing_scheduler",
+    Feature("unpacked"),
+    Feature(
+        "packs",
+        {
+            "packs": f"{_DYNAMIC_PACKS} a2a",
+            "packsgather": f"{_DYNAMIC_PACKS} all_gather",
+            "fixedpacks": "--pack-documents --cp-comm-type a2a",
+            "firstfit": "--pack-documents --cp-comm-type a2a --sequence-packing-scheduler first_fit",
+        },
+        needs=("tokens",),
+    ),
+)
+"""Documents are the samples up to their last token that counts. They are combined with little else: `PACKED_ROWS` has the rows."""
+
 FP8_MODULES: Final = """
 configs:
   bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}

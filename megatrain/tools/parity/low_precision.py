@@ -112,8 +112,8 @@ def is_supported_in(precision: Precision, layout: Layout) -> bool:
     """Return whether a precision supports the layout's number formats and a measurable noise."""
     if precision == "fp64":
         return layout.but("nofp8") == layout.but(WITHOUT_FORMATS)
-    if not layout.has("nofp8"):
-        return False  # another micro-batch has other scales
+    if not layout.has("nofp8") or layout.has_packs:
+        return False  # another micro-batch has other scales, and other packs
     return layout == of_any_micro_batch(layout) and (precision == "bf16" or not layout.has("sumsbf16"))
 
 

@@ -24,6 +24,7 @@ from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.models import IMAGE_SIZE, IMAGES
+from megatrain.tools.parity.packs import CutSamples, packed_batches
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.parity.teachers import draw_teacher, teacher_of
 from megatrain.tools.worker_pool import kept_group
@@ -191,7 +192,8 @@ def engine_of(plan: Plan, rank: int) -> Engine:
 
 def plan_of(job: Job, world_size: int) -> Plan:
     """Resolve the plan of a job."""
-    flags = [*PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
+    flags = PRECISION_FLAGS[job.precision].split()
+    flags += [] if job.layout.has_packs else ["--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
         flags += ["--moe-router-force-load-balancing"]
@@ -211,7 +213,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
     flags = (
         f"--num-layers 4 --num-attention-heads 48 {_WIDTHS[device]} --init-method-std 0.1 --mock-data "
         f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} "
-        f"--micro-batch-size {MICRO_BATCH} --train-iters {NUM_STEPS} "
+        f"--micro-batch-size {1 if layout.has_packs else MICRO_BATCH} --train-iters {NUM_STEPS} "
         f"--lr 1e-2 --adam-eps 1e-6 --weight-decay 0.1 --params-dtype float64 --device {device}"
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
@@ -238,6 +240,11 @@ _WIDTHS: dict[Device, str] = {
 
 
 def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
+    layout = job.layout
+    if layout.has_packs:
+        steps = [local_batches(number, layout.but("dp1"), 0, micro_batch=1) for number in range(NUM_STEPS)]
+        documents = CutSamples.of([batch for batches in steps for batch in batches])
+        return packed_batches(engine, documents, step * layout.global_batch, layout.global_batch)
     local = local_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
     return [on_device(batch, engine.device) for batch in local]
 

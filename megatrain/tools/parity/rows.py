@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
-from megatrain.tools.parity.features import NUMBER_FORMATS
+from megatrain.tools.parity.features import NUMBER_FORMATS, PACKS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import (
     FROZEN,
@@ -60,8 +60,25 @@ ALWAYS = (
 )
 """Rows that combine all axes, and those of other families than GPT."""
 
+PACKED_ROWS = (
+    "tp2 sp dp2 pp2 zero3 mixtral ep2 seqauxloss packs batch16",
+    "dp4 zero1 overlap tied gpt2 packs batch16",
+    "tp2 sp dp4 zero2 gemma2 packsgather",
+    "dp4 pp2 zero3 uniform mla packsgather",
+    "tp2 dp4 zero1 mla recomputelatents packs",
+    "dp4 pp2 zero2 hybrid packs",
+    "tp2 sp dp2 pp2 zero3 qwen3-next packs",
+    "dp4 ep4 alltoall deepseek zero1 overlap packs batch16",
+    "dp2 cp2 pp2 ep2 latentexperts seqauxloss zero3 fixedpacks batch16",
+    "cp2 dp2 pp2 tied gpt-oss fixedpacks",
+    "cp4 dp2 zero0 qwen block firstfit batch16",
+)
+"""Rows with packs, the first for the quick table too: tp, pp, ep and ZeRO-3 at once."""
+
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
+_APART: Final = (PACKS, *NUMBER_FORMATS)
+"""Options that no table combines."""
 OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in FEATURE_OPTIONS},
     "labels": {"labelled": "", "ignored": "", "hollow": "", "tails": ""},
@@ -69,7 +86,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
     "model": MODELS,
     "batch": _BATCHES,
-    **{option.name: option.words() for option in NUMBER_FORMATS},
+    **{option.name: option.words() for option in _APART},
 }
 """Words by option, with the flags of each. `ignored`: some labels are negative (ignored tokens), and labels under a zero mask
 are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have no token that counts.
@@ -101,8 +118,8 @@ _REDUCTIONS: tuple[dict[str, str], ...] = (
 )
 """Changes of the other options, tried in order, when they do not fit a combination's sizes."""
 
-_USUAL_FORMATS = tuple(next(iter(option.words())) for option in NUMBER_FORMATS)
-WITHOUT_FORMATS = " ".join(_USUAL_FORMATS)
+_USUAL_APART = tuple(next(iter(option.words())) for option in _APART)
+WITHOUT_FORMATS = " ".join(_USUAL_APART[1:])
 """Words of the default number formats."""
 
 WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
@@ -132,8 +149,8 @@ _OF_EXPERTS = (
 _OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
-_IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout} | {"loss chunks"}
-_ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
+_ALL_FEATURES = (*FEATURE_OPTIONS, *_APART)
+_IS_LAYOUT = {option.name for option in _ALL_FEATURES if option.is_layout} | {"loss chunks"}
 _FEATURE_OF = {
     word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
 }
@@ -177,7 +194,7 @@ class Layout:
     @property
     def table_words(self) -> tuple[str, ...]:
         """Words of the options that the tables combine."""
-        return self.words[: -len(NUMBER_FORMATS)]
+        return self.words[: -len(_APART)]
 
     def words_of(self, *options: str) -> list[str]:
         """Return the words of these options."""
@@ -214,6 +231,10 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
+    def has_packs(self) -> bool:
+        return not self.has("unpacked")
+
+    @property
     def global_batch(self) -> int:
         return self.size("batch")
 
@@ -235,12 +256,12 @@ class Layout:
         plain = Layout.of("").words
         is_of_replicas = self.has("globalauxloss") or self.has("severallosses")
         stays = {"data parallelism"} if is_of_replicas else set()
-        return Layout(
-            tuple(
-                usual if option in _IS_LAYOUT - stays else word
-                for option, word, usual in zip(OPTIONS, self.words, plain, strict=True)
-            )
+        words = tuple(
+            usual if option in _IS_LAYOUT - stays else word
+            for option, word, usual in zip(OPTIONS, self.words, plain, strict=True)
         )
+        # Routers of unpacked samples see more tokens.
+        return Layout(words).but("fixedpacks" if self.has_packs and not self.has("dense") else "")
 
     def flags(self) -> list[str]:
         """Return the flags of `pretrain.py`; the model's come first, so that an option can override them."""
@@ -359,7 +380,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 
 @_rule_of("tensor parallelism", "experts", "model")
 def _decoder_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the words fit a decoder of 16 tokens behind an encoder of two layers, if the model has one."""
+    """Return whether the words fit a decoder of 16 tokens and an encoder of two layers, if the model has them."""
     is_allowed = known["tensor parallelism"] != "tp3" and known["experts"] not in OF_FOUR_LAYERS
     return is_allowed or OF_FAMILIES.get(known["model"] or "") != "t5"
 
@@ -433,7 +454,7 @@ def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[
     """Return ALWAYS, then rows that cover every possible pair of words, those with the most new pairs first; at most `most`."""
     always = [layout for layout in map(Layout.of, ALWAYS) if is_row(layout.words, max_ranks=max_ranks)]
     rows = covering_rows(_values(), functools.partial(_is_allowed, max_ranks=max_ranks), most)
-    layouts = list(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
+    layouts = list(dict.fromkeys([*always, *(Layout((*row, *_USUAL_APART)) for row in rows)]))[:most]
     return tuple(dict.fromkeys(_with_fewer_passes(layouts, max_ranks)))
 
 
@@ -456,6 +477,12 @@ def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[La
         yield chosen
 
 
+def packed_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
+    """Return PACKED_ROWS of at most so many ranks."""
+    rows = [Layout.of(f"tokens {text}") for text in PACKED_ROWS]
+    return tuple(layout for layout in rows if is_row(layout.words, max_ranks=max_ranks))
+
+
 @functools.cache
 def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
     """Return the pairs that can occur together in a row."""
@@ -470,7 +497,7 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
         [("*",) if name in PRODUCT else words for name, words in zip(_NAMES, _values(), strict=False)],
         lambda row: _is_allowed(tuple(None if word == "*" else word for word in row), max_ranks),
     )
-    others = [(*row, *_USUAL_FORMATS) for row in others]
+    others = [(*row, *_USUAL_APART) for row in others]
     rows: list[Layout] = []
     uses = Counter(dict.fromkeys(others, 0))
     for words in product(*(PRODUCT[name] for name in fixed)):
@@ -490,12 +517,12 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
 
 
 def _values() -> list[tuple[str, ...]]:
-    """Return the words of each option that the tables combine: all but the number formats, which come last."""
-    return [tuple(words) for words in OPTIONS.values()][: -len(NUMBER_FORMATS)]
+    """Return the words of each option that the tables combine: all but those of `_APART`, which come last."""
+    return [tuple(words) for words in OPTIONS.values()][: -len(_APART)]
 
 
 def _is_allowed(words: Partial, max_ranks: int) -> bool:
-    return is_row((*words, *_USUAL_FORMATS), max_ranks=max_ranks)
+    return is_row((*words, *_USUAL_APART), max_ranks=max_ranks)
 
 
 @functools.cache

@@ -48,6 +48,10 @@ _SECONDS_TO_CONNECT = 120.0
 _SECONDS_TO_ANSWER = 5.0
 """A connection without an answer after this time may be one that the kernel of rank 0 has dropped: all ranks connect at once. The
 time doubles with each attempt, so that a server that is slow is not asked ever more."""
+_SECONDS_FOR_A_RANK = 2e-4
+"""Longest time of the server for one connection."""
+_MIN_RANKS_TO_SPREAD = 128
+"""Connections that each kernel queues."""
 _SECONDS_TO_WAIT = 20.0
 """Longest time that a failed rank waits for its turn to print, and that the others wait for its exit."""
 _SECONDS_FOR_SERVER = 2.5
@@ -136,6 +140,7 @@ class RankWatch:
         """Connect; try again if no answer comes, or if the server is full of unknown peers, which it disconnects."""
         address = (self.environment.host, self._server_info["port"])
         deadline, seconds = time.monotonic() + _SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER
+        _sleep_at_most(seconds_to_spread(self.environment.world_size))
         try:
             while time.monotonic() < deadline:
                 with (
@@ -153,7 +158,7 @@ class RankWatch:
                     self._messages = answers  # may have read more than the first message
                     return connection
                 seconds *= 2
-                time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 (not a secret): not all ranks at once again
+                _sleep_at_most(0.5)  # not all ranks at once again
             raise ConnectionError("no valid answer")
         except OSError as error:
             raise MegatrainError(
@@ -275,6 +280,15 @@ class RankWatch:
             os.close(descriptor)
         if self._server is not None:
             self._server.close_in_child()
+
+
+def seconds_to_spread(world_size: int) -> float:
+    """Return the time over which ranks spread their connections: that of the server to accept them, as a kernel may queue few."""
+    return 0.0 if world_size < _MIN_RANKS_TO_SPREAD else world_size * _SECONDS_FOR_A_RANK
+
+
+def _sleep_at_most(seconds: float) -> None:
+    time.sleep(random.uniform(0.0, seconds))  # noqa: S311 (not a secret)
 
 
 def write_torchrun_error(environment: LaunchEnvironment, failure: Failure, *, at: float) -> None:

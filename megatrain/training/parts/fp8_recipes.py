@@ -73,7 +73,8 @@ def _build(
     return Fp8Recipe(
         name=name,
         format=recipe.format,
-        tokens=grid.tp_cp,
+        # Ranks with different packs cast in different numbers of passes.
+        tokens=grid.tp if plan.derived.pack_group_sizes else grid.tp_cp,
         tp=grid.tp,
         has_fp8_wgrad=precision.fp8_wgrad,
         keeps_weights=plan.config.parallel.data_parallel_sharding_strategy != "optim_grads_params",

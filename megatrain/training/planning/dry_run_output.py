@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -23,6 +24,8 @@ _MAX_LANDMARKS: Final = 16
 _MAX_DATASETS: Final = 20
 _MANY_CHECKPOINTS: Final = 5
 """More checkpoints than these are worth a word on --keep-last."""
+_OPERATION_SECONDS: Final = 7e-6
+"""Usual time of Python, autograd and dispatch for an operation."""
 _MAX_DRAWN_RANKS: Final = 16
 _MEMORY_TITLES: Final = (
     "",
@@ -60,7 +63,7 @@ def as_text(found: DryRun) -> str:
         _flops(found),
         _memory(found),
         _ranks(found),
-        _pipeline(found),
+        itertools.chain(_pipeline(found), _host(found)),
         *([_packs(found)] if found.packs is not None else []),
         _data(found),
         _timeline(found),
@@ -258,6 +261,17 @@ def _pipeline(found: DryRun) -> Iterator[str]:
         )
     if len(set(pipeline.layers)) > 1:
         yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
+
+
+def _host(found: DryRun) -> Iterator[str]:
+    """Yield the time of the host, which starts the operations of a GPU unless a graph has them."""
+    if found.plan.config.training.device == "cuda" and not found.plan.derived.cuda_graphs:
+        each = max(stage.operations for stage in found.memory)
+        total = each * found.pipeline.num_microbatches
+        yield (
+            f"host: {each:,} operations a micro-batch, {total:,} an iteration: {_OPERATION_SECONDS * total:.2g} s at"
+            f" {1e6 * _OPERATION_SECONDS:.0f} us each, during which the GPU computes"
+        )
 
 
 def _packs(found: DryRun) -> Iterator[str]:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Final
 
@@ -99,6 +99,8 @@ class StageMemory:
     """RoPE tables, the step's batches, the workspace of cuBLAS, and the allocator's rounding of `held`."""
     peak_at: str
     """The pass that runs at the peak, and the function that allocates."""
+    operations: int
+    """Torch operations, also views, that the host starts for the passes of a micro-batch."""
 
     @property
     def total(self) -> int:
@@ -147,12 +149,14 @@ class RecordedStep:
     by_class: dict[str, int]
     """Bytes at the peak, by field of `StageMemory`."""
     peak: Peak
+    operations: int
 
     def memory(self) -> StageMemory:
         """Return the memory by class."""
         return StageMemory(
             held=resident_memory(self.engine.optimizer, self.engine.model),
             peak_at=_description(self.engine, self.peak.activity, self.peak.creator),
+            operations=self.operations,
             **self.by_class,
         )
 
@@ -187,7 +191,7 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
                     name: first[name] + (last[name] - first[name]) * position // max(len(stages) - 1, 1)
                     for name in first
                 }
-                step = RecordedStep(engine=engines[stage], by_class=by_class, peak=ends[0].peak)
+                step = replace(ends[0], engine=engines[stage], by_class=by_class)
                 found.append(step.memory())
     return found
 
@@ -230,7 +234,8 @@ def record_step(
     by_class["temporaries"] += ledger.peak.workspace
     if plan.derived.cuda_graphs:  # which keep the memory of their passes
         by_class["temporaries"] += _peak_after(passes_end, ledger.storages)
-    return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak)
+    operations = ledger.num_operations // num_microbatches
+    return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak, operations=operations)
 
 
 def _peak_after(event: int, storages: Sequence[Storage]) -> int:

@@ -291,6 +291,7 @@ class StorageLedger(TorchDispatchMode):
 
     Attributes:
         num_bytes: bytes that are live now.
+        num_operations: operations while something runs by `current_activity`.
         current_activity: returns what runs now; activities are compared by identity.
     """
 
@@ -306,7 +307,7 @@ class StorageLedger(TorchDispatchMode):
         self.current_activity: Callable[[], object] = lambda: None
         self.storages: list[Storage] = []
         self.peak = Peak()
-        self.num_bytes = self.num_events = 0
+        self.num_bytes = self.num_events = self.num_operations = 0
         self._run = run
         self._round_bytes = round_bytes
         self._workspace = workspace
@@ -331,6 +332,7 @@ class StorageLedger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = self._run(func, args, kwargs or {})
+        self.num_operations += self.current_activity() is not None
         for tensor in _tensors(result):
             self._record_allocation(tensor.untyped_storage())
         extra = self._workspace(func, args)

@@ -58,6 +58,7 @@ def pack_settings(plan: Plan) -> PackSettings:
         seq_length=plan.config.data.seq_length,
         documents_per_pass=plan.config.training.micro_batch_size * plan.derived.data_parallel_size,
         has_equal_passes=parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"),
+        has_equal_rows=parallel.expert_model_parallel_size > 1,
     )
 
 
@@ -87,5 +88,6 @@ def largest_pack(plan: Plan, device: torch.device) -> PackBatch:
         documents=Documents(cu_seqlens, min(limit, length), 1, length),
         token_ids=ids[3],
         group_size=size,
+        num_tokens=length,
         work=StepWork(num_tokens=length, sum_of_squared_lengths=length * min(limit, length)),
     )

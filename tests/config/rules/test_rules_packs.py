@@ -10,6 +10,8 @@ PACKS = (
 )
 DYNAMIC = f"{PACKS} --dynamic-context-parallel"
 """With the working run's flags: a run that resolves."""
+STATES = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 2"
+"""Two heads with states, which do not divide over four ranks."""
 
 
 def refused(flags, words, remedy, facts=FOUR):
@@ -34,6 +36,8 @@ CASES = {
          ("--min-dynamic-context-parallel-size 3", "4 ranks"), ("--min-dynamic-context-parallel-size 4",)),
         (f"{DYNAMIC} --min-dynamic-context-parallel-size 8", "", FOUR,
          ("--min-dynamic-context-parallel-size 8", "4 ranks"), ("--min-dynamic-context-parallel-size 4",)),
+        (f"{DYNAMIC} {STATES} --min-dynamic-context-parallel-size 4", "", FOUR,
+         ("--min-dynamic-context-parallel-size 4", "heads with states"), ("--min-dynamic-context-parallel-size 2",)),
     ],
     "batch_has_documents_for_all_ranks": [
         (f"{DYNAMIC} --context-parallel-size 4 --cp-comm-type all_gather --global-batch-size 3", "", FOUR,
@@ -42,12 +46,20 @@ CASES = {
     "packs_are_supported": [
         refused("--micro-batch-size 2", "--micro-batch-size 2", "--micro-batch-size 1"),
         refused("--no-calculate-per-token-loss", "means of micro-batches", "--calculate-per-token-loss"),
-        refused("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
-        refused("--num-experts 4", "--num-experts 4", "remove --pack-documents"),
-        refused("--multi-latent-attention", "--multi-latent-attention", "remove --pack-documents"),
+        refused("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", "--pipeline-schedule zb-h1", "--pipeline-schedule 1f1b"),
+        refused("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule interleaved",
+                "--pipeline-schedule 1f1b"),
+        refused("--num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor",
+                "remove --moe-expert-capacity-factor"),
+        refused("--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type sinkhorn",
+                "--moe-router-load-balancing-type sinkhorn", "aux_loss, seq_aux_loss or none"),
+        refused("--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+                "--moe-router-load-balancing-type global_aux_loss", "aux_loss, seq_aux_loss or none"),
+        refused("--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+                "--overlap-moe-expert-parallel-comm", "remove --overlap-moe-expert-parallel-comm"),
         refused("--mtp-num-layers 1", "--mtp-num-layers 1", "remove --mtp-num-layers"),
         refused("--attention-dropout 0.1", "--attention-dropout 0.1", "--attention-dropout 0"),
-        refused("--fp8-format hybrid", "--fp8-format hybrid", "remove --fp8-format"),
+        refused("--fp4-format e2m1", "--fp4-format e2m1", "remove --fp4-format"),
         refused("--cp-comm-type p2p", "--cp-comm-type p2p", "--cp-comm-type a2a or all_gather"),
     ],
 }  # fmt: skip
@@ -67,6 +79,7 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
         (f"{DYNAMIC} --min-dynamic-context-parallel-size 2 --seq-length 18", (2, 4), 6),
         (f"{PACKS} --context-parallel-size 2", (2,), 8),
         (PACKS, (1,), 16),
+        (f"{DYNAMIC} {STATES}", (1, 2), 8),
         (
             f"{DYNAMIC} --tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 12",
             (1, 2),

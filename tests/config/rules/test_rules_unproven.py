@@ -43,6 +43,11 @@ CASES = {
         Facts(world_size=4),
         "fewer query groups than --tensor-model-parallel-size",
     ),
+    "quantities_of_packs": (
+        "--pack-documents --calculate-per-token-loss --micro-batch-size 1 --num-experts 4 --moe-aux-loss-coeff 0.1",
+        None,
+        "aux_loss with --pack-documents",
+    ),
     "fp8_recipes_without_rows": (
         "--fp8-format e4m3 --fp8-recipe mxfp8",
         None,

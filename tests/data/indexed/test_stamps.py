@@ -13,7 +13,7 @@ from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION
 from megatrain.data.indexed.stamps import WORTH_SEQUENCES, Stamp
 from megatrain.data.samples import gpt_index, index_cache, sources
 from megatrain.data.samples.gpt_index import LengthFacts
-from megatrain.data.samples.index_cache import IndexCache, NotCachedError
+from megatrain.data.samples.index_cache import IndexCache, NotCachedError, Share
 from megatrain.data.samples.sources import content_digest, open_token_ids
 
 UINT16 = 8
@@ -124,7 +124,7 @@ def test_a_cached_index_is_checked_once(tmp_path: Path, rows_read: list[int]) ->
     rows_read.clear()
 
     def found() -> int:
-        read = IndexCache(tmp_path, builds=False).get_or_build("x", {}, dict)
+        read = IndexCache(tmp_path, share=Share(1, 2)).get_or_build("x", {}, dict)
         assert np.array_equal(read["order"], arrays["order"])
         total = sum(rows_read)
         rows_read.clear()
@@ -139,4 +139,4 @@ def test_a_cached_index_is_checked_once(tmp_path: Path, rows_read: list[int]) ->
     content[-100] ^= 1
     file.write_bytes(content)
     with pytest.raises(NotCachedError):
-        IndexCache(tmp_path, builds=False).get_or_build("x", {}, dict)
+        IndexCache(tmp_path, share=Share(1, 2)).get_or_build("x", {}, dict)

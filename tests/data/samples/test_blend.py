@@ -14,6 +14,7 @@ from megatrain.data.samples.blend import (
     MIN_CHUNK,
     BlendedDataset,
     BlendIndex,
+    _ChunkedBlend,
     blend_counts,
     build_blend_index,
     build_exhaustive_blend_index,
@@ -63,22 +64,26 @@ def test_recorded_shares(case):
     assert normalized(case["weights"]).tolist() == case["result"]
 
 
-def one_by_one(weights, size):
+def one_by_one(weights, size, *, is_exhaustive=False):
     shares = np.asarray(weights, np.float64) / np.sum(weights)
     counts = np.zeros(len(shares))
     order = []
     for position in range(size):
-        taken = int((shares * max(position, 1) - counts).argmax())
+        deficit = shares * max(position, 1) - counts
+        if is_exhaustive:
+            deficit[counts >= weights] = -np.inf
+        taken = int(deficit.argmax())
         order.append((taken, int(counts[taken])))
         counts[taken] += 1
     return order
 
 
 def check_index(weights, size):
-    index = build_blend_index(weights, size)
-    assert list(
-        zip(index.dataset_index.tolist(), index.dataset_sample_index.tolist(), strict=True)
-    ) == one_by_one(weights, size)
+    assert pairs(build_blend_index(weights, size)) == one_by_one(weights, size)
+
+
+def pairs(index):
+    return list(zip(index.dataset_index.tolist(), index.dataset_sample_index.tolist(), strict=True))
 
 
 LONG = 6 * MIN_CHUNK + 17
@@ -94,8 +99,10 @@ LONG = 6 * MIN_CHUNK + 17
         list(np.random.default_rng(0).random(40)),
         list(10.0 ** -np.random.default_rng(1).uniform(0, 6, 30)),
         [*range(1, 300)],
+        [1.0] * 300,
+        list(10.0 ** -np.random.default_rng(2).uniform(0, 6, 700)),
     ],
-    ids=["equal", "three", "tiny", "one large", "random", "skewed", "many"],
+    ids=["equal", "three", "tiny", "one large", "random", "skewed", "many", "many equal", "many skewed"],
 )
 def test_chunks_equal_a_computation_one_by_one(weights):
     check_index(weights, LONG)
@@ -108,6 +115,22 @@ def test_chunks_equal_a_computation_one_by_one(weights):
 )
 def test_any_weights_in_chunks(weights, size):
     check_index(weights, size)
+
+
+def test_a_selection_of_many_datasets_has_the_largest_deficits(monkeypatch):
+    """Few of them are compared at a position."""
+    found = []
+    original = _ChunkedBlend._compared
+    monkeypatch.setattr(
+        _ChunkedBlend, "_compared", lambda *given: found.append(original(*given)) or found[-1]
+    )
+    check_index(list(np.random.default_rng(3).random(1000)), 20_000)
+    assert np.median([compared.shape[1] for compared in found]) < 400
+    sizes = np.random.default_rng(4).integers(0, 40, 600)
+    found.clear()
+    index = build_exhaustive_blend_index(sizes.tolist())
+    assert pairs(index) == one_by_one(sizes, int(sizes.sum()), is_exhaustive=True)
+    assert np.median([compared.shape[1] for compared in found]) < 400
 
 
 def test_an_exhaustive_blend_takes_each_sample_once():

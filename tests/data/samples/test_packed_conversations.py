@@ -171,3 +171,19 @@ def test_only_the_newest_samples_are_open():
     sizes = np.array([9] + [10] * OPEN_SAMPLES + [1], np.int64)
     assert packed(sizes, 10)[-1] == [len(sizes) - 1]
     assert packed(np.delete(sizes, 1), 10)[0] == [0, len(sizes) - 2]
+
+
+def test_with_packs_of_documents_each_conversation_is_a_sample_without_padding(tmp_path):
+    prefix = write(tmp_path / "a", random_conversations(longest=40))
+    options = SampleOptions(seq_length=SEQ_LENGTH, eod=99, conversations=True, packs_documents=True)
+    plans = SamplePlans(train=(None,), valid=(0,), test=(0,), seed=3)
+    samples = SplitBuilder(options).build({"all": Blend((prefix,))}, "1,0,0", plans).train
+    packed_samples = build(prefix)
+    rows = [found_in(samples[k]) for k in range(len(samples))]
+    assert all(len(parts) == 1 for parts in rows)
+    assert all(
+        len(samples[k].tokens) == sum(span.length for span in samples.spans(k)) for k in range(len(samples))
+    )
+    others = [part for k in range(len(packed_samples)) for part in found_in(packed_samples[k])]
+    wholes = [part for part in others if any(loss for _, loss in part)]
+    assert sorted(parts[0] for parts in rows) == sorted(wholes)

@@ -30,7 +30,7 @@ from megatrain.tools.parity.measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity.rows import ALWAYS, QUICK_ROWS, Layout, pairwise_rows
+from megatrain.tools.parity.rows import ALWAYS, PACKED_ROWS, QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 
@@ -38,7 +38,9 @@ ROWS = (ALWAYS[1], ALWAYS[2], ALWAYS[7])
 """Rows of every test run: each axis with others, experts, latent attention, multi-token prediction and BERT."""
 
 
-@pytest.mark.parametrize("text", only(ROWS, ALWAYS))
+@pytest.mark.parametrize(
+    "text", [*only(ROWS, ALWAYS), *map(nightly, (f"tokens {row}" for row in PACKED_ROWS))]
+)
 def test_a_layout_computes_what_one_process_computes(comparer: Comparer, text: str) -> None:
     verdict = comparer.compare(Layout.of(text))
     assert verdict.is_good, verdict

@@ -118,6 +118,16 @@ def test_a_rank_without_an_answer_connects_again(monkeypatch: pytest.MonkeyPatch
     watch.leave()
 
 
+def test_ranks_spread_their_first_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue of a kernel may hold 128: no rank is dropped if they come as fast as the server accepts them."""
+    waits: list[float] = []
+    monkeypatch.setattr(rank_watch, "_sleep_at_most", waits.append)
+    for size in (8, 16384):
+        RankWatch(LaunchEnvironment(world_size=size, local_world_size=size), dist.HashStore()).leave()
+    assert waits[0] == 0
+    assert 1 < waits[1] < 10
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchServer]:
     monkeypatch.setattr(watch_server, "SECONDS_TO_INTRODUCE", 0.5)

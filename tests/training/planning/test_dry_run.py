@@ -105,8 +105,36 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
         "packs", "host_memory", "host_use",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
-        "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"
+        "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at",
+        "operations",
     }  # fmt: skip
+
+
+def test_operations_of_the_host_are_counted() -> None:
+    """The limits are those of today: what a layer needs more, each of hundreds of micro-batches pays."""
+    dense = {
+        "--num-layers": "2",
+        "--bf16": "",
+        "--global-batch-size": "8",
+        "--micro-batch-size": "1",
+        "--device": "cuda",
+        "--cuda-graph-impl": "none",
+    }
+    experts = {
+        "--num-experts": "8", "--moe-router-topk": "2", "--moe-token-dispatcher-type": "alltoall", "--world-size": "4",
+        "--expert-model-parallel-size": "4", "--moe-grouped-gemm": "",
+    }  # fmt: skip
+
+    def of_a_layer(changed: dict[str, str | None]) -> int:
+        found = [examined({**dense, **changed, "--num-layers": str(layers)}) for layers in (2, 4)]
+        few, many = (one.memory[0].operations for one in found)
+        shown = as_text(found[0])
+        count = found[0].pipeline.num_microbatches
+        assert f"host: {few:,} operations a micro-batch, {few * count:,} an iteration" in shown
+        return (many - few) // 2
+
+    assert 20 < of_a_layer({}) <= 105
+    assert 100 < of_a_layer(experts) <= 200
 
 
 @pytest.mark.parametrize("tied", ["", None])
