@@ -1,4 +1,4 @@
-"""Configurations as YAML: the names of the flags, `_` for `-`, in sections or beside them.
+"""Configurations as YAML: the names of the flags, `_` for `-`, in sections or flat.
 
     seq_length: 1024
     model:
@@ -79,7 +79,7 @@ class _Reader:
         self.file = file
 
     def values(self, root: yaml.Node) -> Iterator[Given | GivenFlag | Problem]:
-        """Yield the values, each setting once: in its section, or flat beside the sections."""
+        """Yield the values, each setting once: in its section, or flat."""
         seen: dict[str, str] = {}
         for found in self._values(root):
             if isinstance(found, Given) and is_resolved(found.value):

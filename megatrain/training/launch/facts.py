@@ -188,29 +188,26 @@ def _data_facts(
     # NullTokenizer reads token ids, which any tokenizer may have written.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
     is_masked = request.known("model.model_family") in MASKED_FAMILIES
-    datasets: list[DatasetFacts] = []
-    problems: list[Problem] = []
     try:
         if data.image_data_path:
             most_images = request.known("vision.images_per_sample") or 1
-            found = image_facts(data, most_images=most_images, log=log_to_stderr)
-            return {"datasets": tuple(found)}, []
-        blends = blends_from_config(data)
-        schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
-        texts = _texts([*blends.values(), *schedule.values()], request, tokenizer, has_sentences=is_masked)
+            images = image_facts(data, most_images=most_images, log=log_to_stderr)
+            return {"datasets": tuple(images)}, []
+        phases = _phases(data)
+        texts = _texts(phases, request, tokenizer, has_sentences=is_masked)
         untokenized = [text for text in texts.values() if not text.is_tokenized]
-        if tokenizes:
-            for text in untokenized:
-                text.tokenize()
-        elif untokenized:
+        if untokenized and not tokenizes:
             return {"untokenized": tuple(map(str, untokenized))}, []
+        for text in untokenized:
+            text.tokenize()
     except ConfigError as error:
         return {}, list(error.problems)
-    split = "all" if "all" in blends else "train"
-    for start, phase in {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}.items():
+    datasets: list[DatasetFacts] = []
+    problems: list[Problem] = []
+    for start, phase in phases.items():
         found, of_phase = inspect_datasets(
             {name: _of_datasets(blend, texts) for name, blend in phase.items()},
-            flags={split: "--data-schedule"} if start else flags_of_blends(data),
+            flags=dict.fromkeys(phase, "--data-schedule") if start else flags_of_blends(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
@@ -224,10 +221,23 @@ def _data_facts(
     return {"datasets": tuple(datasets)}, problems
 
 
+def _phases(data: DataConfig) -> dict[int, dict[str, Blend]]:
+    """Return the blends of each phase of training, by the iteration at which it begins. Raises ConfigError."""
+    blends = blends_from_config(data)
+    schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
+    split = "all" if "all" in blends else "train"
+    return {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}
+
+
 def _texts(
-    blends: Sequence[Blend], request: Request, tokenizer: Mapping[str, Any], *, has_sentences: bool
+    phases: Mapping[int, Mapping[str, Blend]],
+    request: Request,
+    tokenizer: Mapping[str, Any],
+    *,
+    has_sentences: bool,
 ) -> dict[str, RawText]:
     """Return the text among the datasets of blends, by name; none if the tokenizer has a problem, which is reported."""
+    blends = [blend for phase in phases.values() for blend in phase.values()]
     names = [name for blend in blends for name in blend.prefixes if is_text(name)]
     if names and has_sentences:
         raise ConfigError(
