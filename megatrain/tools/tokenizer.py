@@ -221,8 +221,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _config_of(name: str) -> TokenizerConfig:
-    kind = "SentencePieceTokenizer" if name.endswith(".model") else "HuggingFaceTokenizer"
-    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=name)
+    if name.endswith(".model"):
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=name)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name)
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[str]:

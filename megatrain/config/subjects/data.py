@@ -149,7 +149,7 @@ def data_cache_path(draft: Draft) -> DerivedValue:
     return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
 
 
-@note("nothing")
+@note("cost")
 def text_is_tokenized_first(draft: Draft) -> Notes:
     for text in draft.facts.untokenized:
         yield f"{text} is tokenized at the first start, or in advance by `megatrain data index`"

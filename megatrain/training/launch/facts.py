@@ -182,9 +182,7 @@ def _data_facts(
     request: Request, tokenizer: Mapping[str, Any], *, tokenizes: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the facts `datasets` and `untokenized`, and the problems of the data."""
-    names = [field.name for field in dataclasses.fields(DataConfig)]
-    values = {name: request.known(f"data.{name}") for name in names}
-    data = DataConfig(**{name: value for name, value in values.items() if value is not None})
+    data = _data_config(request)
     # NullTokenizer reads token ids, which any tokenizer may have written.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
     is_masked = request.known("model.model_family") in MASKED_FAMILIES
@@ -219,6 +217,13 @@ def _data_facts(
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
         problems += [problem for problem in of_phase if problem not in problems]
     return {"datasets": tuple(datasets)}, problems
+
+
+def _data_config(request: Request) -> DataConfig:
+    """Return the settings of the data as far as they are known."""
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    values = {name: request.known(f"data.{name}") for name in names}
+    return DataConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def _phases(data: DataConfig) -> dict[int, dict[str, Blend]]:
