@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,61 +37,36 @@ _MEGABYTE: Final = 1_000_000
 _ROW: Final = "{:>10} {:>14} {:>12} {:>12} {:>10}  {}"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of tokenizer, untrained."""
-
-    help: str
-    roles: dict[str, str]
-    """Special tokens by role, besides the end-of-document token."""
-    model: Callable[[], Any]
-    trainer: Callable[..., Any]
-    pre_tokenizer: Callable[[], Any]
-    decoder: Callable[[], Any]
-    options: dict[str, Any]
-    """Further arguments of the trainer."""
-    normalizer: Callable[[], Any] | None = None
-
-
 _KINDS: Final = {
-    "byte-level": _Kind(
-        "BPE of bytes, as GPT-2's: any text, and back without loss",
-        {},
-        models.BPE,
-        trainers.BpeTrainer,
-        lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel,
-        {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()},
-    ),
-    "bpe": _Kind(
-        "BPE of characters",
-        _UNKNOWN,
-        lambda: models.BPE(unk_token=_UNKNOWN["unk_token"]),
-        trainers.BpeTrainer,
-        pre_tokenizers.Metaspace,
-        decoders.Metaspace,
-        {},
-    ),
-    "wordpiece": _Kind(
-        "BERT's, with its special tokens and a vocab.txt",
-        _BERT,
-        lambda: models.WordPiece(unk_token=_BERT["unk_token"]),
-        trainers.WordPieceTrainer,
-        pre_tokenizers.BertPreTokenizer,
-        decoders.WordPiece,
-        {},
-        lambda: normalizers.BertNormalizer(lowercase=False),
-    ),
-    "unigram": _Kind(
-        "the most probable pieces, as T5's",
-        _UNKNOWN,
-        models.Unigram,
-        trainers.UnigramTrainer,
-        pre_tokenizers.Metaspace,
-        decoders.Metaspace,
-        _UNKNOWN,
-    ),
+    "byte-level": "BPE of bytes, as GPT-2's: any text, and back without loss",
+    "bpe": "BPE of characters",
+    "wordpiece": "BERT's, with its special tokens and a vocab.txt",
+    "unigram": "the most probable pieces, as T5's",
 }
+
+
+def _untrained(kind: str, roles: dict[str, str], **options: Any) -> tuple[Tokenizer, Any]:
+    """Return a tokenizer and its trainer. `roles`: special tokens by role; `options`: those of all trainers."""
+    unknown, metaspace = roles.get("unk_token"), (pre_tokenizers.Metaspace(), decoders.Metaspace())
+    if kind == "byte-level":
+        model, parts = models.BPE(), (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+    elif kind == "bpe":
+        model, parts, trainer = models.BPE(unk_token=unknown), metaspace, trainers.BpeTrainer(**options)
+    elif kind == "unigram":
+        model, parts = models.Unigram(), metaspace
+        trainer = trainers.UnigramTrainer(unk_token=unknown, **options)
+    else:
+        model, parts = (
+            models.WordPiece(unk_token=unknown),
+            (pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()),
+        )
+        trainer = trainers.WordPieceTrainer(**options)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = parts
+    if kind == "wordpiece":
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    return tokenizer, trainer
 
 
 def add_flags(commands: Any) -> None:
@@ -112,7 +86,7 @@ def add_flags(commands: Any) -> None:
     train.add_argument(
         "--vocab-size", type=int, required=True, metavar="N", help="tokens, special ones included"
     )
-    kinds = "; ".join(f"{name}: {kind.help}" for name, kind in _KINDS.items())
+    kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
     train.add_argument(
         "--kind", choices=tuple(_KINDS), default="byte-level", help=f"{kinds} (default: byte-level)"
     )
@@ -162,26 +136,23 @@ def add_flags(commands: Any) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train a tokenizer and write its files."""
-    kind, folder = _KINDS[arguments.kind], arguments.output
-    special = list(dict.fromkeys([arguments.eos_token, *kind.roles.values(), *arguments.special_tokens]))
-    fewest = len(special) + len(kind.options.get("initial_alphabet", ()))
+    kind, folder = arguments.kind, arguments.output
+    own = {"byte-level": {}, "wordpiece": _BERT}.get(kind, _UNKNOWN)
+    special = list(dict.fromkeys([arguments.eos_token, *own.values(), *arguments.special_tokens]))
+    fewest = len(special) + 256 * (kind == "byte-level")
     if arguments.vocab_size <= fewest:
         raise ConfigError(
             f"--vocab-size {arguments.vocab_size} is too small: {fewest} tokens are given",
             fix=f"use more than {fewest}",
         )
-    tokenizer = Tokenizer(kind.model())
-    tokenizer.pre_tokenizer, tokenizer.decoder = kind.pre_tokenizer(), kind.decoder()
-    if kind.normalizer is not None:
-        tokenizer.normalizer = kind.normalizer()
-    trainer = kind.trainer(
-        vocab_size=arguments.vocab_size, special_tokens=special, show_progress=False, **kind.options
+    tokenizer, trainer = _untrained(
+        kind, own, vocab_size=arguments.vocab_size, special_tokens=special, show_progress=False
     )
     tokenizer.train_from_iterator(_texts(arguments), trainer)
     folder.mkdir(parents=True, exist_ok=True)
-    roles = {"eos_token": arguments.eos_token, **kind.roles}
+    roles = {"eos_token": arguments.eos_token, **own}
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
-    if arguments.kind == "wordpiece":
+    if kind == "wordpiece":
         ids = tokenizer.get_vocab()
         words = "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__))
         replace_file(folder / "vocab.txt", [words.encode()])
