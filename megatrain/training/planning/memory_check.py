@@ -23,10 +23,7 @@ from megatrain.parallel.messages import Messages
 from megatrain.process.available_memory import available_bytes, process_bytes
 from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 from megatrain.training.launch.ranks import grid_shape, local_gpu
-<<<<<<< HEAD
 from megatrain.training.launch.refusal import print_error
-from megatrain.training.planning.memory_plan import ResidentMemory, planned_resident_memory
-=======
 from megatrain.training.planning.memory_limit import ignored_flag
 from megatrain.training.planning.memory_plan import (
     ResidentMemory,
@@ -34,7 +31,6 @@ from megatrain.training.planning.memory_plan import (
     planned_rank_memory,
     planned_resident_memory,
 )
->>>>>>> main
 
 
 def check_memory(plan: Plan, environment: LaunchEnvironment, store: dist.Store | None) -> int:
