@@ -48,6 +48,9 @@ _KINDS: Final = {
 def _untrained(kind: str, roles: dict[str, str], **options: Any) -> tuple[Tokenizer, Any]:
     """Return a tokenizer and its trainer. `roles`: special tokens by role; `options`: those of all trainers."""
     unknown, metaspace = roles.get("unk_token"), (pre_tokenizers.Metaspace(), decoders.Metaspace())
+    model: Any
+    parts: tuple[Any, Any]
+    trainer: Any
     if kind == "byte-level":
         model, parts = models.BPE(), (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
